@@ -256,13 +256,16 @@ train.main()
 @pytest.mark.slow
 def test_two_processes_train_the_adapter_of_one_even_if_one_is_killed(configure, tmp_path):
     config = configure(
-        max_steps=8, save_every=3, lora_dropout=0.1, max_memory=1.0, valid="none", supervise=True
+        max_steps=8, save_every=3, lora_dropout=0.1, max_memory=1.0, eval_every=4, supervise=True
     )
     one = train(dataclasses.replace(config, run="one"))
     config = dataclasses.replace(config, processes=2)
     two, status = supervised(config, "two")
     assert status == 0
     assert difference(two, one) < 1e-5
+    losses = [[v.loss for v in events_of(run, events.Validation)] for run in (one, two)]
+    assert len(losses[0]) == 2
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     last = events_of(two, events.Ranks)[-1]
     assert all(0 < held <= 1e9 for held in last.process_bytes)
     assert last.limit_bytes == [1e9] * 2
@@ -272,6 +275,6 @@ def test_two_processes_train_the_adapter_of_one_even_if_one_is_killed(configure,
     killed, status = supervised(config, "killed", [sys.executable, "-c", script])
     assert status == 0
     (died,) = events_of(killed, events.Died)
-    assert died.reason == "rank 1 killed by SIGKILL after step 5; continuing from step 3"
+    assert died.reason == "rank 1 killed by SIGKILL after step 5; continuing from step 4"
     assert digest_of(adapter(killed)) == digest_of(adapter(two))
     assert left_of(two) == left_of(killed) == []

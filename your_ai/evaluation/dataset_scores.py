@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -32,6 +33,39 @@ class MeanLoss:
     trained_tokens: int
     metrics: dict[str, float] = field(default_factory=dict)
     """Means of the objective's metrics, by name."""
+
+
+def mean_loss_of_all(
+    engine: Engine,
+    examples: Examples,
+    rows_at: RowsAt,
+    stop: Stop,
+    ids: np.ndarray,
+    gather: Callable[[Any], list[Any]],
+) -> MeanLoss | None:
+    """As `mean_loss` of a token-local objective, of which each process computes a part.
+
+    ids: the indices, in the order of length, of the examples of this process.
+    gather: gives what each process found, in the order of the processes.
+    """
+    totals, weight, trained_tokens = Totals(), 0.0, 0
+    edges, order = bucket_edges(examples.lengths - 1), by_length(examples)
+    for batch in micro_batches(examples, order, rows_at, edges, ids=ids):
+        if stop:
+            break
+        totals.add(engine.loss(batch))
+        weight += engine.objective.denominator([batch])
+        trained_tokens += batch.trained_tokens
+    parts = gather(None if stop else [totals.loss, totals.metrics, weight, trained_tokens])
+    if None in parts:
+        return None
+    whole = Totals()
+    for loss, metrics, _, _ in parts:
+        whole.add_sums(loss, metrics)
+    weight = sum(part[2] for part in parts)
+    if weight <= 0:
+        return None
+    return MeanLoss(whole.loss / weight, sum(part[3] for part in parts), whole.means())
 
 
 def mean_loss(engine: Engine, examples: Examples, rows_at: RowsAt, stop: Stop) -> MeanLoss | None:

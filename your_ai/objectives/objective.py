@@ -11,7 +11,7 @@ Shapes: S target slots of a micro-batch; the last slots may be padding.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -114,10 +114,15 @@ class Totals:
     """(sum, count) of each metric, by name."""
 
     def add(self, sums: Sums) -> None:
-        self.loss += sums.loss.item()
-        for name, (value, count) in sums.metrics.items():
+        metrics = {n: (value.item(), count.item()) for n, (value, count) in sums.metrics.items()}
+        self.add_sums(sums.loss.item(), metrics)
+
+    def add_sums(self, loss: float, metrics: Mapping[str, Sequence[float]]) -> None:
+        """Add a loss, and (sum, count) of each metric, by name."""
+        self.loss += loss
+        for name, (value, count) in metrics.items():
             before = self.metrics.get(name, (0.0, 0.0))
-            self.metrics[name] = (before[0] + value.item(), before[1] + count.item())
+            self.metrics[name] = (before[0] + value, before[1] + count)
 
     def means(self) -> dict[str, float]:
         """The mean of each metric, without those whose count is 0.

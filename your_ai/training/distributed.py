@@ -245,10 +245,7 @@ class Ranks:
         parts = self.gather([totals.loss, totals.metrics, list(counts)])
         whole = Totals()
         for loss, metrics, _ in parts:
-            whole.loss += loss
-            for name, (value, count) in metrics.items():
-                before = whole.metrics.get(name, (0.0, 0.0))
-                whole.metrics[name] = (before[0] + value, before[1] + count)
+            whole.add_sums(loss, metrics)
         trained, own = dict(tree_flatten(parameters)), grads.sizes()
         for names in buckets({name: trained[name] for name in sorted(trained)}):
             mine = grads.take([name for name in names if name in own])

@@ -7,8 +7,10 @@ import time
 from dataclasses import asdict, replace
 
 from your_ai.config import REWARD_METRICS, TrainConfig
+from your_ai.data.examples import Examples
 from your_ai.evaluation import dataset_scores as measures
 from your_ai.evaluation.compare import Ready
+from your_ai.evaluation.dataset_scores import MeanLoss
 from your_ai.generation import generate
 from your_ai.run import events
 from your_ai.run.checkpoint import TrainState
@@ -41,9 +43,11 @@ def validate_here(
         rollouts = rollouts.source
     if rollouts is not None:
         return validate_reward(rollouts, state, log, stop, began)
-    measured = measures.mean_loss(prepared.engine, prepared.valid, prepared.rows_at, stop)
+    measured = mean_loss(prepared, prepared.valid, stop)
     if measured is None:
-        return replace(state, validation_due=bool(stop))
+        dealt = prepared.ranks.size > 1 and is_dealt(prepared, rollouts)
+        stopped = any(prepared.ranks.gather(bool(stop))) if dealt else bool(stop)
+        return replace(state, validation_due=stopped)
     metrics = dict(measured.metrics)
     value = metrics.get(REWARD_METRICS.get(prepared.config.best_metric, ""))
     if prepared.best_metric is not None:
@@ -74,14 +78,33 @@ def validate(
     stop: Stop,
     rollouts: RolloutSource | SoftSource | None = None,
 ) -> TrainState:
-    """The state after the validation that is due, which rank 0 does for all."""
+    """The state after the validation that is due.
+
+    Rank 0 does for all what cannot be dealt: answers, rewards, and losses of whole files.
+    """
     ranks = prepared.ranks
-    if ranks.size == 1:
+    if ranks.size == 1 or is_dealt(prepared, rollouts):
         return validate_here(prepared, state, log, stop, rollouts)
     if prepared.valid is None or not state.validation_due:
         return replace(state, validation_due=False)
     found = ranks.of_first(lambda: asdict(validate_here(prepared, state, log, stop, rollouts)))
     return TrainState(**found)
+
+
+def is_dealt(prepared: Prepared, rollouts: RolloutSource | SoftSource | None) -> bool:
+    """Whether each rank measures a part of the validation rows."""
+    is_local = prepared.engine.objective.token_local
+    return rollouts is None and prepared.best_metric is None and is_local
+
+
+def mean_loss(prepared: Prepared, valid: Examples, stop: Stop) -> MeanLoss | None:
+    """The mean loss of the validation rows, of which each rank computes a part."""
+    ranks, engine, rows_at = prepared.ranks, prepared.engine, prepared.rows_at
+    if ranks.size == 1 or not is_dealt(prepared, None):
+        return measures.mean_loss(engine, valid, rows_at, stop)
+    lengths = valid.lengths[measures.by_length(valid)]
+    ids = ranks.rows(lengths, prepared.budget.demand.facts.hidden)
+    return measures.mean_loss_of_all(engine, valid, rows_at, stop, ids, ranks.gather)
 
 
 def validate_reward(
