@@ -68,7 +68,7 @@ class Corrections:
         """What blocks keep of such a micro-batch: what the plan says, or more if rows are shorter
         than the longest, or less if it would exceed the limit."""
         plan = self.plan
-        if not may_keep(self.demand, plan.engine, plan.spill):
+        if not may_keep(self.demand, plan):
             return NOTHING
         key = (rows, tokens, self.ratio(tokens))
         if key not in self._kept:
