@@ -19,6 +19,7 @@ from your_ai.session.ranks import (
     LaunchedGroup,
     RankGroup,
     cause_of,
+    failed_in,
     free_ports,
     launched_rank,
     lost_in,
@@ -48,6 +49,12 @@ def test_the_log_says_which_rank_was_lost():
     assert lost_in(log) == "rank 1 on mac2: its process ended"
     assert lost_in("[WARN] Node with rank 2 exited with code -9") == "rank 2: it ended with code -9"
     assert lost_in("nothing") == ""
+
+
+def test_the_log_says_whose_error_ended_all():
+    log = "x\nerror: rank 1 on mac2: out of memory (a: b)\nend"
+    assert failed_in(log) == "rank 1 on mac2"
+    assert failed_in("error: data/train.jsonl: is empty") == ""
 
 
 def test_ports_differ_and_are_free():

@@ -33,6 +33,7 @@ REPORT_BYTES = 1000
 HOSTFILE = "ranks.json"  # in the run folder: addresses and ports of the ranks
 LOOPBACK = "127.0.0.1"
 LAUNCHER_SAYS = re.compile(r"Node with rank (\d+) exited with code (-?\d+)")
+FAILED_RANK = re.compile(r"^error: (rank \d+ on .+?): ", re.MULTILINE)
 GRACE_S = 8.0  # for the other ranks to find out that one is gone, and end
 LEAVE_S = 20.0  # for the other ranks to end after rank 0 is done
 
@@ -172,6 +173,12 @@ def lost_in(output: str) -> str:
     if not named and (found := LAUNCHER_SAYS.search(output)):
         return f"rank {found[1]}: it ended with code {found[2]}"
     return (named or told or [""])[0].removeprefix(LOST)
+
+
+def failed_in(output: str) -> str:
+    """The rank whose error ended the others, with its host, as rank 0 said; empty if none did."""
+    found = FAILED_RANK.findall(output)
+    return found[-1] if found else ""
 
 
 def launched_rank() -> int | None:

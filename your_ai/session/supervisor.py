@@ -58,7 +58,7 @@ from your_ai.session.machines import (
     paths_to_sync,
     sync,
 )
-from your_ai.session.ranks import lost_in, started_group
+from your_ai.session.ranks import failed_in, lost_in, started_group
 from your_ai.session.stalls import STARTING, Patience, StallWatch, patience_of
 from your_ai.trackers.upload import tracked
 
@@ -158,8 +158,11 @@ def supervise(
             )
             records, offset = events.tail(folder.events, offset)
             life = summarize_process(life, level, status, [record.event for record in records])
-            lost = lost_in(read_log(log, log_start)) if status == PEER_LOST else ""
-            named = "" if is_alone else f"rank {rank}"
+            lost = named = ""
+            if not is_alone:
+                said = read_log(log, log_start)
+                lost = lost_in(said) if status == PEER_LOST else ""
+                named = failed_in(said) or f"rank {rank}"
             life = replace(life, stalled=stalled, rank=named, lost=lost)
             if status == DONE:
                 return DONE
