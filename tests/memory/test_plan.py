@@ -169,7 +169,7 @@ def test_as_much_is_kept_as_fits(data):
     limit_bytes = data.draw(limits_for(demand))
     option = choose(demand, limit_bytes).option
     plan, blocks = option.plan, demand.training.blocks
-    if not may_keep(demand, plan.engine, plan.spill) or rung_of(plan.kept) == highest(blocks):
+    if not may_keep(demand, plan) or rung_of(plan.kept) == highest(blocks):
         return
     more = replace(plan, kept=at_rung(blocks, rung_of(plan.kept) + 1))
     assert with_margin(largest(demand, more)) > limit_bytes
