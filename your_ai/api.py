@@ -261,7 +261,7 @@ def plan(
     Raises UserError where nothing fits into the limit, with the least that would.
     """
     resolved, notes = _settings(config, settings, needs_data=False)
-    from your_ai.memory.plan import words
+    from your_ai.memory.plan_words import words
     from your_ai.training.plan_without_files import planned_run
 
     budget = planned_run(resolved, seq_len, notes.append, memory_gb)

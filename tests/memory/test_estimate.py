@@ -391,7 +391,7 @@ def test_peaks_measured_here_are_estimated(
         pass
     peak = mx.get_peak_memory() - before
     plan = Plan(contender, rows * tokens)
-    if contender in our_plans.STREAMED:
+    if our_plans.ENGINES.get(contender) == "streamed":
         resident = 2 if contender == "resident" else 0  # of 4 blocks
         alone = Plan("streamed", rows * tokens, contender == "spilled", resident=resident)
         plan = replace(alone, blocks_ahead=int(contender == "resident"))

@@ -40,8 +40,8 @@ from your_ai.memory.plan import (
     seconds_of,
     waves_of,
     with_margin,
-    words,
 )
+from your_ai.memory.plan_words import words
 from your_ai.memory.speed import KINDS, KnownSpeed
 from your_ai.memory.workload import NOTHING, Kept, StepSizes
 
@@ -210,7 +210,7 @@ def test_streamed_plans_are_tried_with_fewer_and_fewer_blocks_in_memory():
 def test_a_limit_between_streamed_and_staged_keeps_blocks_in_memory():
     demand = replace(DEMAND, lengths=(512,), batch_size=1, rows_per_step=1)
     every = options(demand)
-    (staged,) = (o for o in every if o.plan == Plan("staged", 512))
+    (staged,) = (o for o in every if o.plan == Plan("staged", 512, spill=True))
     plan = choose(demand, staged.needed_bytes - 1).option.plan
     assert plan.engine == "streamed"
     assert plan.resident > 20

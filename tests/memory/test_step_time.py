@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from tests.speeds import CORE
+from your_ai.memory.estimate_adapters import adapter_bytes, optimizer_bytes
 from your_ai.memory.facts import BlockFacts, ModelFacts
 from your_ai.memory.mixer_facts import ATTENTION, MAMBA2, SLIDING, MixerFacts
 from your_ai.memory.step_time import StepWork, head_bytes, mean_step, unpredicted
-from your_ai.memory.workload import Plan, StepSizes, Training
+from your_ai.memory.workload import Kept, Plan, StepSizes, Training
 
 ATTENDS = MixerFacts(kind=ATTENTION, heads=4, kv_heads=2, key_dim=16, value_dim=16)
 LAYERS = {
@@ -67,26 +68,37 @@ def test_staged_computes_trained_blocks_again_but_for_their_last_layer():
 
 
 def test_kept_outputs_are_not_computed_again():
-    staged, some, every = (terms(Plan("staged", N, kept=kept)) for kept in (0, 1, 4))
-    assert some["recompute"]["matmul"] == staged["recompute"]["matmul"] * 3 / 4
-    assert "matmul" not in every["recompute"]
-    assert every["recompute"]["attention"] > 0
+    kept = (Kept(), Kept(1), Kept(4), Kept(4, 4), Kept(4, 4, 4))
+    staged, some, linear, attention, every = (
+        terms(Plan("staged", N, kept=each))["recompute"] for each in kept
+    )
+    assert some["matmul"] == staged["matmul"] * 3 / 4
+    assert "matmul" not in linear
+    assert linear["attention"] > 0
+    assert "attention" not in attention
+    assert 0 < every["elements"] < attention["elements"]
 
 
 def test_streamed_reads_frozen_blocks_once_and_trained_ones_twice():
     found = terms(Plan("streamed", N), UPPER)["reading"]
-    assert found == {"read": (3 + 2) * 4 * NUMBERS, "opened": (3 + 2) * 7}
+    assert found == {"read": (3 + 1) * 4 * NUMBERS, "opened": (3 + 1) * 7}  # the last one once
+    whole = terms(Plan("streamed", N))["reading"]
+    assert whole["read"] == (2 * 4 - 1) * 4 * NUMBERS
+    assert terms(Plan("streamed", N, resident=3))["reading"]["read"] == 2 * 4 * NUMBERS
     assert "reading" not in terms(Plan("staged", N))
 
 
 def test_a_cached_prefix_spares_the_frozen_blocks():
     found = terms(Plan("streamed", N), UPPER, cached_prefix=True)
     assert found["forward"]["matmul"] == N * NUMBERS
-    assert found["reading"] == {"read": 2 * 4 * NUMBERS, "opened": 2 * 7}
+    assert found["reading"] == {"read": 4 * NUMBERS, "opened": 7}
 
 
 def test_spilled_block_inputs_are_written_and_read():
-    assert terms(Plan("staged", N, spill=True))["spilling"] == {"spilled": 2 * 4 * N * 64 * 4}
+    inputs, gradients = 2 * 4 * N * 64 * 4, 2 * adapter_bytes(MODEL, EVERY)
+    spilled = terms(Plan("staged", N, spill=True))["spilling"]["spilled"]
+    assert spilled == inputs + gradients + 2 * optimizer_bytes(MODEL, EVERY)
+    assert terms(Plan("streamed", N))["spilling"] == {"spilled": gradients}
 
 
 def test_only_targets_meet_the_vocabulary():

@@ -28,7 +28,8 @@ from your_ai.memory.demand import PYTHON_BYTES, SCORED_FIRST, WHOLE
 from your_ai.memory.estimate import Training
 from your_ai.memory.facts import ModelFacts, facts_of_known
 from your_ai.memory.limit import MemoryLimit
-from your_ai.memory.plan import Choice, Demand, DoesNotFit, choose, options, words
+from your_ai.memory.plan import Choice, Demand, DoesNotFit, choose, options
+from your_ai.memory.plan_words import words
 from your_ai.memory.speed import UNKNOWN, KnownSpeed
 from your_ai.memory.workload import StepSizes
 

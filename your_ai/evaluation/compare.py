@@ -41,7 +41,8 @@ from your_ai.generation.samples import MOST_TOGETHER, sampled
 from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import Budget, budget_of_evaluation, row_limit
-from your_ai.memory.plan import choose, words
+from your_ai.memory.plan import choose
+from your_ai.memory.plan_words import words
 from your_ai.memory.workload import RolloutSizes, Training
 from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.nets import model, saved_adapter

@@ -302,12 +302,13 @@ def staged_phases(
     backward = max(staged_backward_bytes(each, rows, tokens) for each, count in alone if count)
     table = coefficients.head
     tiled = is_tiled(workload, rows, tokens)
-    if tiled:  # streamed weights of a block stay for all of its tiles
-        reading = coefficients, plan.resident, plan.blocks_ahead
-        while_read, at_once = (
-            weights_bytes(facts, plan.engine, each, *reading) for each in (False, True)
-        )
-        forward, backward = (work + at_once - while_read for work in (forward, backward))
+    if tiled and plan.engine == "streamed":  # the weights of a block stay for all of its tiles
+        reading = plan.resident, plan.blocks_ahead
+        counted = weights_bytes(facts, plan.engine, False, coefficients, *reading)
+        stay = facts.bytes_of_last(plan.resident)
+        read = facts.neighbours_bytes(1 + plan.blocks_ahead, plan.resident)
+        more = min(read, facts.blocks_bytes - stay) + stay + facts.rest_bytes - counted
+        forward, backward = forward + more, backward + more
     is_cut = tiled and not plan.kept.linear and not workload.score_head  # in tiles at the head
     head = (
         table["logits"] * logits_bytes(workload, n)
@@ -340,8 +341,10 @@ def staged_phases(
         inputs_before: of blocks, besides those below it.
         """
         held = gradients
-        if earlier == 0 and not plan.gradients_on_disk:  # they become more, block by block
-            held = coefficients.backward["gradients"] * gradients * (place + 1) / blocks
+        if earlier == 0:
+            held *= coefficients.backward["gradients"]
+            if not plan.gradients_on_disk:  # they become more, block by block
+                held *= (place + 1) / blocks
         return {
             "gradients": held,
             "block inputs": (blocks - 1 - place + inputs_before) * inputs,

@@ -8,7 +8,8 @@ from your_ai.config import TrainConfig
 from your_ai.gates.text import size_text
 from your_ai.memory.budget import Budget, PriorPlans, plan_of
 from your_ai.memory.calibration_file import valid_measurements
-from your_ai.memory.plan import Option, front_points, words
+from your_ai.memory.plan import Option, front_points
+from your_ai.memory.plan_words import words
 from your_ai.run import events
 from your_ai.training.preview import about_seconds
 

@@ -23,8 +23,8 @@ from your_ai.memory.plan import (
     options,
     rows_of,
     seconds_of,
-    words,
 )
+from your_ai.memory.plan_words import words
 
 # What a demand is asked for that is the same for any length and limit.
 SHORT_TOKENS, ANY_GB = 64, 1e6
