@@ -12,7 +12,9 @@ from your_ai.config import FIELDS, flag
 
 def test_every_option_with_values_separated_by_commas_can_be_repeated():
     lists = {flag(name) for name in FIELDS if is_listed(name)}
-    assert lists == {"--reward", "--report-to", "--data", "--lora-targets", "--columns"}
+    assert lists == {
+        *("--reward", "--report-to", "--data", "--lora-targets", "--columns", "--hosts"),
+    }
     lost = []
     for command in ALL:
         found = COMMANDS[command[0]]

@@ -213,7 +213,7 @@ def test_a_limit_between_streamed_and_staged_keeps_blocks_in_memory():
     (staged,) = (o for o in every if o.plan == Plan("staged", 512, spill=True))
     plan = choose(demand, staged.needed_bytes - 1).option.plan
     assert plan.engine == "streamed"
-    assert plan.resident > 20
+    assert plan.resident == 20  # of 32, beside all that blocks keep
     smaller = choose(demand, staged.needed_bytes - 1, level=1).option.plan
     assert 0 < smaller.resident < plan.resident
     assert "blocks in memory" in words(plan, 512)
@@ -648,13 +648,11 @@ def test_plans_for_evaluation_are_chosen_as_for_training(demand, sliced):
 
 
 def test_evaluation_needs_less_memory_than_training():
-    """It has no gradients, optimizer, block inputs and backward pass."""
+    """It has no gradients, optimizer and backward pass, but it reads a block ahead."""
     forward = replace(DEMAND, forward=True)
-    assert least_of(forward) < 0.9 * least_of(DEMAND)
-    limit_bytes = least_of(DEMAND) - 1
-    with pytest.raises(UserError, match="nothing fits"):
-        choose(DEMAND, limit_bytes)
-    assert choose(forward, limit_bytes).option.plan.engine == "streamed"
+    ahead = [option.needed_bytes for option in options(DEMAND) if option.plan.blocks_ahead]
+    assert least_of(forward) < 0.9 * min(ahead)
+    assert choose(forward, least_of(forward)).option.plan.engine == "streamed"
 
 
 def test_refusal_of_an_evaluation_names_a_limit_that_is_enough():

@@ -110,6 +110,24 @@ def test_arrays_of_rank_0_replace_others_bit_for_bit():
         return digest_of(found)
 
     assert set(Together(2).run(work)) == {digest_of({"x": as_array()})}
+
+
+def test_arrays_of_rank_0_keep_their_names_in_whatever_order_a_rank_has_them():
+    def work(ranks: Ranks):
+        names = ["m", "v"] if ranks.is_first else ["v", "m"]
+        values = {"m": mx.array([1.0]), "v": mx.array([2.0])}
+        if not ranks.is_first:
+            values = {name: mx.zeros((1,)) for name in names}
+        found = ranks.same_arrays({name: values[name] for name in names})
+        return found["m"].item(), found["v"].item()
+
+    assert Together(2).run(work) == [(1.0, 2.0)] * 2
+
+
+def test_equal_arrays_are_not_exchanged():
+    def as_array() -> mx.array:
+        return mx.array([-0.0, float("nan"), 1e-45], mx.float32)
+
     assert Together(2).run(lambda ranks: ranks.same_arrays({"x": as_array()})) == [None, None]
 
 

@@ -284,7 +284,7 @@ def refused(capsys, *arguments: object) -> str:
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
-        ({}, "--reward is missing"),
+        ({}, "--reward: names no reward"),
         ({"reward": "exact_mach"}, "did you mean exact_match"),
         ({"reward": "exact_match", "rollouts": 1}, "--rollouts 1: must be at least 2"),
         ({"reward": "judge"}, "--judge-model is missing"),

@@ -55,8 +55,8 @@ def bench(
     plan: Annotated[
         list[str] | None,
         typer.Option(
-            help="Plans of your_ai to measure, separated by commas; auto@1.4 is the fastest one "
-            "whose estimated MLX peak is at most 1.4 GB. [default: fused]",
+            help="Plans of your_ai to measure, separated by commas; auto@1.4: the fastest with an "
+            "estimated MLX peak of at most 1.4 GB. [default: fused]",
             metavar="NAMES",
         ),
     ] = None,

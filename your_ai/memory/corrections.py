@@ -89,7 +89,9 @@ class Corrections:
             margin = margin_of(self.demand) * self._estimate(rows, tokens, at(rung)).work_bytes
             return expected + margin <= self.room_bytes
 
-        low, high = 0, highest(blocks)
+        # A little more kept may need more memory than much more, whose backward pass needs less.
+        rung = rung_of(planned)
+        low, high = (rung, highest(blocks)) if fits(rung) else (0, max(0, rung - 1))
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if fits(middle) else (low, middle - 1)

@@ -17,7 +17,6 @@ import os
 import secrets
 import select
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from your_ai.errors import RunError
+from your_ai.gates.console import echo_error
 from your_ai.run.exits import PEER_LOST
 
 LOST = "lost: "  # begins the line, in the log of each process, that says which rank was lost
@@ -52,8 +52,7 @@ def end_process(loss: Loss, rank: int, report: Path | None = None) -> None:
     word = LOST if loss.status == PEER_LOST else "error: "
     with contextlib.suppress(Exception):
         if loss.status == PEER_LOST or rank == 0:
-            sys.stderr.write(f"{word}{loss.text}\n")
-            sys.stderr.flush()
+            echo_error(f"{word}{loss.text}")
         if report is not None and rank == 0:
             write_report(report, loss.status)
     os._exit(loss.status)

@@ -275,6 +275,8 @@ DECISIONS: dict[str, Decision] = {
     "push_to": need_network,
     "prefix_cache_folder": check_file,
     "best_metric": check_metric,
+    "hosts": refuse,  # an agent has one machine
+    "hostfile": refuse,
     "force": refuse,  # the limit would not bound the run
     "supervise": refuse,  # the run would end with the server
 }

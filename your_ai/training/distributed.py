@@ -211,7 +211,7 @@ class Ranks:
         digests = self.gather(digest_of(arrays))
         if len(set(digests)) == 1:
             return None
-        words = {name: as_bytes(array) for name, array in arrays.items()}
+        words = {name: as_bytes(arrays[name]) for name in sorted(arrays)}  # the order of all ranks
         if not self.is_first:  # sums of whole numbers with 0 are exact
             words = {name: mx.zeros_like(array) for name, array in words.items()}
         found = self.sum(words)
