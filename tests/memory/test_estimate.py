@@ -456,7 +456,8 @@ def test_peaks_of_a_large_vocabulary_over_few_features_are_estimated(
     mx.eval(built.engine.gradients(batch, 1.0, 0))  # while g++ compiles, MLX would run far ahead
     mx.clear_cache()
     mx.reset_peak_memory()
-    mx.eval(built.engine.gradients(batch, 1.0, 0))
+    for _ in range(4):  # the highest: beside other processes MLX runs ahead less
+        mx.eval(built.engine.gradients(batch, 1.0, 0))
     peak = mx.get_peak_memory() - before
     facts = facts_of(folder, 4)
     training = Training(blocks=facts.blocks, rank=8, targets=("q_proj",))
