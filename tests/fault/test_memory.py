@@ -75,20 +75,23 @@ class Failure:
 
 
 def fail_in_gradients(monkeypatch: pytest.MonkeyPatch, fail: Callable[[], None]) -> None:
-    """Fail after the graph of the gradients was built, before it is evaluated."""
+    """Fail after the gradients of a micro-batch, if they are one graph before it is run."""
     prepare = recipe.prepare
 
     def prepared(*args: Any) -> Any:
         found = prepare(*args)
-        gradients = found.engine.gradients
 
-        def failing(*given: Any) -> Any:
-            result = gradients(*given)
-            fail()
-            return result
+        def failing(gradients: Callable[..., Any] | None) -> Callable[..., Any] | None:
+            def computed(*given: Any) -> Any:
+                result = gradients(*given)
+                fail()
+                return result
 
-        engine = dataclasses.replace(found.engine, gradients=failing)
-        return dataclasses.replace(found, engine=engine)
+            return None if gradients is None else computed
+
+        engine = found.engine
+        functions = {name: failing(getattr(engine, name)) for name in ("gradients", "by_block")}
+        return dataclasses.replace(found, engine=dataclasses.replace(engine, **functions))
 
     monkeypatch.setattr(recipe, "prepare", prepared)
 
@@ -242,6 +245,7 @@ def test_failed_step_leaves_no_trace(planned, undisturbed, monkeypatch, place):
     """Running the same plan again shows that only the checkpoint is used."""
     settings = {"plan": "staged", "batch_size": 1, "grad_accumulation": 4, "lora_dropout": 0.1}
     settings["max_steps"] = 3
+    monkeypatch.setattr(plan, "NOTICEABLY", 0.0)  # no plan is smaller
     whole = undisturbed(**settings)
     run = folder.create(planned(**settings))
     with monkeypatch.context() as patch:

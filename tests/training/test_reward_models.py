@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import mlx.core as mx
@@ -261,6 +262,7 @@ def test_a_reward_model_of_the_same_base_shares_its_weights(rated, rewarded, own
     for reward in ("length:3", "run:rm"):
         folder = own_folder / reward.replace(":", "-")
         folder.mkdir()
+        gc.collect()  # what earlier tests left would be freed in between
         mx.clear_cache()
         before = mx.get_active_memory()
         prepared = prepared_of(rewarded(reward=[reward]), folder)
