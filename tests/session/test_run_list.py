@@ -27,7 +27,7 @@ from your_ai.dashboard.screen import screen
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, clean
 from your_ai.gates.text import loss_text
-from your_ai.run import events
+from your_ai.run import events, requests
 from your_ai.run.events import Event, Record
 from your_ai.run.folder import LOCK, RUNS, SUPERVISOR_LOCK, RunFolder, create
 from your_ai.session import run_list
@@ -617,6 +617,7 @@ def test_stop_interrupts_the_process_of_the_run(lock):
     with held(folder, lock) as process:
         assert run_list.stop(folder) == process.pid
         assert process.wait(10) == -signal.SIGINT
+    assert requests.is_asked(folder, requests.STOP)  # so that the run says that it was no Ctrl-C
 
 
 def test_run_that_is_not_running_cannot_be_stopped():

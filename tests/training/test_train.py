@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import mlx.core as mx
@@ -22,10 +23,13 @@ from your_ai.data.encode import Encoder
 from your_ai.data.rows import read_rows
 from your_ai.engine.prefix import DiskStore
 from your_ai.files import sha256
-from your_ai.run import checkpoint, events
+from your_ai.run import checkpoint, events, requests
 from your_ai.run.checkpoint import OPTIMIZER
 from your_ai.run.folder import RunFolder
+from your_ai.run.stopping import Stop
+from your_ai.session import new_run
 from your_ai.training.prepare import PREFIX
+from your_ai.training.train import train_until_done
 
 TAKES_TURNS = True
 
@@ -157,6 +161,17 @@ def test_spilling_and_8_bits_train_the_same_and_resume_bit_for_bit(configure, mo
     assert losses_of(whole) == pytest.approx(losses_of(held), rel=1e-5)  # which keeps outputs
     names = mx.load(str(checkpoint.newest(whole.checkpoints)[0] / OPTIMIZER)).keys()
     assert any(name.endswith("v_codes") for name in names)
+
+
+def test_a_run_that_another_command_stopped_says_so(configure):
+    config = configure(max_steps=3)
+    run, stop = new_run.create(config), Stop()
+    requests.ask(run, requests.STOP)
+    stop.received = signal.SIGINT
+    train_until_done(run, config, stop)
+    (finished,) = events_of(run, events.Finished)
+    assert finished.reason == "stopped on request"
+    assert not requests.is_asked(run, requests.STOP)
 
 
 def test_half_precision_trains_and_resumes(configure):

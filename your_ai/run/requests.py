@@ -11,6 +11,7 @@ from your_ai.run.folder import RunFolder
 
 SAVE = "save.request"
 PAUSE = "pause.request"
+STOP = "stop.request"  # made before the signal that stops a run, which is that of Ctrl-C
 
 
 def ask(folder: RunFolder, name: str) -> None:
@@ -35,5 +36,5 @@ def withdraw(folder: RunFolder, name: str) -> bool:
 
 
 def withdraw_all(folder: RunFolder) -> None:
-    for name in (SAVE, PAUSE):
+    for name in (SAVE, PAUSE, STOP):
         withdraw(folder, name)

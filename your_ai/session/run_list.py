@@ -27,7 +27,7 @@ from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, clean
 from your_ai.gates.text import counted, loss_text, printable, size_text
 from your_ai.gates.yaml_files import read_yaml
-from your_ai.run import events
+from your_ai.run import events, requests
 from your_ai.run.events import Event, Record
 from your_ai.run.folder import LOCK, RUNS, SUPERVISOR_LOCK, RunFolder, is_running, locked, owner
 
@@ -432,9 +432,12 @@ def stop(folder: RunFolder) -> int:
         raise UserError(f"{folder.path}: is not running")
     if pid == 0:
         raise UserError(f"{folder.path}: its process is not known; stop it by hand")
+    with contextlib.suppress(UserError):  # it only says why the run ended
+        requests.ask(folder, requests.STOP)
     try:
         os.kill(pid, signal.SIGINT)
     except ProcessLookupError as error:
+        requests.withdraw(folder, requests.STOP)
         raise UserError(f"{folder.path}: is no longer running") from error
     except PermissionError as error:
         raise UserError(

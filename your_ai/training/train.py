@@ -220,7 +220,9 @@ def run_prepared(
     if state.skipped == state.step and not (stop and is_early):
         raise RunError(f"{folder.path}: no step of {state.step:,} changed a weight")
     if stop:
-        reason, adapter, result_step = f"stopped by {stop.name}", "", None
+        asked = requests.withdraw(folder, requests.STOP)
+        reason, adapter = "stopped on request" if asked else f"stopped by {stop.name}", ""
+        result_step = None
     elif not ranks.is_first:
         prefix.remove(folder.path / PREFIX)
         reason, adapter, result_step = "done", str(folder.adapter), None
