@@ -356,7 +356,7 @@ def test_facts_from_headers_are_those_of_a_written_model(tmp_path):
 
 CHEAP = [  # RECORDED has every plan but `resident` with each of these
     (128, 1, *FEW, "spilled"),
-    (128, 1, *FEW, "resident"),
+    (128, 4, *FEW, "resident"),
     (128, 1, *ALL, "staged"),
     (128, 4, *FEW, "fused"),
     (128, 4, *FEW, "streamed"),

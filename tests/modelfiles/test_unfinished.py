@@ -56,7 +56,7 @@ def test_missing_folder_is_not_created_by_default(own_folder):
 @pytest.mark.parametrize("becomes", ["renamed", "replaced"])
 def test_waiting_process_locks_the_current_folder_of_that_name(own_folder, monkeypatch, becomes):
     """It does not lock the folder that had the name when the wait began."""
-    monkeypatch.setattr(unfinished, "WAIT_S", 0.01)
+    monkeypatch.setattr(unfinished, "WAIT_S", 0.2)  # long beside the two calls that replace it
     folder, inside = own_folder / "work", []
 
     def wait() -> None:
