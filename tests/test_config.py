@@ -100,6 +100,8 @@ def read_text(text: str) -> dict:
         ({"lora_targets": "all-linear,q_proj"}, "give it alone"),
         ({"optimizer": "adamx"}, "--optimizer: expected adamw or adam"),
         ({"optimizer": "adam", "weight_decay": "0.1"}, "--weight-decay: --optimizer adam does not"),
+        ({"optimizer_bits": "7"}, "--optimizer-bits: expected 32 or 8, found '7'"),
+        ({"optimizer_bits": "8", "optimizer": "sgd"}, "--optimizer-bits 8: --optimizer sgd keeps"),
         ({"quantize": "3"}, "--quantize: expected 4 or 8, found '3'"),
         ({"max_seq_length": "1"}, "--max-seq-length 1: must be at least 2"),
         ({"keep": "0"}, "--keep 0: must be at least 1"),
@@ -349,3 +351,7 @@ def test_an_objective_whose_demo_begins_with_an_adapter_takes_its_settings():
     config = resolve({"objective": "grpo"}, None, settings_of_adapter=settings_of_adapter)
     assert asked == ["demo"]
     assert (config.from_adapter, config.lora_rank) == ("demo", 4)
+
+
+def test_a_choice_of_numbers_is_read_from_text():
+    assert resolve({"data": "d", "optimizer_bits": "8"}, None).optimizer_bits == 8

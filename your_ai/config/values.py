@@ -40,6 +40,9 @@ def coerce(name: str, value: Any, label: str) -> Any:
     elif typing.get_origin(kind) is Literal:
         if value in options:
             return value
+        number = as_number(value, int)
+        if number in options:
+            return number
     elif float in (kind, *options):
         number = as_number(value, float)
         if number is not None:
