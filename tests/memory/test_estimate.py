@@ -42,11 +42,11 @@ from your_ai.memory.estimate import (
     adapter_bytes,
     estimate,
     read_bytes,
-    step_cost,
     weights_bytes,
 )
 from your_ai.memory.estimate_adapters import OPTIMIZER_STATES
 from your_ai.memory.estimate_generation import generation_bytes
+from your_ai.memory.estimate_kept import step_cost
 from your_ai.memory.facts import BlockFacts, ModelFacts, facts_of
 from your_ai.nets import model
 from your_ai.nets.model import TokenKeys

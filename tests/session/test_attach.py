@@ -174,7 +174,7 @@ def test_detached_run_continues_and_can_be_stopped_by_name(arguments, run):
     stopped = your_ai("runs", "stop", "r")
     assert stopped.returncode == 0
     wait_until(lambda: not is_running(run))
-    assert events_of(run, events.Finished)[0].reason == "stopped by Ctrl-C"
+    assert events_of(run, events.Finished)[0].reason == "stopped on request"
 
 
 def test_detached_run_that_cannot_start_reports_the_error(arguments, run):

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from your_ai.memory.coefficients import PACKAGED, Coefficients
 from your_ai.memory.estimate_adapters import (
     adapter_bytes,
-    counted_parts,
     gradient_bytes,
     norms_bytes,
     optimizer_bytes,
@@ -29,7 +28,7 @@ from your_ai.memory.estimate_generation import (
     rollout_phases,
 )
 from your_ai.memory.estimate_graphs import evaluation_graphs_bytes, graphs_bytes
-from your_ai.memory.estimate_kept import computed_again, kept_bytes
+from your_ai.memory.estimate_kept import kept_bytes
 from your_ai.memory.estimate_kinds import is_mixer_alone, kind_bytes, slices_mlp
 from your_ai.memory.estimate_tiles import (
     is_tiled,
@@ -39,6 +38,7 @@ from your_ai.memory.estimate_tiles import (
 )
 from your_ai.memory.facts import ModelFacts, layers_named
 from your_ai.memory.layer_sizes import head_step, largest_matrix_bytes, widest_outputs
+from your_ai.memory.memoized import memoized
 from your_ai.memory.sizes import (
     DEQUANTIZED_SLICE_BYTES,
     FEWEST_FEATURES,
@@ -244,13 +244,13 @@ def fused_phases(
     """
     facts, training, table = workload.facts, workload.training, workload.coefficients.fused
     number, n = facts.float_bytes, rows * tokens
-    parts = [part for part, _, count in counted_parts(facts, training) if count]
+    parts = [each.facts for each, _, count in workload.parts if count]
     outs = max((sum(o for _, o in part.linears.values()) for part in parts), default=0)
     matrix = largest_matrix_bytes(facts) * facts.quantized
     adapters = adapter_bytes(facts, training)
     saved = mixing = 0.0
-    for part, _, count in counted_parts(facts, training):
-        alone = replace(workload, facts=part)
+    for alone, _, count in workload.parts:
+        part = alone.facts
         lora = sum(i for i, _ in layers_named(part, training.targets, training.experts))
         kept = sum(o for _, o in part.linears.values())
         saved += count * n * number * (table["outs"] * kept + table["lora"] * lora)
@@ -296,10 +296,9 @@ def staged_phases(
     number, n = facts.float_bytes, rows * tokens
     hidden = n * (facts.hidden + facts.passed) * number
     inputs = 0 if plan.spill else hidden
-    parts = counted_parts(facts, training)
-    alone = [(replace(workload, facts=part), count) for part, _, count in parts]
-    forward = max(staged_forward_bytes(each, rows, tokens) for each, _ in alone)
-    backward = max(staged_backward_bytes(each, rows, tokens) for each, count in alone if count)
+    parts = workload.parts
+    forward = max(staged_forward_bytes(each, rows, tokens) for each, *_ in parts)
+    backward = max(staged_backward_bytes(each, rows, tokens) for each, _, count in parts if count)
     table = coefficients.head
     tiled = is_tiled(workload, rows, tokens)
     if tiled and plan.engine == "streamed":  # the weights of a block stay for all of its tiles
@@ -361,8 +360,7 @@ def staged_phases(
         elif kept.attention > linear:  # the inputs of blocks count with the forward pass, above
             found.append(backward_at(linear, backward, 0) | {"block inputs": 0})
     if linear:
-        kinds = [facts.alone[kind] for kind in facts.counts_of_last(linear)]
-        later = [replace(workload, facts=part) for part in kinds]
+        later = [workload.alone[kind] for kind in facts.counts_of_last(linear)]
         first = max(kept_forward_bytes(each, rows, tokens) for each in later)
         found.append(backward_at(0, first, 0) | {"gradients": earlier})
         work = max(kept_backward_bytes(each, rows, tokens) for each in later)
@@ -370,6 +368,7 @@ def staged_phases(
     return found
 
 
+@memoized
 def kept_forward_bytes(workload: Workload, rows: int, tokens: int) -> float:
     """Bytes of the forward pass of a block that keeps outputs, beside these."""
     facts, table = workload.facts, workload.coefficients.kept
@@ -384,6 +383,7 @@ def kept_forward_bytes(workload: Workload, rows: int, tokens: int) -> float:
     )
 
 
+@memoized
 def kept_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
     """Bytes of the backward pass of a block that kept outputs, beside these."""
     facts, training, table = workload.facts, workload.training, workload.coefficients.kept
@@ -406,6 +406,7 @@ def kept_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
     )
 
 
+@memoized
 def staged_forward_bytes(workload: Workload, rows: int, tokens: int) -> float:
     """Bytes of the forward pass of a block, of a model whose blocks have the same sizes."""
     if is_tiled(workload, rows, tokens):
@@ -426,6 +427,7 @@ def staged_forward_bytes(workload: Workload, rows: int, tokens: int) -> float:
     )
 
 
+@memoized
 def staged_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
     """Bytes of the backward pass of a block, of a model whose blocks have the same sizes."""
     if is_tiled(workload, rows, tokens):
@@ -450,6 +452,7 @@ def staged_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
     )
 
 
+@memoized
 def adapts_widest(workload: Workload) -> bool:
     """Whether the widest layer has an adapter."""
     facts, training = workload.facts, workload.training
@@ -493,6 +496,7 @@ def soft_phase(
     }
 
 
+@memoized
 def dora_bytes(workload: Workload, tokens: int, engine: str) -> float:
     """Bytes of a block's outputs that the gradients of DoRA's magnitudes need."""
     facts, training = workload.facts, workload.training
@@ -504,6 +508,7 @@ def dora_bytes(workload: Workload, tokens: int, engine: str) -> float:
     return workload.coefficients.dora[engine] * tokens * outputs * facts.float_bytes
 
 
+@memoized
 def gemma_bytes(workload: Workload, rows: int, tokens: int, engine: str) -> float:
     """Bytes of a block's norms beyond two, and of attention scores with a softcap (tanh)."""
     facts, table = workload.facts, workload.coefficients.gemma
@@ -523,8 +528,8 @@ def forward_phases(
     hidden = n * facts.hidden * number
     logits = logits_bytes(workload, n)
     engine = "fused" if plan.engine == "fused" else "staged"
-    parts = [replace(workload, facts=part) for part, *_ in counted_parts(facts, workload.training)]
-    blocks = max(evaluation_block_bytes(part, engine, rows, tokens) for part in parts)
+    parts = workload.parts
+    blocks = max(evaluation_block_bytes(each, engine, rows, tokens) for each, *_ in parts)
     head_slice = min(HEAD_SLICE_BYTES, workload.vocabulary * facts.hidden * number)
     losses = coefficients.head["logits"] * logits + coefficients.head["slice"] * head_slice
     table = coefficients.scores
@@ -539,6 +544,7 @@ def forward_phases(
     return [{"block work": blocks}, {"head chunk": head}]
 
 
+@memoized
 def evaluation_block_bytes(workload: Workload, engine: str, rows: int, tokens: int) -> float:
     """Bytes of a block without gradients, of a model whose blocks have the same sizes."""
     if engine == "staged" and is_tiled(workload, rows, tokens):
@@ -569,18 +575,6 @@ def logits_bytes(workload: Workload, targets: int) -> int:
     count = min(targets, HEAD_ROWS)
     of_slice = 4 * count * min(workload.vocabulary, head_step(facts, count))
     return int(workload.coefficients.gemma["logits"] * of_slice) if facts.softcaps else of_slice
-
-
-def step_cost(facts: ModelFacts, training: Training, plan: Plan) -> float:
-    """Arithmetic of a step relative to a fused one. The others compute of trained blocks twice
-    what they do not keep.
-
-    A backward pass through frozen weights costs as much as a forward pass. Reading weights is
-    not counted.
-    """
-    fused = facts.blocks + training.blocks
-    again = computed_again(plan.kept, training.blocks)
-    return 1.0 if plan.engine == "fused" else (fused + again) / fused
 
 
 def read_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from your_ai.memory.facts import ModelFacts, adapters_named
+from your_ai.memory.memoized import memoized
 from your_ai.memory.sizes import (
     FEWEST_QUANTIZED,
     QUANTIZED_BLOCK,
@@ -26,6 +27,7 @@ ADAPTER_BYTES = 4  # adapters, gradients and optimizer states are float32
 Size = tuple[int, int]  # (inputs, outputs)
 
 
+@memoized
 def adapted_parts(facts: ModelFacts, training: Training) -> list[tuple[list[Size], int]]:
     """(inputs, outputs) of the adapters of a block, and how many blocks have such adapters."""
     counts = facts.counts_of_last(training.blocks)
@@ -35,6 +37,7 @@ def adapted_parts(facts: ModelFacts, training: Training) -> list[tuple[list[Size
     ]
 
 
+@memoized
 def adapter_bytes(facts: ModelFacts, training: Training) -> int:
     """Bytes of the trained parameters."""
     numbers = 0
@@ -44,6 +47,7 @@ def adapter_bytes(facts: ModelFacts, training: Training) -> int:
     return ADAPTER_BYTES * numbers
 
 
+@memoized
 def norms_bytes(facts: ModelFacts, training: Training) -> int:
     """Bytes of DoRA's weight norms, which are kept between updates."""
     if not training.dora:
@@ -52,6 +56,7 @@ def norms_bytes(facts: ModelFacts, training: Training) -> int:
     return ADAPTER_BYTES * sum(count * sum(o for _, o in layers) for layers, count in parts)
 
 
+@memoized
 def optimizer_bytes(facts: ModelFacts, training: Training) -> int:
     """Bytes of the optimizer states. Adafactor keeps one row and one column per matrix."""
     if training.optimizer != "adafactor":
@@ -115,12 +120,3 @@ def update_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
         one_bytes = ADAPTER_BYTES * largest
         return read + one * one_bytes + other * (together - one_bytes)
     return read + int(OPTIMIZER_WORK[training.optimizer] * together)
-
-
-def counted_parts(facts: ModelFacts, training: Training) -> list[tuple[ModelFacts, int, int]]:
-    """For each size of block, a model that only has such blocks, how many the model has, and how
-    many of them are trained.
-    """
-    trained = dict(facts.counts_of_last(training.blocks))
-    every = facts.counts_of_last(facts.blocks)
-    return [(facts.alone[kind], count, trained.get(kind, 0)) for kind, count in every.items()]

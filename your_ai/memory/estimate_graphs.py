@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from your_ai.memory.coefficients import Table
-from your_ai.memory.estimate_adapters import counted_parts
 from your_ai.memory.estimate_tiles import is_tiled, tiled_query_blocks
 from your_ai.memory.facts import ModelFacts, layers_named
 from your_ai.memory.layer_sizes import head_step
+from your_ai.memory.memoized import memoized
 from your_ai.memory.sizes import (
     CPU_TOKENS,
     DEQUANTIZED_SLICE_BYTES,
@@ -26,6 +24,7 @@ FORWARD_GRAPH = 0.4  # size of a graph without a backward pass, relative to one 
 GRAPHS_MARGIN = 1.25
 
 
+@memoized
 def graphs_bytes(
     workload: Workload,
     engine: str,
@@ -46,12 +45,12 @@ def graphs_bytes(
     else:
         queries = query_blocks(facts, engine, rows, tokens)
 
-    def size_of(table: Table, part: ModelFacts) -> float:
+    def size_of(table: Table, alone: Workload) -> float:
         """Of the graph of one block of a model that has only such blocks."""
-        adapted = len(layers_named(part, training.targets, training.experts))
+        adapted = len(layers_named(alone.facts, training.targets, training.experts))
         counts = {
             "block": 1,
-            "slice": dequantized_slices(replace(workload, facts=part)) * facts.quantized,
+            "slice": dequantized_slices(alone) * facts.quantized,
             "queries": queries,
             "adapted": adapted,
             "dora": adapted * training.dora,
@@ -60,19 +59,21 @@ def graphs_bytes(
 
     if engine == "fused":
         found = 0.0
-        for part, count, adapted_count in counted_parts(facts, training):
+        for alone, count, adapted_count in workload.parts:
             blocks = adapted_count + FORWARD_GRAPH * (count - adapted_count)
-            found += blocks * size_of(coefficients.fused_graph, part)
+            found += blocks * size_of(coefficients.fused_graph, alone)
         slices = -(-workload.vocabulary // head_step(facts, min(HEAD_ROWS, rows * tokens)))
         found += coefficients.fused_graph["head"] * slices
     else:
-        alone = [replace(facts, kinds=(kind,), order=(0,)) for kind in facts.kinds]
-        found = sum(size_of(coefficients.staged_graph, part) for part in alone)
+        found = sum(size_of(coefficients.staged_graph, each) for each in workload.alone)
         found *= len({training.blocks, *(n for n in kept if n)})
-        found += max((size_of(coefficients.first_graph, part) for part in alone), default=0)
+        found += max(
+            (size_of(coefficients.first_graph, each) for each in workload.alone), default=0
+        )
     return int(GRAPHS_MARGIN * found * (1 if trained else FORWARD_GRAPH))
 
 
+@memoized
 def dequantized_slices(workload: Workload) -> int:
     """Slices in which the weights of a block are dequantized; 0 if they are not."""
     if not workload.sliced:

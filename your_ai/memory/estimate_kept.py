@@ -8,7 +8,7 @@ from __future__ import annotations
 from your_ai.memory.facts import BlockFacts, ModelFacts
 from your_ai.memory.mixer_facts import ATTENTION, SLIDING
 from your_ai.memory.sizes import CPU_TOKENS
-from your_ai.memory.workload import NOTHING, Kept
+from your_ai.memory.workload import NOTHING, Kept, Plan, Training
 
 GATE, BESIDE_GATE = "gate_proj", ("up_proj", "down_proj")
 # Shares of the core-seconds in which a block's forward pass is computed again. Its parts, each
@@ -46,6 +46,18 @@ def computed_again(kept: Kept, blocks: int) -> float:
     Of one block it is the share of its forward pass that is not kept: 1 if nothing is.
     """
     return blocks - sum(n * share for n, share in zip(kept, SHARES, strict=True))
+
+
+def step_cost(facts: ModelFacts, training: Training, plan: Plan) -> float:
+    """Arithmetic of a step relative to a fused one. The others compute of trained blocks twice
+    what they do not keep.
+
+    A backward pass through frozen weights costs as much as a forward pass. Reading weights is
+    not counted.
+    """
+    fused = facts.blocks + training.blocks
+    again = computed_again(plan.kept, training.blocks)
+    return 1.0 if plan.engine == "fused" else (fused + again) / fused
 
 
 def kept_bytes(facts: ModelFacts, kept: Kept, rows: int, tokens: int, done: int = 0) -> int:

@@ -8,6 +8,7 @@ gemma4_text, gemma3n), on the CPU in float32 at 1,024 tokens.
 from __future__ import annotations
 
 from your_ai.memory.facts import ModelFacts
+from your_ai.memory.memoized import memoized
 from your_ai.memory.mixer_facts import ATTENTION, MLA, SLIDING
 from your_ai.memory.mixer_sizes import mixers_bytes
 
@@ -20,6 +21,7 @@ MLPS = ("mlp", "feed_forward")  # they are computed in slices of features, if th
 SLICED_LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 
+@memoized
 def kind_bytes(
     facts: ModelFacts, rows: int, tokens: int, *, kept: bool = False, forward: bool = False
 ) -> float:
@@ -41,6 +43,7 @@ def kind_bytes(
     return scores + arrays + mixers
 
 
+@memoized
 def is_mixer_alone(facts: ModelFacts) -> bool:
     """Whether such blocks have a linear-time mixer and no MLP."""
     names = {name.partition(".")[0] for kind in facts.kinds for name in kind.linears}
@@ -48,6 +51,7 @@ def is_mixer_alone(facts: ModelFacts) -> bool:
     return bool(every - {ATTENTION, SLIDING, MLA}) and not names & set(MLPS)
 
 
+@memoized
 def slices_mlp(facts: ModelFacts) -> bool:
     """Whether the MLP of such blocks is computed in slices of features, or they have none."""
     names = {name for kind in facts.kinds for name in kind.linears}

@@ -10,12 +10,14 @@ Shapes: B rows, T tokens per row, n tokens of a tile, D hidden size.
 from __future__ import annotations
 
 from your_ai.memory.facts import ModelFacts
+from your_ai.memory.memoized import memoized
 from your_ai.memory.mixer_facts import ATTENTION, SLIDING
 from your_ai.memory.sizes import FEWEST_QUERIES, TILE_SCORE_BYTES
 from your_ai.memory.tiles import tiles_of
 from your_ai.memory.workload import Workload
 
 
+@memoized
 def is_tiled(workload: Workload, rows: int, tokens: int) -> bool:
     """Whether every block runs on tiles of such rows, unless it keeps outputs."""
     if workload.soft is not None:  # it has engines of its own
@@ -23,6 +25,7 @@ def is_tiled(workload: Workload, rows: int, tokens: int) -> bool:
     return len(tiles_of(rows, tokens)) > 1 and can_tile(workload.facts)
 
 
+@memoized
 def can_tile(facts: ModelFacts) -> bool:
     """Whether the blocks of such a model have attention alone, in a form that engine/tiles.py can
     cut, and pass on nothing but hidden states."""
@@ -69,6 +72,7 @@ def attention_bytes(workload: Workload, rows: int, tokens: int) -> float:
     return min(table["scores"] * TILE_SCORE_BYTES, every) + queries
 
 
+@memoized
 def cached(facts: ModelFacts) -> int:
     """Numbers of the keys and values of a token in a block."""
     most = max((m.cached for kind in facts.kinds for m in kind.mixers), default=0)

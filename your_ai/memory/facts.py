@@ -19,6 +19,7 @@ from your_ai.hub.config_values import HEADS, HIDDEN, MOST_BLOCKS, experts_used, 
 from your_ai.hub.quantization import quantization_of as quantization_in
 from your_ai.hub.registry import Known, config_of
 from your_ai.hub.tensor_sizes import GROUP_SIZE, group_size_of, tensor_bytes
+from your_ai.memory.memoized import memoized
 from your_ai.memory.mixer_facts import QUERIES, RWKV7, MixerFacts, mixers_of, windows_of
 
 # Tensors next to the text model in files of other libraries; mlx-lm ignores them.
@@ -99,6 +100,7 @@ class ModelFacts:
         """Weights of the largest block."""
         return max((kind.weights_bytes for kind in self.kinds), default=0)
 
+    @memoized
     def neighbours_bytes(self, count: float, resident: int = 0) -> int:
         """Weights in memory together while blocks are read one after the other.
 
@@ -108,16 +110,8 @@ class ModelFacts:
         read = self.blocks - resident
         if read < 2:
             return self.blocks_bytes - self.bytes_of_last(resident)
-        if read not in self._neighbours:
-            sizes = [self.kinds[kind].weights_bytes for kind in self.order[:read]]
-            self._neighbours[read] = frozenset(pairwise(sizes))
-        return max(int(max(pair) + (count - 1) * min(pair)) for pair in self._neighbours[read])
-
-    @cached_property
-    def _neighbours(self) -> dict[int, frozenset[tuple[int, int]]]:
-        """The different pairs of sizes of neighbouring blocks among the first blocks, by their
-        number: a planner asks often."""
-        return {}
+        sizes = [self.kinds[kind].weights_bytes for kind in self.order[:read]]
+        return max(int(max(pair) + (count - 1) * min(pair)) for pair in set(pairwise(sizes)))
 
     @property
     def blocks_bytes(self) -> int:
@@ -143,6 +137,7 @@ class ModelFacts:
         """The maximum number of norms of a block."""
         return max((kind.norms for kind in self.kinds), default=2)
 
+    @memoized
     def bytes_of_last(self, count: int) -> int:
         """Weights of the last `count` blocks."""
         return sum(self.kinds[kind].weights_bytes for kind in self.last(count))
@@ -151,25 +146,14 @@ class ModelFacts:
         """The kinds of the last `count` blocks."""
         return self.order[max(0, len(self.order) - count) :]
 
+    @memoized
     def counts_of_last(self, count: int) -> dict[int, int]:
         """How many of the last `count` blocks are of each kind.
 
         Kinds that only differ in their mixers count as the first of them.
         """
-        if count not in self._counts:
-            first = self._first_alike
-            self._counts[count] = dict(Counter(first[kind] for kind in self.last(count)))
-        return self._counts[count]
-
-    @cached_property
-    def _counts(self) -> dict[int, dict[int, int]]:
-        """What `counts_of_last` found."""
-        return {}
-
-    @cached_property
-    def names(self) -> dict[tuple[tuple[str, ...], bool], list[str]]:
-        """What `names_of` found: a planner asks thousands of times."""
-        return {}
+        first = self._first_alike
+        return dict(Counter(first[kind] for kind in self.last(count)))
 
     @cached_property
     def _first_alike(self) -> tuple[int, ...]:
@@ -402,6 +386,7 @@ def is_plain(layer: str, text: dict[str, Any]) -> bool:
     return leaf.endswith("norm") or (leaf == "gate" and text.get("model_type") in PLAIN_GATES)
 
 
+@memoized
 def layers_named(
     facts: ModelFacts, targets: tuple[str, ...], experts: bool = False
 ) -> list[tuple[int, int]]:
@@ -412,6 +397,7 @@ def layers_named(
     return [facts.linears[name] for name in names_of(facts, targets, experts)]
 
 
+@memoized
 def adapters_named(
     facts: ModelFacts, targets: tuple[str, ...], experts: bool = False
 ) -> list[tuple[int, int]]:
@@ -420,17 +406,17 @@ def adapters_named(
     return [facts.experts.get(name, facts.linears[name]) for name in names]
 
 
+@memoized
 def names_of(facts: ModelFacts, targets: tuple[str, ...], experts: bool = False) -> list[str]:
-    if (targets, experts) not in facts.names:
-        facts.names[targets, experts] = [
-            name
-            for name in facts.linears
-            if any(
-                selects(target, name, is_expert=name in facts.experts, experts=experts)
-                for target in targets
-            )
-        ]
-    return facts.names[targets, experts]
+    """The linear layers of a block that match --lora-targets."""
+    return [
+        name
+        for name in facts.linears
+        if any(
+            selects(target, name, is_expert=name in facts.experts, experts=experts)
+            for target in targets
+        )
+    ]
 
 
 def vocabulary_held(facts: ModelFacts) -> ModelFacts:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from your_ai.memory.facts import ModelFacts
+from your_ai.memory.memoized import memoized
 from your_ai.memory.sizes import HEAD_SLICE_BYTES
 
 
+@memoized
 def widest_outputs(facts: ModelFacts) -> int:
     """M, the outputs of the widest linear layer of a block."""
     return max((o for kind in facts.kinds for _, o in kind.linears.values()), default=0)
 
 
+@memoized
 def largest_matrix_bytes(facts: ModelFacts) -> int:
     """Bytes of the largest weight matrix of a block, dequantized."""
     sizes = [size for kind in facts.kinds for size in kind.linears.values()]

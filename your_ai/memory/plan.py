@@ -19,10 +19,11 @@ from your_ai.errors import UserError
 from your_ai.gates.text import size_text
 from your_ai.memory.calibration import FAR, FIRST, Calibration, Shape
 from your_ai.memory.coefficients import PACKAGED, Coefficients
-from your_ai.memory.estimate import Estimate, estimate, step_cost, weights_bytes
-from your_ai.memory.estimate_kept import at_rung, highest, rung_of
+from your_ai.memory.estimate import Estimate, estimate, weights_bytes
+from your_ai.memory.estimate_kept import at_rung, highest, rung_of, step_cost
 from your_ai.memory.facts import ModelFacts, vocabulary_held
 from your_ai.memory.front import fastest_first, front_of
+from your_ai.memory.memoized import memoized
 from your_ai.memory.sample import in_gb
 from your_ai.memory.speed import UNKNOWN, KnownSpeed
 from your_ai.memory.step_time import StepWork, mean_step, unpredicted
@@ -129,6 +130,7 @@ def with_margin(found: Estimate, margin: float = WORK_MARGIN) -> int:
     return int(found.process_bytes + margin * found.work_bytes)
 
 
+@memoized
 def options(demand: Demand) -> list[Option]:
     """All plans that the run allows, the fastest first."""
     longest, together = max(demand.lengths), demand.rows_together
@@ -272,29 +274,28 @@ def options_of(demand: Demand, plan: Plan) -> list[Option]:
     the most first. Those add the same bytes to every phase of a step.
     """
     found = option_of(demand, plan, bytes_to_update(demand, plan))
-    sized = partial(weights_bytes, demand.facts, plan.engine, coefficients=demand.coefficients)
-    each_more = ((n, sized(resident=n) - sized()) for n in resident_counts(demand, plan) if n)
+    may_stay = plan.engine == "streamed" and plan.blocks_ahead and adjusts_reading(demand)
     return [
         *(
-            replace(
-                found,
-                plan=replace(plan, resident=resident),
-                estimate=found.estimate.with_weights(more),
-                needed_bytes=found.needed_bytes + more,
+            Option(
+                replace(plan, resident=resident),
+                found.estimate.with_weights(more),
+                found.cost,
+                found.needed_bytes + more,
             )
-            for resident, more in each_more
+            for resident, more in (resident_bytes(demand) if may_stay else [])
         ),
         found,
     ]
 
 
-def resident_counts(demand: Demand, plan: Plan) -> list[int]:
-    """How many blocks may keep their weights in memory, the most first."""
-    if plan.engine != "streamed" or not plan.blocks_ahead or not adjusts_reading(demand):
-        return [0]
-    blocks = demand.facts.blocks
-    levels = (blocks * level // RESIDENT_LEVELS for level in range(RESIDENT_LEVELS))
-    return sorted(set(levels), reverse=True)
+@memoized
+def resident_bytes(demand: Demand) -> list[tuple[int, int]]:
+    """How many blocks of a streamed plan may keep their weights in memory, the most first, and how
+    many bytes that adds."""
+    sized = partial(weights_bytes, demand.facts, "streamed", coefficients=demand.coefficients)
+    levels = (demand.facts.blocks * level // RESIDENT_LEVELS for level in range(RESIDENT_LEVELS))
+    return [(n, sized(resident=n) - sized()) for n in sorted(set(levels) - {0}, reverse=True)]
 
 
 def adjusts_reading(demand: Demand) -> bool:
@@ -393,11 +394,8 @@ def estimate_of(
     work_ratio: float = 1.0,
     gradients_only: bool = False,
 ) -> Estimate:
-    workload = workload_of(demand)
-    if gradients_only:
-        workload = replace(workload, prefix_bytes=0)
     return estimate(
-        workload,
+        workload_of(demand, gradients_only),
         plan,
         rows,
         tokens,
@@ -407,13 +405,15 @@ def estimate_of(
     )
 
 
-def workload_of(demand: Demand) -> Workload:
-    """The part of a demand that does not depend on the plan."""
+@memoized
+def workload_of(demand: Demand, gradients_only: bool = False) -> Workload:
+    """The part of a demand that does not depend on the plan; without a prefix cache, if only
+    gradients are computed."""
     return Workload(
         facts=demand.facts if demand.can_stream else vocabulary_held(demand.facts),
         training=demand.training,
         python_bytes=demand.python_bytes,
-        prefix_bytes=demand.prefix_bytes,
+        prefix_bytes=0 if gradients_only else demand.prefix_bytes,
         answer_tokens=demand.answer_tokens,
         rollouts=demand.rollouts,
         forward=demand.forward,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from your_ai.memory.coefficients import PACKAGED, Coefficients
@@ -165,6 +166,20 @@ class Workload:
     sliced: bool = False
     """Quantized weights are dequantized in slices, as on the CPU, so that graphs are larger."""
     coefficients: Coefficients = PACKAGED
+
+    @cached_property
+    def alone(self) -> tuple[Workload, ...]:
+        """For each kind of block, the workload of a model that only has blocks of this kind."""
+        return tuple(replace(self, facts=facts) for facts in self.facts.alone)
+
+    @cached_property
+    def parts(self) -> list[tuple[Workload, int, int]]:
+        """For each size of block: the workload of a model that only has such blocks, how many the
+        model has, and how many of them are trained."""
+        facts, training = self.facts, self.training
+        trained = facts.counts_of_last(training.blocks)
+        every = facts.counts_of_last(facts.blocks)
+        return [(self.alone[kind], count, trained.get(kind, 0)) for kind, count in every.items()]
 
     @property
     def vocabulary(self) -> int:
