@@ -131,6 +131,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let the threads take turns in tests that do not measure memory."""
+    take_turns(item.get_closest_marker("memory") is None)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Collect tests without searching for garbage, of which they make little: that takes longer."""
@@ -159,17 +165,6 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     fuse(getattr(request.module, "KERNELS", False))
     yield
     fuse(False)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def turns(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Let threads take turns in the modules that say `TAKES_TURNS = True`."""
-    on = getattr(request.module, "TAKES_TURNS", False)
-    if on:
-        take_turns(True)
-    yield
-    if on:
-        take_turns(False)
 
 
 def keep_objects() -> None:

@@ -1,4 +1,4 @@
-"""Let the threads of a worker take turns, where no test measures memory.
+"""Let the threads of a worker take turns in tests that do not measure memory (mark `memory`).
 
 MLX hands each operation to a thread, which the system wakes up at once: tests that compute little
 switched between two threads 50,000 times per second, which took a quarter of their time. Of a batch
@@ -12,6 +12,8 @@ import contextlib
 import os
 from pathlib import Path
 
+TAKING = False  # turns, in this process
+
 
 def take_turns(on: bool) -> None:
     """Make this process a batch process or an ordinary one.
@@ -20,9 +22,11 @@ def take_turns(on: bool) -> None:
     compute while others wait. Processes that tests start are ordinary ones; see
     quick_start/sitecustomize.py.
     """
+    global TAKING
     tasks = Path("/proc/self/task")
-    if not tasks.exists():  # not on Linux
+    if on == TAKING or not tasks.exists():  # not on Linux
         return
+    TAKING = on
     cores = range(os.cpu_count() or 1)
     number = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
     if on and number.isdigit() and int(number) < len(cores):

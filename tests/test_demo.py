@@ -15,7 +15,6 @@ from your_ai.config import DEMO_DATA
 from your_ai.run import events
 from your_ai.run.folder import find
 
-TAKES_TURNS = True
 SPLITS = ("train", "valid", "test")
 CONFIRMATIONS = (
     r"We will send (?P<number>\w+) (?P<goods>.+) to (?P<city>\w+)\.",

@@ -20,7 +20,6 @@ from your_ai.memory.budget import demand_of
 from your_ai.memory.facts import facts_of_known
 from your_ai.memory.plan import choose
 
-TAKES_TURNS = True
 PRESETS = sorted(path.stem for path in packaged("configs").glob("*.yaml"))
 
 

@@ -22,7 +22,6 @@ from your_ai.run.events import Record
 from your_ai.run.stopping import Stop
 from your_ai.training.train import train_until_done
 
-TAKES_TURNS = True
 SIZES = [(60, 15), (80, 24), (140, 45)]
 # Rows of a frame whose first figure is a metric; and short names of the metrics of pairs.
 SHOWN = (("reward", "reward", plain),)

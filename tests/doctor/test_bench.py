@@ -95,6 +95,7 @@ def test_ten_steps_of_each_plan_follow_mlx_lm(tmp_path, bits, plans):
         assert ours == pytest.approx(peers, rel=1e-4), plan
 
 
+@pytest.mark.memory
 def test_a_plan_is_chosen_for_a_peak_of_mlx(tmp_path):
     """More memory gives a plan that keeps more, up to the fused one."""
     folder = make_shape("tiny", 0, "float32", tmp_path)
@@ -180,6 +181,7 @@ def test_short_pairs_are_trained_one_by_one_or_packed(tiny_shape, plan):
     assert sum(int(batch.texts.max()) + 1 for batch in every) == our_plans.SHORT_ROWS
 
 
+@pytest.mark.memory
 def test_rows_of_sft_share_the_weights_of_pairs_beside_them(tmp_path):
     folder = make_shape("tiny", 0, "float32", tmp_path)
     contest = contest_of(folder, objective="dpo", lora_targets="q_proj", lora_rank=1)

@@ -84,6 +84,7 @@ def test_evicts_the_least_recently_used_shape_first():
     ]
 
 
+@pytest.mark.memory
 @given(
     st.lists(st.integers(1, 9), max_size=40),
     st.integers(0, 30),
@@ -100,6 +101,7 @@ def test_total_size_stays_within_the_limit(tokens, room):
         assert len(graphs) == len(held)
 
 
+@pytest.mark.memory
 def test_drop_frees_arrays_captured_by_a_graph():
     """An array that is not an input becomes a constant of the graph and lives as long."""
     held = {"constant": mx.ones(NUMBERS)}
@@ -257,6 +259,7 @@ def test_drop_before_the_first_step_changes_nothing(made, plan, cached):
         assert mx.array_equal(ours, theirs)
 
 
+@pytest.mark.memory
 @pytest.mark.parametrize(("plan", "cached"), PLANS)
 def test_memory_does_not_grow_when_dropping_after_each_step(made, plan, cached):
     engine = made(plan, cached)

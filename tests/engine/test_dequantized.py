@@ -76,6 +76,7 @@ def test_embedding_and_tied_head_equal_mlx():
     assert relative_error(ours.as_linear(x), base.as_linear(x)) < 1e-5
 
 
+@pytest.mark.memory
 @pytest.mark.parametrize("bits", [4, 5, 6])
 def test_slices_bound_peak_memory(bits):
     """Forward and backward pass of a layer whose dequantized weight takes 64 MB."""

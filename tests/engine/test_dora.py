@@ -208,6 +208,7 @@ def held(made: Made) -> int:
     return mx.get_peak_memory()
 
 
+@pytest.mark.memory
 @pytest.mark.parametrize(("plan", "bits"), [("fused", None), ("staged", 4), ("streamed", None)])
 def test_peak_memory_is_close_to_that_of_lora(monkeypatch, wide, made, plan, bits):
     """Measured from loading the model, with slices as small as its weights are."""
@@ -224,6 +225,7 @@ def test_peak_memory_is_close_to_that_of_lora(monkeypatch, wide, made, plan, bit
     assert peaks[1] < peaks[0] + MORE_BYTES
 
 
+@pytest.mark.memory
 def test_streamed_model_keeps_no_frozen_weights_in_memory(tmp_path, made, tiny_model):
     folder = make_model(tmp_path / "m", "llama", None, num_hidden_layers=6)
     before = mx.get_active_memory()

@@ -188,6 +188,7 @@ def test_what_is_kept_follows_the_shape_of_a_batch(tmp_path):
     assert asked == [(2, 24), (2, 40)]
 
 
+@pytest.mark.memory
 def test_the_number_of_blocks_can_be_changed_between_steps(tmp_path):
     opened, adapters = opened_with_adapters(write_model(tmp_path / "m", "llama"))
     engine = build_engine(

@@ -141,6 +141,7 @@ def test_slices_with_dora_equal_the_whole_mlp(monkeypatch, bits, bias, dropout, 
         assert relative_error(ours, theirs) < 1e-5
 
 
+@pytest.mark.memory
 def test_slicing_with_dora_lowers_peak_memory():
     x = mx.random.normal((1, 256, HIDDEN))
 
@@ -157,6 +158,7 @@ def test_slicing_with_dora_lowers_peak_memory():
     assert peak(SlicedMLP.from_base(network, keys), keys) < peak(network, keys) / 3
 
 
+@pytest.mark.memory
 def test_slicing_lowers_peak_memory():
     network, keys = adapted(4, False, 0.0, inner=4096)
     x = mx.random.normal((1, 256, HIDDEN))
@@ -171,6 +173,7 @@ def test_slicing_lowers_peak_memory():
     assert peak(SlicedMLP.from_base(network, keys)) < peak(network) / 3
 
 
+@pytest.mark.memory
 def test_projections_in_turn_lower_the_peak_memory_of_the_forward_pass(monkeypatch):
     """By two of the outputs of an inward projection, if weights are dequantized in slices."""
     monkeypatch.setattr(dequantized, "DEQUANTIZED_SLICE_BYTES", 1 << 16)

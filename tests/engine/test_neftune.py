@@ -23,7 +23,6 @@ from your_ai.nets.neftune import Neftune
 from your_ai.rng import derive_seed
 from your_ai.run import events
 
-TAKES_TURNS = True
 ALPHA, SEED = 20.0, 3  # by_plan's seed of a step
 PLANS = ["fused", "staged", "streamed"]
 CASES = [("llama", 4), ("qwen2", None), ("gemma2", None)]  # tied, untied, scaled by sqrt(D)

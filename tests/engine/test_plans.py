@@ -286,6 +286,7 @@ def test_streamed_model_gives_the_same_logits(tmp_path, tiny_model):
     assert mx.allclose(network(tokens), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.memory
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize(("architecture", "bits"), [("llama", None), ("qwen2", 4)])
 def test_streamed_model_keeps_no_frozen_weights_in_memory(tmp_path, architecture, bits, packing):

@@ -21,7 +21,6 @@ from your_ai.memory.facts import facts_of, facts_of_config
 from your_ai.nets.dora import note_on_bits
 from your_ai.nets.model import add_adapters
 
-TAKES_TURNS = True
 WIDE = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "moe_intermediate_size": 128,
         "num_hidden_layers": 2}  # fmt: skip
 AFFINE = [(2, 32), (3, 64), (4, 128), (5, 32), (6, 64), (8, 128)]

@@ -31,6 +31,8 @@ from your_ai.run import events, folder
 from your_ai.run.folder import RunFolder
 from your_ai.training import train as recipe
 
+pytestmark = pytest.mark.memory
+
 PLANS = ("fused", "staged", "streamed")
 
 

@@ -36,6 +36,7 @@ def test_disk_space_is_reused_and_no_file_is_left(tmp_path):
     assert list(tmp_path.iterdir()) == []  # the file has no name: a killed process leaves nothing
 
 
+@pytest.mark.memory
 def test_appended_arrays_use_no_memory(tmp_path):
     stack = Spilled(tmp_path)
     before = mx.get_active_memory()

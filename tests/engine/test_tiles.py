@@ -135,6 +135,7 @@ def test_a_prefix_cache_is_filled_and_used_with_tiles(tmp_path, monkeypatch, tin
         assert relative_error(grad, expected[name]) < 1e-5, name
 
 
+@pytest.mark.memory
 def test_the_work_of_a_block_does_not_grow_with_the_row(tmp_path, monkeypatch):
     folder = write_model(tmp_path / "m", "llama")
 

@@ -28,8 +28,6 @@ from your_ai.nets.saved_adapter import open_trained, put_adapter
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
 
-TAKES_TURNS = True
-
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory, run):

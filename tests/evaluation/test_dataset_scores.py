@@ -20,8 +20,6 @@ from your_ai.nets.split import split as split_in_two
 from your_ai.objectives.sft import SUPERVISED
 from your_ai.run.stopping import Stop
 
-TAKES_TURNS = True
-
 
 @pytest.fixture(scope="module")
 def demo():

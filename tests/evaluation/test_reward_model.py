@@ -20,7 +20,6 @@ from your_ai.evaluation.reward_model import load_reward_model
 from your_ai.nets.saved_adapter import open_trained
 from your_ai.run.folder import RunFolder
 
-TAKES_TURNS = True
 PAIRS = [
     {"prompt": f"Question {i}", "chosen": f"Yes {i}", "rejected": "No " * (1 + i % 3)}
     for i in range(10)

@@ -34,7 +34,6 @@ from your_ai.run.stopping import Stop
 from your_ai.session import new_run
 from your_ai.training.train import train_until_done
 
-TAKES_TURNS = True
 PAIRS = [
     {"prompt": "Which?", "chosen": "This one, please", "rejected": "That"},
     {"prompt": "Why " * 9, "chosen": "Because", "rejected": "No idea " * 5, "weight": 2},

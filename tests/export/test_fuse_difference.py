@@ -21,8 +21,6 @@ from your_ai.export.fused_folder import fuse
 from your_ai.generation import generate
 from your_ai.nets.saved_adapter import Trained
 
-TAKES_TURNS = True
-
 
 @pytest.fixture(params=["llama", "gemma2"])
 def trained(tmp_path: Path, data_folder: Path, request: pytest.FixtureRequest) -> Trained:

@@ -295,6 +295,7 @@ def test_a_run_that_quantized_is_fused_into_its_quantized_copy(tmp_path, data_fo
     assert "trained on a copy of the base quantized to 4 bits" in (out / "README.md").read_text()
 
 
+@pytest.mark.memory
 def test_fused_lazily_computes_nothing_yet(tmp_path, data_folder):
     trained = run_of(tmp_path, data_folder, ("llama", False), 4)
     before = mx.get_active_memory()

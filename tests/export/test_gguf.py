@@ -25,7 +25,6 @@ from your_ai.export import gguf
 from your_ai.export.gguf_model import in_pairs
 from your_ai.nets.model import load_network
 
-TAKES_TURNS = True
 DENSE = [name for name in EXTRA if name != "qwen3_moe"]
 NORMS = {"llama": 0, "mistral": 0, "qwen2": 0, "qwen3": 0, "gemma2": 1, "gemma3_text": 1}
 LLAMA3 = {

@@ -16,7 +16,6 @@ from your_ai.errors import UserError
 from your_ai.export import gguf, gguf_quantize
 from your_ai.export.gguf_quantize import TOOL_KINDS, Way, way_of
 
-TAKES_TURNS = True
 MADE = {"q4_k_m": ("Q5_0", 15), "q5_k_m": ("Q5_1", 17), "q6_k": ("Q8_0", 18), "q4_0": ("Q4_0", 2)}
 
 

@@ -42,6 +42,8 @@ from your_ai.training import optimizer
 from your_ai.training import prepare as preparing
 from your_ai.training import train as recipe
 
+pytestmark = pytest.mark.memory
+
 MB = 10**6
 OUT_OF_MEMORY = (
     "[METAL] Command buffer execution failed: Insufficient Memory "

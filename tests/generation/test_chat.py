@@ -19,7 +19,6 @@ from your_ai.generation.generate import Sampling
 from your_ai.nets import model
 from your_ai.nets.saved_adapter import open_trained
 
-TAKES_TURNS = True
 QUESTIONS = ["Question 1", "And then please " * 4, "x", "Question 1"]
 FORGETFUL = """{% for m in messages %}<|{{ m.role }}|>
 {%- if m.role == 'assistant' %}{{ m.content[-3:] }}{% else %}{{ m.content }}{% endif %}<|end|>

@@ -113,6 +113,7 @@ def test_small_top_p_takes_the_most_likely_token(tiny_model):
     assert sample(temperature=1.5, seed=1, top_p=1.0) != sample()
 
 
+@pytest.mark.memory
 def test_memory_of_a_long_prompt_is_below_the_estimate(tiny_model):
     network, tokenizer = load_base(tiny_model, mx.float32)
     mx.eval(network.parameters())
@@ -126,6 +127,7 @@ def test_memory_of_a_long_prompt_is_below_the_estimate(tiny_model):
     assert taken < generation_bytes(facts_of(tiny_model, 4), 1504) < scores_of_all_at_once
 
 
+@pytest.mark.memory
 def test_streamed_head_computes_no_logits_of_the_prompt(tmp_path):
     """They would be V unused numbers per token."""
     folder = make_model(tmp_path / "m", "qwen2-tied", vocab_size=32_000)

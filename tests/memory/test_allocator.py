@@ -12,6 +12,8 @@ import pytest
 
 from your_ai.memory import allocator
 
+pytestmark = pytest.mark.memory
+
 MB = 10**6
 
 

@@ -119,6 +119,7 @@ def changed(case: tuple[Workload, Plan, int, int], **options: Any) -> Estimate:
 # Of any
 
 
+@pytest.mark.memory
 def test_memory_of_noise_on_the_embeddings_is_within_its_estimate():
     size, keys = 512, TokenKeys(mx.zeros((4, 1), mx.uint32), mx.arange(256, dtype=mx.uint32)[None])
     x, lengths = mx.zeros((4, 256, size), mx.bfloat16), mx.full((4, 1), 256)
@@ -369,6 +370,7 @@ def tiny_shape(tmp_path_factory) -> Path:
     return make_shape("tiny", 4, "float32", tmp_path_factory.mktemp("shapes"))
 
 
+@pytest.mark.memory
 @pytest.mark.parametrize(("tokens", "rows", "layers", "targets", "contender"), CHEAP)
 def test_peaks_measured_here_are_estimated(
     tiny_shape, tmp_path, monkeypatch, tokens, rows, layers, targets, contender
@@ -401,6 +403,7 @@ def test_peaks_measured_here_are_estimated(
     assert found.mlx_bytes == pytest.approx(peak, rel=CLOSE)
 
 
+@pytest.mark.memory
 @pytest.mark.parametrize(
     ("engine", "tokens", "rows", "adapted"),
     [("fused", 256, 2, ALL), ("staged", 128, 4, FEW), ("streamed", 128, 2, ALL)],
@@ -436,6 +439,7 @@ def test_peaks_of_an_evaluation_measured_here_are_estimated(
 
 # The head is most of a small fused model: of 1 or 2 slices of the vocabulary, then of many. How
 # far MLX runs ahead, and so how many slices are there at once, depends on who else computes.
+@pytest.mark.memory
 @pytest.mark.parametrize(
     ("hidden", "tokens", "bits"), [(64, 32, None), (64, 64, 4), (64, 256, None), (256, 64, 4)]
 )

@@ -19,6 +19,8 @@ from your_ai.nets.mixers.gated_delta import gated_delta
 from your_ai.nets.mixers.rwkv7 import rwkv7
 from your_ai.nets.mixers.scans import real_gated_lru, selective_scan
 
+pytestmark = pytest.mark.memory
+
 SIZES = {
     "delta": lambda *sizes: gated_delta_sizes(*sizes, vector=False),
     "vector_delta": lambda *sizes: gated_delta_sizes(*sizes, vector=True),

@@ -19,6 +19,8 @@ import pytest
 from your_ai.memory import probe
 from your_ai.memory.probe import Group, Highest, Sampler
 
+pytestmark = pytest.mark.memory
+
 GIB = 2**30
 PATIENCE_S = 10.0
 

@@ -17,6 +17,8 @@ from your_ai.generation.rollouts import RolloutPrompt, complete, sampler_of
 from your_ai.memory.estimate_generation import RolloutSizes, rollout_phases
 from your_ai.memory.facts import facts_of
 
+pytestmark = pytest.mark.memory
+
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8,
         "num_key_value_heads": 8, "head_dim": 64, "num_hidden_layers": 2}  # fmt: skip
 

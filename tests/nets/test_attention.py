@@ -190,6 +190,7 @@ def test_large_scores_stay_finite():
         assert mx.isfinite(x).all().item()
 
 
+@pytest.mark.memory
 @pytest.mark.parametrize(
     ("compiled", "masked"),
     [(False, {"segments": segments_of(1, 4096)}), (True, {}), (True, {"chunk": 3000})],

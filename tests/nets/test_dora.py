@@ -191,6 +191,7 @@ def test_zero_rows_and_zero_magnitudes_stay_finite():
 # -- memory
 
 
+@pytest.mark.memory
 @pytest.mark.parametrize(
     ("kind", "compiled"),
     [

@@ -217,6 +217,7 @@ def test_layer_rows_of_each_kind_of_layer(name, device, monkeypatch):
     assert mx.array_equal(rows.gather(tokens), weight[tokens])
 
 
+@pytest.mark.memory
 def test_slice_of_a_dense_weight_is_not_copied():
     layer = nn.Embedding(20_000, 256)
     hidden = mx.zeros((2, 256))

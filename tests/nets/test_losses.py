@@ -138,6 +138,7 @@ def test_float16_gradient_is_scaled_before_rounding(case):
     assert norm_error(grad, 2.0**20 * (exact @ head.astype(mx.float32))) < 0.01
 
 
+@pytest.mark.memory
 @pytest.mark.parametrize("compiled", [False, True])
 def test_full_logits_are_never_allocated(monkeypatch, compiled):
     rows, vocabulary = 2048, 2000
@@ -358,6 +359,7 @@ def test_compiled_loss_uses_the_current_weights(case):
     assert compiled(case["hidden"]).item() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.memory
 @pytest.mark.parametrize("compiled", [False, True])
 def test_large_vocabulary_needs_little_memory(compiled):
     """A head in 4 bits; dequantized it would take 20 MB, in slices of a 16th of their bytes."""

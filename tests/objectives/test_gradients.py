@@ -39,7 +39,6 @@ from your_ai.objectives.sft import SUPERVISED
 from your_ai.objectives.simpo import SimPO
 from your_ai.training.train import accumulate
 
-TAKES_TURNS = True
 VOCABULARY = 160
 LENGTHS = [(9, 7, 3), (30, 1, 12), (5, 4, 6), (3, 2, 2)]  # tokens of a prompt and of its answers
 WEIGHTS = [1.0, 2.5, 0.5, 0.0]  # of the pairs

@@ -18,6 +18,8 @@ from your_ai.soft import passes
 from your_ai.soft.engine import column_engine
 from your_ai.soft.roles import RewardNetwork, Roles, SoftSettings, network_of
 
+pytestmark = pytest.mark.memory
+
 VOCABULARY, ROWS, SLICE_BYTES = 8192, 2, 1 << 16
 
 

@@ -25,7 +25,6 @@ from your_ai.training.best_metric import best_metric_of
 from your_ai.training.train import train_until_done
 from your_ai.training.validation import after_validation
 
-TAKES_TURNS = True
 VALUES = {1: 0.0, 2: 0.5, 3: 0.25, 4: 0.5}
 METRIC = """
 def answered(answer, expected, row):

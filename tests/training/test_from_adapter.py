@@ -18,7 +18,6 @@ from your_ai.run.stopping import Stop
 from your_ai.session import new_run
 from your_ai.training.train import train_until_done
 
-TAKES_TURNS = True
 # Plain gradient descent over all rows in each step: its only state is the adapter.
 WHOLE = {"batch_size": 10, "optimizer": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0}
 WHOLE |= {"eval_every": 0, "save_every": 0, "valid": "none"}

@@ -23,7 +23,6 @@ from your_ai.run.checkpoint import ADAPTERS
 from your_ai.run.folder import RunFolder, find
 from your_ai.run.rollout_files import RolloutRecord, read_rollouts, rollout_file, rollout_steps
 
-TAKES_TURNS = True
 STEPS = 2
 
 

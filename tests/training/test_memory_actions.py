@@ -22,6 +22,8 @@ from your_ai.training import memory_actions, prepare
 from your_ai.training import train as recipe
 from your_ai.training.memory_actions import Governor, Replan, action_event
 
+pytestmark = pytest.mark.memory
+
 MB, GB = 10**6, 10**9
 SAMPLE = MemorySample(
     active_bytes=100 * MB,

@@ -279,6 +279,7 @@ def test_loss_scale_grows_again_only_in_float16():
     assert optimizer.first_state(mx.bfloat16).loss_scale == 1.0
 
 
+@pytest.mark.memory
 @pytest.mark.parametrize(
     ("name", "rank", "bits"),
     [

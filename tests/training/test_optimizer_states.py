@@ -117,6 +117,7 @@ def test_a_checkpoint_with_other_bits_is_refused():
         optimizer.restore_states(built[0], dict(optimizer.saved_states(built[1])))
 
 
+@pytest.mark.memory
 def test_states_on_disk_and_gradients_are_not_in_memory(tmp_path):
     network = Wide()
     built = optimizer.build_optimizer(TrainConfig(), network.trainable_parameters(), tmp_path)

@@ -21,7 +21,6 @@ from your_ai.training import measure_peaks, reference
 from your_ai.training.memory_actions import Governor
 from your_ai.training.prepare import imbalance
 
-TAKES_TURNS = True
 PAIRS = [
     {
         "prompt": f"Question {i} " * (1 + i % 3),

@@ -206,6 +206,7 @@ def test_prefix_cache_in_memory_is_counted(capsys, tiny_model, data_folder):
     assert planned(capsys, *options)["components"]["prefix cache"] == 0
 
 
+@pytest.mark.memory
 def test_plan_reads_no_weights(capsys, tmp_path, data_folder):
     folder = make_model(tmp_path / "large", bits=None, hidden_size=512, intermediate_size=1024)
     gc.collect()

@@ -33,7 +33,6 @@ from your_ai.training import reward_models
 from your_ai.training.memory_actions import Governor
 from your_ai.training.train import train_until_done
 
-TAKES_TURNS = True
 PAIRS = [
     {
         "prompt": f"Question {i} " * (1 + i % 3),
@@ -256,6 +255,7 @@ def prepared_of(config, run_folder):
     return preparing.prepare(config, log, run_folder)
 
 
+@pytest.mark.memory
 def test_a_reward_model_of_the_same_base_shares_its_weights(rated, rewarded, own_folder):
     train_once(rated(run="rm"))
     sizes = {}
@@ -278,6 +278,7 @@ def test_a_reward_model_of_the_same_base_shares_its_weights(rated, rewarded, own
     assert sizes["run:rm"] - sizes["length:3"] <= own + 10_000
 
 
+@pytest.mark.memory
 def test_a_reload_gives_the_new_arrays_to_the_reward_model(rated, rewarded, own_folder):
     from your_ai.engine.reload import reload_adapted
 
@@ -338,6 +339,7 @@ def test_an_empty_completion_has_no_score_where_texts_are_encoded(rated):
     assert np.isfinite(found[1])
 
 
+@pytest.mark.memory
 def test_opening_a_reward_model_reads_no_weights(rated, tiny_model):
     from your_ai.engine.opened import open_model
     from your_ai.evaluation.reward_model import put_reward_model

@@ -25,8 +25,6 @@ from your_ai.training import train as training
 from your_ai.training.prepare import have_answers
 from your_ai.training.train import train_until_done
 
-TAKES_TURNS = True
-
 
 class Killed(BaseException):
     """Ends a run at once, like kill -9."""

@@ -35,8 +35,6 @@ from your_ai.training import train as training
 from your_ai.training.soft_rollouts import parts_of, temperature_at
 from your_ai.training.train import train_until_done
 
-TAKES_TURNS = True
-
 
 class Killed(BaseException):
     """Ends a run at once, like kill -9."""

@@ -31,8 +31,6 @@ from your_ai.session import new_run
 from your_ai.training.prepare import PREFIX
 from your_ai.training.train import train_until_done
 
-TAKES_TURNS = True
-
 
 def final_files(run: RunFolder) -> dict[str, bytes]:
     newest = checkpoint.list_checkpoints(run.checkpoints)[0]

@@ -24,7 +24,6 @@ from your_ai.training import validation
 from your_ai.training.train import train_until_done
 from your_ai.training.validation import after_validation, is_enough
 
-TAKES_TURNS = True
 # Of the validations, in order; step 4 is the best. Repeated steps take theirs again.
 LOSSES = {2: 3.0, 4: 1.0, 6: 2.0, 8: math.nan, 10: 1.0}
 

@@ -204,7 +204,7 @@ def blas_libraries(maps: Path = Path("/proc/self/maps")) -> list[str]:
 
 def speed_here() -> KnownSpeed:
     """The speed that `bench --calibrate` measured on this machine."""
-    return known_speed(store() / SPEED_FILE, speed_key())
+    return known_speed(store() / SPEED_FILE, speed_key)
 
 
 def budget_of_evaluation(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -110,11 +110,11 @@ def speed_text(speed: MachineSpeed, measurements: Any) -> str:
     return json.dumps(asdict(speed) | {"measurements": measurements}, indent=1) + "\n"
 
 
-def known_speed(path: Path, machine: Iterable[str]) -> KnownSpeed:
-    """The speed in a file, if it is of this machine."""
+def known_speed(path: Path, machine: Callable[[], Iterable[str]]) -> KnownSpeed:
+    """The speed in a file, if it is of this machine, which is only asked for if there is one."""
     found = read_speed(path)
     if found is None:
         return KnownSpeed(None, NOT_MEASURED)
-    if found.machine != tuple(machine):
+    if found.machine != tuple(machine()):
         return KnownSpeed(None, CHANGED.format(date=found.date))
     return KnownSpeed(found)

@@ -294,7 +294,8 @@ def replay(folder: RunFolder, console: Console, speed: float, *, as_json: bool =
     style = style_for(console, as_json)
     follower = Follower(folder.events, console, style, from_start=True)
     follower.offset = end
-    shown_until, clock, last, paused = 0, 0.0, time.monotonic(), False
+    clock = records[0].time if records else 0.0
+    shown_until, last, paused = 0, time.monotonic(), False
     with recorded_signals() as received, terminal(follower) as shown:
         while shown_until < len(records) and not received and follower.failure is None:
             pressed = shown.read(FRAME_S)

@@ -132,6 +132,7 @@ SIZES = {
 }
 
 
+@pytest.mark.memory
 @pytest.mark.parametrize(
     ("kind", "compiled"), [*((kind, False) for kind in SIZES), ("delta", True)]
 )
