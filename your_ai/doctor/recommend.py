@@ -81,6 +81,10 @@ class MachineRoom:
     speed: KnownSpeed = UNKNOWN
     """How fast it computes."""
 
+    @property
+    def has_gpu(self) -> bool:
+        return not self.sliced
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
@@ -134,11 +138,13 @@ def recommend(
 ) -> list[Recommendation]:
     """What can train in `room`, best first. Each model comes once, or twice with long rows.
 
-    The best is the largest model with its weights in memory and every linear layer adapted.
+    The best is the largest model with its weights in memory and every linear layer adapted; without
+    a GPU, on which any training takes long, the smallest.
     """
     models = known().values() if models is None else models
     found = [each for model in models for each in of_model(model, room, objective)]
-    return sorted(found, key=lambda r: (RANKS[r.tier], -r.known.parameters, r.known.alias))
+    sign = -1 if room.has_gpu else 1
+    return sorted(found, key=lambda r: (RANKS[r.tier], sign * r.known.parameters, r.known.alias))
 
 
 def of_model(model: Known, room: MachineRoom, objective: str) -> Iterator[Recommendation]:
