@@ -16,10 +16,14 @@ import pytest
 from tests.conftest import events_of, train
 from tests.data.test_batches import make_examples
 from your_ai.data.batches import make_schedule
-from your_ai.engine.gradients import HeldGradients
+from your_ai.engine.gradients import HeldGradients, gradients_in
 from your_ai.engine.scoring import ScoredTexts, scored_by_all
 from your_ai.errors import UserError
+from your_ai.memory.budget import demand_of
+from your_ai.memory.estimate_adapters import reduction_bytes
+from your_ai.memory.facts import BlockFacts, ModelFacts, facts_of
 from your_ai.memory.governor import MemoryAction
+from your_ai.memory.workload import Plan, Training
 from your_ai.objectives.objective import Totals
 from your_ai.run import events
 from your_ai.run.folder import RunFolder, create
@@ -223,6 +227,57 @@ def test_processes_of_one_machine_are_equally_fast():
     for step in range(1, 30):
         ranks.all_figures = [[100, 1.0, 0, 0, 0, 0], [100, 2.0, 0, 0, 0, 0]]
         assert ranks.learn(step) is None
+
+
+@pytest.mark.memory
+@pytest.mark.parametrize("plan", ["fused", "streamed"])  # the latter has its gradients on disk
+@pytest.mark.parametrize("megabytes", [1, 4, 24])
+def test_the_memory_of_a_reduction_is_estimated(tmp_path, plan, megabytes):
+    """Of 8 arrays, of which some are summed together, or one that is large alone."""
+    size, plan = megabytes << 18, Plan(plan, 64)
+    parameters = {str(n): mx.zeros((size,)) for n in range(8)}
+    gradients = gradients_in(tmp_path if plan.gradients_on_disk else None)
+    for name in parameters:
+        gradients.add({name: mx.ones((size,))})
+    ranks = Ranks(0, 2, ("a", "b"))
+    ranks.gather = lambda value: [value, value]
+
+    def collect(_, array: mx.array) -> mx.array:
+        mx.eval(array)
+        found = 2 * array
+        mx.eval(found)
+        return found
+
+    ranks.collect = collect
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    ranks.step_sums(Totals(), gradients, parameters, [1])
+    peak = mx.get_peak_memory() - before
+
+    hidden = size // 64
+    facts = ModelFacts(
+        kinds=(BlockFacts({"self_attn.q_proj": (hidden, hidden)}, 0),), order=(0,) * 4,
+        hidden=hidden, vocabulary=0, heads=1, float_bytes=4, vocabulary_bytes=0, rest_bytes=0,
+        disk_bytes=0, quantized=False,
+    )  # fmt: skip
+    training = Training(blocks=4, rank=64, targets=("q_proj",))
+    needed = reduction_bytes(facts, training, plan)
+    assert 0.7 * needed < peak <= 1.02 * needed
+    assert gradients.take(["7"])["7"].max().item() == 2
+
+
+def test_a_reduction_counts_only_with_other_processes(configure, tiny_model):
+    facts = facts_of(tiny_model, 4)
+    assert [
+        demand_of(configure(**settings), facts, [64], **more).reduces
+        for settings, more in (
+            ({}, {}),
+            ({"processes": 2, "supervise": True}, {}),
+            ({"hosts": ["a", "b"], "supervise": True}, {}),
+            ({}, {"reduces": True}),  # mlx.launch
+        )
+    ] == [False, True, True, True]
 
 
 # -- real processes, over the ring of MLX

@@ -67,6 +67,7 @@ def demand_of(
     before_bytes: int = 0,
     reward_models: tuple[RewardModelSizes, ...] = (),
     steps: StepSizes | None = None,
+    reduces: bool = False,
 ) -> Demand:
     """The demand of a training run.
 
@@ -76,6 +77,7 @@ def demand_of(
     prompt_tokens: tokens of the longest prompt, if each step generates completions.
     before_bytes, reward_models: as in Demand.
     steps: what the data says about the steps; by default, all rows are as long as the longest.
+    reduces: whether other processes train with this one, even if the settings do not say so.
     """
     config = defaults.sized(defaults.largest(config, facts.blocks), rows=0)
     # Where texts are scored first, those of a group need not be in one micro-batch.
@@ -109,6 +111,7 @@ def demand_of(
         answer_tokens=answer_tokens,
         rollouts=rollouts,
         sliced=process.sliced,
+        reduces=reduces or config.has_ranks,
         rows_together=together,
         scores=scored_first or config.scores_completions,
         noise=config.neftune_alpha > 0,

@@ -42,6 +42,7 @@ from your_ai.hub.find import find_model
 from your_ai.hub.fingerprint import fingerprint
 from your_ai.memory.budget import limit_of
 from your_ai.memory.governor import MemoryAction
+from your_ai.memory.sizes import REDUCTION_BYTES
 from your_ai.objectives.objective import Totals
 from your_ai.run import events, exits, heartbeat
 from your_ai.run.folder import RunFolder
@@ -51,7 +52,6 @@ from your_ai.run.stopping import Stop
 RANKS = "ranks"  # folder in the run folder, with a folder for each rank but 0
 FRAME_BYTES = 1024  # of a gather: a larger value takes a second one
 LENGTH_BYTES = 8
-BUCKET_BYTES = 16 << 20  # gradients are summed in parts of about this size, so copies stay small
 DEFAULT_TIMEOUT_S = FIELDS["heartbeat_timeout_s"].default
 VERDICT_S = 5.0  # for the heartbeat to find out which rank was lost
 # Settings that need not be the same on all ranks.
@@ -249,8 +249,11 @@ class Ranks:
         trained, own = dict(tree_flatten(parameters)), grads.sizes()
         for names in buckets({name: trained[name] for name in sorted(trained)}):
             mine = grads.take([name for name in names if name in own])
-            none = {name: mx.zeros_like(trained[name]) for name in names if name not in own}
-            grads.add(self.sum({name: (mine | none)[name] for name in names}))
+            for name in names:
+                if name not in mine:
+                    mine[name] = mx.zeros_like(trained[name])
+            sums = self.sum({name: mine.pop(name) for name in names})
+            grads.add(sums)  # and forgets them, before the next are read
         self.reductions += 1
         every = [sum(values) for values in zip(*(part[2] for part in parts), strict=True)]
         return whole, every
@@ -426,13 +429,13 @@ ALONE = Ranks()
 
 
 def buckets(arrays: dict[str, mx.array]) -> list[list[str]]:
-    """Names to sum together: of one data type, in order, up to about BUCKET_BYTES."""
+    """Names to sum together: of one data type, in order, up to REDUCTION_BYTES."""
     found: list[list[str]] = []
     last, room = "", 0
     for name, array in arrays.items():
         if str(array.dtype) != last or array.nbytes > room:
             found.append([])
-            last, room = str(array.dtype), BUCKET_BYTES
+            last, room = str(array.dtype), REDUCTION_BYTES
         found[-1].append(name)
         room -= array.nbytes
     return found

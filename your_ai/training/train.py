@@ -114,7 +114,7 @@ def run(
     clean(folder.path / ROLLOUTS)
     config = agreed_settings(ranks, config, recorded(config, folder.read_config()))
     ranks.share_files(folder, folder.start.name)
-    prepared = replace(prepare(config, log, folder.path, level), ranks=ranks)
+    prepared = prepare(config, log, folder.path, level, ranks)
     ranks.check_same({"adapter": json.dumps(prepared.adapters.config, sort_keys=True)})
     try:
         begin_guard()
