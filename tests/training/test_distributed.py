@@ -141,11 +141,18 @@ def test_a_stop_or_an_action_of_one_rank_is_that_of_all():
         if ranks.rank == 1:
             heard.received = signal.SIGTERM
         action = MemoryAction(kind=("larger_plan", "smaller_plan")[ranks.rank], cause="tight")
-        return (*ranks.agree(heard, stop, action, ranks.is_first), stop.received)
+        return (*ranks.agree(heard, stop, action, ranks.is_first), stop, ranks.stopped_by(heard))
 
-    for action, save, pause, received in Together(2).run(work):
+    for action, save, pause, stop, number in Together(2).run(work):
         assert (action.kind, action.cause) == ("smaller_plan", "rank 1 on mac1: tight")
-        assert (save, pause, received) == (True, False, signal.SIGTERM)
+        assert (save, pause, stop.received) == (True, False, signal.SIGTERM)
+        assert number == signal.SIGTERM  # for the exit status, also of ranks that heard nothing
+
+
+def test_without_other_ranks_a_run_was_stopped_by_the_signal_that_it_heard():
+    heard = Stop()
+    heard.received = signal.SIGINT
+    assert ALONE.stopped_by(heard) == signal.SIGINT
 
 
 def test_a_larger_plan_needs_all():

@@ -97,6 +97,8 @@ class Ranks:
     figures: list[float] | None = None
     """What `note_step` noted, until `agree` gives it to the others."""
     all_figures: list[list[float] | None] = field(default_factory=list)
+    agreed: Stop = field(default_factory=Stop)
+    """The stop that all ranks see at the same place, which `agree` sets."""
 
     @property
     def is_first(self) -> bool:
@@ -315,8 +317,15 @@ class Ranks:
     # -- between two steps
 
     def agreed_stop(self, stop: Stop) -> Stop:
-        """A stop that all ranks see at the same place, which `agree` sets."""
-        return stop if self.size == 1 else Stop()
+        """The stop that all ranks see at the same place; stop: that of this process."""
+        if self.size == 1:
+            return stop
+        self.agreed = Stop()
+        return self.agreed
+
+    def stopped_by(self, heard: Stop) -> int | None:
+        """The signal that ended the run, which another rank may have heard; heard: this one's."""
+        return heard.received or self.agreed.received
 
     def agree(
         self,

@@ -442,7 +442,7 @@ def train_until_done(
                     folder, config, log, stop, level, watch, begin_guard, ranks
                 )
                 if isinstance(wanted, events.Finished):
-                    return 0 if wanted.adapter else 128 + (stop.received or 0)
+                    return 0 if wanted.adapter else 128 + (ranks.stopped_by(stop) or 0)
                 if wanted.action.kind == "restart":
                     if config.supervise:
                         return exits.RESTART
