@@ -20,6 +20,7 @@ from your_ai.engine.gradients import HeldGradients, gradients_in
 from your_ai.engine.scoring import ScoredTexts, scored_by_all
 from your_ai.errors import UserError
 from your_ai.memory.budget import demand_of
+from your_ai.memory.demand import RING_BYTES
 from your_ai.memory.estimate_adapters import reduction_bytes
 from your_ai.memory.facts import BlockFacts, ModelFacts, facts_of
 from your_ai.memory.governor import MemoryAction
@@ -274,17 +275,24 @@ def test_the_memory_of_a_reduction_is_estimated(tmp_path, plan, megabytes):
     assert gradients.take(["7"])["7"].max().item() == 2
 
 
-def test_a_reduction_counts_only_with_other_processes(configure, tiny_model):
+@pytest.mark.parametrize(
+    ("settings", "joined", "reduces", "more_bytes"),
+    [
+        ({}, False, False, 0),
+        ({"processes": 2, "supervise": True}, False, True, RING_BYTES),  # your_ai plan
+        ({"hosts": ["a", "b"], "supervise": True}, False, True, RING_BYTES),
+        ({"processes": 2, "supervise": True}, True, True, 0),  # it is part of the process
+        ({}, True, True, 0),  # mlx.launch
+    ],
+)
+def test_what_communication_needs_is_counted_once(
+    configure, tiny_model, settings, joined, reduces, more_bytes
+):
     facts = facts_of(tiny_model, 4)
-    assert [
-        demand_of(configure(**settings), facts, [64], **more).reduces
-        for settings, more in (
-            ({}, {}),
-            ({"processes": 2, "supervise": True}, {}),
-            ({"hosts": ["a", "b"], "supervise": True}, {}),
-            ({}, {"reduces": True}),  # mlx.launch
-        )
-    ] == [False, True, True, True]
+    found = demand_of(configure(**settings), facts, [64], joined=joined)
+    without = demand_of(configure(), facts, [64])
+    assert found.reduces == reduces
+    assert found.python_bytes - without.python_bytes == more_bytes
 
 
 # -- real processes, over the ring of MLX

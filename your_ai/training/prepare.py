@@ -217,7 +217,7 @@ def prepare(
         level,
         past,
         reward_models=[run.sizes(opened.folder, opened.dtype.size) for run in runs],
-        reduces=ranks.size > 1,
+        joined=ranks.size > 1,
     )
     # Before there are adapters:
     scored_by = [open_reward_model(run, opened) for run in runs]
@@ -457,12 +457,12 @@ def budget_of_run(
     past: PriorPlans | None = None,
     before_bytes: int = 0,
     reward_models: Sequence[RewardModelSizes] = (),
-    reduces: bool = False,
+    joined: bool = False,
 ) -> Budget:
     """The limit and the plan of a run on `data`. Raises UserError if nothing fits.
 
     before_bytes: peak memory of the process before it trains. reward_models: those that score.
-    reduces: as in `demand_of`.
+    joined: as in `demand_of`.
     """
     return budget_of(
         config,
@@ -478,7 +478,7 @@ def budget_of_run(
         before_bytes=before_bytes,
         reward_models=tuple(reward_models),
         steps=step_sizes(config, data),
-        reduces=reduces,
+        joined=joined,
     )
 
 
