@@ -48,6 +48,8 @@ def test_the_log_says_which_rank_was_lost():
     log = "[ring] Socket 3\nlost: [ring] peer\nlost: rank 1 on mac2: its process ended\nlost: rank"
     assert lost_in(log) == "rank 1 on mac2: its process ended"
     assert lost_in("[WARN] Node with rank 2 exited with code -9") == "rank 2: it ended with code -9"
+    said = "bash: python: No such file or directory\n[WARN] Node with rank 1 exited with code 127"
+    assert lost_in(said, ["mac1", "mac2"]) == "rank 1 on mac2: it ended with code 127"
     assert lost_in("nothing") == ""
 
 

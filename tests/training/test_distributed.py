@@ -35,6 +35,7 @@ from your_ai.training.distributed import (
     FIRST_STEPS,
     FRAME_BYTES,
     MEASURED_STEPS,
+    PIECE_BYTES,
     Ranks,
     digest_of,
 )
@@ -172,6 +173,40 @@ def test_a_difference_names_the_host():
         assert str(error) == (
             "rank 2 on mac2: has another version of mlx than mac0 (0.2 instead of 0.1)"
         )
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 2.5])
+def test_files_of_rank_0_are_given_to_the_others_in_pieces(tmp_path, pieces):
+    content = np.random.default_rng(0).bytes(int(pieces * PIECE_BYTES))
+    (tmp_path / "0" / "start").mkdir(parents=True)
+    (tmp_path / "0" / "start" / "a.safetensors").write_bytes(content)
+    (tmp_path / "0" / "start" / "b.json").write_text("{}")
+    most = []
+
+    def work(ranks: Ranks):
+        exchanged = ranks.exchanged
+
+        def noted(given: bytes, size: int) -> list[bytes]:
+            most.append(size)
+            return exchanged(given, size)
+
+        ranks.exchanged = noted
+        place = RunFolder(tmp_path / str(ranks.rank))
+        place.path.mkdir(exist_ok=True)
+        ranks.share_files(place, "start")
+        ranks.share_files(place, "missing")
+        return {path.name: path.read_bytes() for path in (place.path / "start").iterdir()}
+
+    assert Together(3).run(work) == [{"a.safetensors": content, "b.json": b"{}"}] * 3
+    assert max(most) <= PIECE_BYTES
+
+
+def test_a_difference_of_content_has_no_values():
+    first, other = ({"model": "x" * 64, "data": letter * 64} for letter in "ab")
+    found = Together(2).run(lambda ranks: ranks.check_same(other if ranks.rank else first))
+    assert [str(error) for error in found] == [
+        "rank 1 on mac1: has other data than mac0; copy it there, or use --sync data"
+    ] * 2
 
 
 @pytest.mark.parametrize("packed", [None, 256])

@@ -166,12 +166,16 @@ def cause_of(statuses: Sequence[int], killed: set[int]) -> int:
     return (own or ranks or [0])[0]
 
 
-def lost_in(output: str) -> str:
-    """Which rank was lost and how, as the first process that noticed said; empty if none did."""
+def lost_in(output: str, names: Sequence[str] = ()) -> str:
+    """Which rank was lost and how, as the first process that noticed said; empty if none did.
+
+    names: the host of each rank, for what `mlx.launch` says, which is without.
+    """
     told = [line for line in output.splitlines() if line.startswith(LOST)]
     named = [line for line in told if line.startswith(f"{LOST}rank ")]
     if not named and (found := LAUNCHER_SAYS.search(output)):
-        return f"rank {found[1]}: it ended with code {found[2]}"
+        where = f" on {names[int(found[1])]}" if int(found[1]) < len(names) else ""
+        return f"rank {found[1]}{where}: it ended with code {found[2]}"
     return (named or told or [""])[0].removeprefix(LOST)
 
 

@@ -161,7 +161,8 @@ def supervise(
             lost = named = ""
             if not is_alone:
                 said = read_log(log, log_start)
-                lost = lost_in(said) if status == PEER_LOST else ""
+                names = [] if machines is None else [host.ssh for host in machines.hosts]
+                lost = lost_in(said, names) if status == PEER_LOST else ""
                 named = failed_in(said) or f"rank {rank}"
             life = replace(life, stalled=stalled, rank=named, lost=lost)
             if status == DONE:

@@ -11,7 +11,6 @@ process, such as their plan and its corrections, in `ranks/1` and so on below it
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import dataclasses
 import hashlib
@@ -60,9 +59,18 @@ OWN_SETTINGS = ("max_memory", "run", "hosts", "hostfile", "processes", "sync")
 FIRST_STEPS, MEASURED_STEPS = 3, 8
 LEAST_SHARE = 0.05
 NOTICEABLE = 0.1  # hosts that differ by less are equally fast
-FILE_BYTES = 1 << 28  # maximum size of a file of the run folder that others need
+PIECE_BYTES = 1 << 20  # of a file, sent together
 # What decides more, of two ranks that want different things of memory.
 CAREFUL = ("restart", "smaller_plan", "larger_plan")
+
+
+# What to do about contents that differ, of which only checksums are known.
+COPY = {
+    "model": "; copy it there, or use --sync all",
+    "data": "; copy it there, or use --sync data",
+    "settings": "; start all with the same options",
+    "adapter": "; give numbers to --lora-rank and --lora-layers, instead of auto",
+}
 
 
 class PeerLost(Exception):
@@ -379,16 +387,18 @@ class Ranks:
             return
         place = folder.path / name
 
-        def read() -> dict[str, str]:
+        def listed() -> list[tuple[str, int]]:
             files = sorted(place.iterdir()) if place.is_dir() else []
-            files = [path for path in files if path.stat().st_size <= FILE_BYTES]
-            return {path.name: base64.b64encode(path.read_bytes()).decode() for path in files}
+            return [(path.name, path.stat().st_size) for path in files]
 
-        found = self.of_first(read)
-        if found and not self.is_first:
+        for file_name, size in self.of_first(listed):
             place.mkdir(exist_ok=True)
-            for file, content in found.items():
-                (place / file).write_bytes(base64.b64decode(content))
+            with open(place / file_name, "rb" if self.is_first else "wb") as file:
+                for left in range(size, 0, -PIECE_BYTES):
+                    count = min(left, PIECE_BYTES)
+                    piece = self.exchanged(file.read(count) if self.is_first else b"", count)[0]
+                    if not self.is_first:
+                        file.write(piece)
 
     # -- the start and the end
 
@@ -400,10 +410,10 @@ class Ranks:
         for rank, other in enumerate(every := self.gather(what)):
             for name, value in every[0].items():
                 if other.get(name) != value:
-                    hosts, values = self.hosts, f"{other.get(name)} instead of {value}"
+                    kind = f"other {name}" if name in ("data", "settings") else f"another {name}"
+                    todo = COPY.get(name, f" ({other.get(name)} instead of {value})")
                     raise UserError(
-                        f"rank {rank} on {hosts[rank]}: has another {name} than {hosts[0]}"
-                        + (f" ({values})" if len(values) < 100 else "; copy it there")
+                        f"rank {rank} on {self.hosts[rank]}: has {kind} than {self.hosts[0]}{todo}"
                     )
 
     def fail(self, text: str, status: int) -> None:
