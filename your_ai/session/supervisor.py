@@ -58,7 +58,7 @@ from your_ai.session.machines import (
     paths_to_sync,
     sync,
 )
-from your_ai.session.ranks import failed_in, lost_in, started_group
+from your_ai.session.ranks import check_processes, failed_in, lost_in, started_group
 from your_ai.session.stalls import STARTING, Patience, StallWatch, patience_of
 from your_ai.trackers.upload import tracked
 
@@ -142,6 +142,7 @@ def supervise(
     watch = StallWatch(patience or Patience(), offset=offset)
     processes, machines = 1, None
     if config is not None:
+        check_processes(config)
         processes, machines = config.processes, machines_of(config)
         if machines is not None:
             prepare_machines(machines, config, folder)
