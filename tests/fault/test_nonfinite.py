@@ -55,8 +55,8 @@ def spoil_steps(
     """Replace the loss or the gradients of one micro-batch in some steps (counted from 1)."""
     prepare, spoiled = recipe.prepare, set(steps)
 
-    def prepare_spoiled(config, log, folder, level):
-        prepared = prepare(config, log, folder, level)
+    def prepare_spoiled(config, *rest):
+        prepared = prepare(config, *rest)
         step_of = {derive_seed(config.seed, "dropout", i): i + 1 for i in range(50)}
 
         def gradients(batch, scale, seed):

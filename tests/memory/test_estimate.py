@@ -44,7 +44,7 @@ from your_ai.memory.estimate import (
     read_bytes,
     weights_bytes,
 )
-from your_ai.memory.estimate_adapters import OPTIMIZER_STATES
+from your_ai.memory.estimate_adapters import OPTIMIZER_STATES, reduction_bytes
 from your_ai.memory.estimate_generation import generation_bytes
 from your_ai.memory.estimate_kept import step_cost
 from your_ai.memory.facts import BlockFacts, ModelFacts, facts_of
@@ -130,6 +130,17 @@ def test_memory_of_noise_on_the_embeddings_is_within_its_estimate():
     mx.reset_peak_memory()
     mx.eval(x + uniform_noise(5.0, keys, lengths, size).astype(x.dtype))
     assert mx.get_peak_memory() - before <= 1.05 * NOISE_ARRAYS * 4 * x.size
+
+
+@given(cases())
+def test_what_summing_gradients_over_processes_needs_is_part_of_the_estimate(case):
+    workload, plan, *_ = case
+    found, without = changed(case, reduces=True), changed(case)
+    needed = reduction_bytes(workload.facts, workload.training, plan)
+    held = found.components["weights"] + found.components["adapters"]
+    assert found.mlx_bytes >= held + needed
+    assert found.process_bytes >= without.process_bytes
+    assert "reduction" not in without.components
 
 
 @given(cases())

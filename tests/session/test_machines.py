@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from dataclasses import replace
 
 import pytest
 
@@ -66,12 +67,40 @@ def test_a_hostfile_of_mlx_launch_is_read_with_limits(tmp_path):
         ({"hosts": [host("a", "192.0.2.1"), host("b")]}, "the first host must be this machine"),
         ({"backend": "smoke", "hosts": [host("a"), host("b")]}, "backend smoke is unknown"),
         ({"hosts": [host("a", max_memory=-1), host("b")]}, "max_memory must be"),
+        ({"hosts": [host("a", max_memory=True), host("b")]}, "max_memory must be"),
+        ({"hosts": [{"ssh": "a", "ips": "127.0.0.1"}, host("b")]}, "ips must be a list"),
+        ({"hosts": [host("a"), host("b", "10.0.0.1; touch x")]}, "10.0.0.1; touch x is no"),
+        ({"hosts": [host("a"), {"ssh": "b", "ips": []}]}, "b has no ips"),
+        ({"hosts": [host("a"), host("b"), "c"]}, "a host must be"),
+        ({"envs": "A=1", "hosts": [host("a"), host("b")]}, "envs must be a list"),
+        ({"envs": ["A"], "hosts": [host("a"), host("b")]}, "envs must be a list"),
+        ({"envs": [1], "hosts": [host("a"), host("b")]}, "envs must be a list"),
+        ({"hosts": [host("a"), host("x@-oX")]}, "x@-oX is no host"),
     ],
 )
 def test_wrong_hostfiles_are_refused_in_one_line(tmp_path, content, message):
     with pytest.raises(UserError, match=message) as raised:
         machines_of(build({"hostfile": hostfile(tmp_path, content)}, "test"))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["a b", "a;b", "a'b", 'a"b', "a\nb", "a\x1b[31m", "$(b)", "`b`", "~", "a*", "-a", ""]
+)
+def test_names_that_a_shell_could_read_as_more_are_no_hosts(tmp_path, name):
+    place = hostfile(tmp_path, {"hosts": [host("a"), host(name)]})
+    with pytest.raises(UserError, match="is no host") as raised:
+        machines_of(build({"hostfile": place}, "test"))
+    assert str(raised.value).isprintable()
+    if name and name.isprintable():
+        with pytest.raises(UserError, match="is no host"):
+            machines_of(build({"hosts": ("localhost", name)}, "test"))
+
+
+@pytest.mark.parametrize("name", ["mac1", "mac-2.local", "ann@10.0.0.2", "fe80::1%en0", "möwe"])
+def test_usual_names_are_hosts(tmp_path, name):
+    place = hostfile(tmp_path, {"hosts": [host("a"), host(name, "fe80::2%en0")]})
+    assert machines_of(build({"hostfile": place}, "test")).hosts[1].ssh == name
 
 
 @pytest.mark.parametrize(
@@ -95,8 +124,10 @@ def test_wrong_settings_are_refused(settings, message):
 
 def test_a_host_that_cannot_be_reached_is_named():
     given, run = tools(255, "Connection refused")
-    with pytest.raises(UserError, match=r"mac2 cannot be reached \(Connection refused\)"):
+    with pytest.raises(UserError, match=r"--hosts: mac2 cannot be reached \(Connection refused\)"):
         check_reachable(TWO, given)
+    with pytest.raises(UserError, match=r"--hostfile h\.json: mac2 cannot"):
+        check_reachable(replace(TWO, option="--hostfile h.json"), given)
     assert run[0][0] == "ssh"
     assert run[0][-2:] == ["mac2", "true"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import subprocess
@@ -10,6 +11,8 @@ import time
 
 import pytest
 
+from your_ai.config import TrainConfig
+from your_ai.errors import UserError
 from your_ai.run.child import Child
 from your_ai.run.exits import DONE, OUT_OF_MEMORY, PEER_LOST, USER
 from your_ai.run.folder import RunFolder
@@ -19,6 +22,7 @@ from your_ai.session.ranks import (
     LaunchedGroup,
     RankGroup,
     cause_of,
+    check_processes,
     failed_in,
     free_ports,
     launched_rank,
@@ -48,6 +52,8 @@ def test_the_log_says_which_rank_was_lost():
     log = "[ring] Socket 3\nlost: [ring] peer\nlost: rank 1 on mac2: its process ended\nlost: rank"
     assert lost_in(log) == "rank 1 on mac2: its process ended"
     assert lost_in("[WARN] Node with rank 2 exited with code -9") == "rank 2: it ended with code -9"
+    said = "bash: python: No such file or directory\n[WARN] Node with rank 1 exited with code 127"
+    assert lost_in(said, ["mac1", "mac2"]) == "rank 1 on mac2: it ended with code 127"
     assert lost_in("nothing") == ""
 
 
@@ -63,6 +69,23 @@ def test_ports_differ_and_are_free():
     for port in ports:
         with socket.socket() as each:
             each.bind(("127.0.0.1", port))
+
+
+@pytest.mark.parametrize(
+    ("processes", "max_memory", "force", "message"),
+    [
+        (2, None, False, ""),
+        (57, None, False, "--processes 57: .* at most 56"),
+        (2, 9.0, False, "--max-memory 9: 2 processes share .* at most 8"),
+        (2, 9.0, True, ""),
+    ],
+)
+def test_more_processes_than_the_memory_is_for_are_not_started(
+    processes, max_memory, force, message
+):
+    config = TrainConfig(processes=processes, max_memory=max_memory, force=force)
+    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
+        check_processes(config, 16 * 10**9)
 
 
 def test_a_stopped_process_is_killed_when_another_died(monkeypatch):

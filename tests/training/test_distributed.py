@@ -16,10 +16,15 @@ import pytest
 from tests.conftest import events_of, train
 from tests.data.test_batches import make_examples
 from your_ai.data.batches import make_schedule
-from your_ai.engine.gradients import HeldGradients
+from your_ai.engine.gradients import HeldGradients, gradients_in
 from your_ai.engine.scoring import ScoredTexts, scored_by_all
 from your_ai.errors import UserError
+from your_ai.memory.budget import demand_of
+from your_ai.memory.demand import RING_BYTES
+from your_ai.memory.estimate_adapters import reduction_bytes
+from your_ai.memory.facts import BlockFacts, ModelFacts, facts_of
 from your_ai.memory.governor import MemoryAction
+from your_ai.memory.workload import Plan, Training
 from your_ai.objectives.objective import Totals
 from your_ai.run import events
 from your_ai.run.folder import RunFolder, create
@@ -30,6 +35,7 @@ from your_ai.training.distributed import (
     FIRST_STEPS,
     FRAME_BYTES,
     MEASURED_STEPS,
+    PIECE_BYTES,
     Ranks,
     digest_of,
 )
@@ -137,11 +143,18 @@ def test_a_stop_or_an_action_of_one_rank_is_that_of_all():
         if ranks.rank == 1:
             heard.received = signal.SIGTERM
         action = MemoryAction(kind=("larger_plan", "smaller_plan")[ranks.rank], cause="tight")
-        return (*ranks.agree(heard, stop, action, ranks.is_first), stop.received)
+        return (*ranks.agree(heard, stop, action, ranks.is_first), stop, ranks.stopped_by(heard))
 
-    for action, save, pause, received in Together(2).run(work):
+    for action, save, pause, stop, number in Together(2).run(work):
         assert (action.kind, action.cause) == ("smaller_plan", "rank 1 on mac1: tight")
-        assert (save, pause, received) == (True, False, signal.SIGTERM)
+        assert (save, pause, stop.received) == (True, False, signal.SIGTERM)
+        assert number == signal.SIGTERM  # for the exit status, also of ranks that heard nothing
+
+
+def test_without_other_ranks_a_run_was_stopped_by_the_signal_that_it_heard():
+    heard = Stop()
+    heard.received = signal.SIGINT
+    assert ALONE.stopped_by(heard) == signal.SIGINT
 
 
 def test_a_larger_plan_needs_all():
@@ -160,6 +173,40 @@ def test_a_difference_names_the_host():
         assert str(error) == (
             "rank 2 on mac2: has another version of mlx than mac0 (0.2 instead of 0.1)"
         )
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 2.5])
+def test_files_of_rank_0_are_given_to_the_others_in_pieces(tmp_path, pieces):
+    content = np.random.default_rng(0).bytes(int(pieces * PIECE_BYTES))
+    (tmp_path / "0" / "start").mkdir(parents=True)
+    (tmp_path / "0" / "start" / "a.safetensors").write_bytes(content)
+    (tmp_path / "0" / "start" / "b.json").write_text("{}")
+    most = []
+
+    def work(ranks: Ranks):
+        exchanged = ranks.exchanged
+
+        def noted(given: bytes, size: int) -> list[bytes]:
+            most.append(size)
+            return exchanged(given, size)
+
+        ranks.exchanged = noted
+        place = RunFolder(tmp_path / str(ranks.rank))
+        place.path.mkdir(exist_ok=True)
+        ranks.share_files(place, "start")
+        ranks.share_files(place, "missing")
+        return {path.name: path.read_bytes() for path in (place.path / "start").iterdir()}
+
+    assert Together(3).run(work) == [{"a.safetensors": content, "b.json": b"{}"}] * 3
+    assert max(most) <= PIECE_BYTES
+
+
+def test_a_difference_of_content_has_no_values():
+    first, other = ({"model": "x" * 64, "data": letter * 64} for letter in "ab")
+    found = Together(2).run(lambda ranks: ranks.check_same(other if ranks.rank else first))
+    assert [str(error) for error in found] == [
+        "rank 1 on mac1: has other data than mac0; copy it there, or use --sync data"
+    ] * 2
 
 
 @pytest.mark.parametrize("packed", [None, 256])
@@ -223,6 +270,64 @@ def test_processes_of_one_machine_are_equally_fast():
     for step in range(1, 30):
         ranks.all_figures = [[100, 1.0, 0, 0, 0, 0], [100, 2.0, 0, 0, 0, 0]]
         assert ranks.learn(step) is None
+
+
+@pytest.mark.memory
+@pytest.mark.parametrize("plan", ["fused", "streamed"])  # the latter has its gradients on disk
+@pytest.mark.parametrize("megabytes", [1, 4, 24])
+def test_the_memory_of_a_reduction_is_estimated(tmp_path, plan, megabytes):
+    """Of 8 arrays, of which some are summed together, or one that is large alone."""
+    size, plan = megabytes << 18, Plan(plan, 64)
+    parameters = {str(n): mx.zeros((size,)) for n in range(8)}
+    gradients = gradients_in(tmp_path if plan.gradients_on_disk else None)
+    for name in parameters:
+        gradients.add({name: mx.ones((size,))})
+    ranks = Ranks(0, 2, ("a", "b"))
+    ranks.gather = lambda value: [value, value]
+
+    def collect(_, array: mx.array) -> mx.array:
+        mx.eval(array)
+        found = 2 * array
+        mx.eval(found)
+        return found
+
+    ranks.collect = collect
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    ranks.step_sums(Totals(), gradients, parameters, [1])
+    peak = mx.get_peak_memory() - before
+
+    hidden = size // 64
+    facts = ModelFacts(
+        kinds=(BlockFacts({"self_attn.q_proj": (hidden, hidden)}, 0),), order=(0,) * 4,
+        hidden=hidden, vocabulary=0, heads=1, float_bytes=4, vocabulary_bytes=0, rest_bytes=0,
+        disk_bytes=0, quantized=False,
+    )  # fmt: skip
+    training = Training(blocks=4, rank=64, targets=("q_proj",))
+    needed = reduction_bytes(facts, training, plan)
+    assert 0.7 * needed < peak <= 1.02 * needed
+    assert gradients.take(["7"])["7"].max().item() == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "joined", "reduces", "more_bytes"),
+    [
+        ({}, False, False, 0),
+        ({"processes": 2, "supervise": True}, False, True, RING_BYTES),  # your_ai plan
+        ({"hosts": ["a", "b"], "supervise": True}, False, True, RING_BYTES),
+        ({"processes": 2, "supervise": True}, True, True, 0),  # it is part of the process
+        ({}, True, True, 0),  # mlx.launch
+    ],
+)
+def test_what_communication_needs_is_counted_once(
+    configure, tiny_model, settings, joined, reduces, more_bytes
+):
+    facts = facts_of(tiny_model, 4)
+    found = demand_of(configure(**settings), facts, [64], joined=joined)
+    without = demand_of(configure(), facts, [64])
+    assert found.reduces == reduces
+    assert found.python_bytes - without.python_bytes == more_bytes
 
 
 # -- real processes, over the ring of MLX

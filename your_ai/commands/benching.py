@@ -106,6 +106,8 @@ def bench(
         calibrate_machine(as_json)
         return
     peers = None if against is None else joined(against)
+    if processes > 1:
+        peers = "none"
     contenders = measuring.contenders_of(joined(plan or ["fused"]), peers, objective)
     if supervised is None:
         supervised = {"sft": 1.0, GRPO: 0.75}.get(objective, 0.5)
@@ -128,7 +130,7 @@ def bench(
     if processes > 1:
         from your_ai.doctor import scaling
 
-        found = scaling.measured(contest, plan, processes, echo_error)
+        found = scaling.measured(contest, contenders, processes, echo_error)
         if as_json:
             echo_json({"rows": [dataclasses.asdict(row) for row in found]})
         else:

@@ -419,6 +419,11 @@ class TrainConfig:
         """What an evaluation takes of the rows: of pairs, the chosen answers."""
         return "answers" if self.row_kind in ("answers", "prompts") else "chosen"
 
+    @property
+    def has_ranks(self) -> bool:
+        """Whether these settings start several processes."""
+        return self.processes > 1 or bool(self.hosts or self.hostfile)
+
     def fixed_on_resume(self) -> dict[str, str]:
         """The settings that must not change when a run is resumed, as text."""
         free = (*RESUMABLE, "run")

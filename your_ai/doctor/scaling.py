@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import mlx.core as mx
 from rich.table import Table
 
-from your_ai.config import GRPO
+from your_ai.config import GRPO, build
 from your_ai.doctor.contest import Contest
 from your_ai.doctor.our_plans import SHORT, PreparedSteps, prepare_ours
 from your_ai.errors import RunError, UserError
@@ -30,7 +30,7 @@ from your_ai.gates.console import echo_json
 from your_ai.gates.programs import python_module
 from your_ai.gates.text import size_text
 from your_ai.objectives.objective import Totals
-from your_ai.session.ranks import LOOPBACK, free_ports
+from your_ai.session.ranks import LOOPBACK, check_processes, free_ports
 from your_ai.training.distributed import Ranks, join
 
 TIMEOUT_S = 60.0
@@ -53,13 +53,16 @@ class ScalingRow:
 
 def measured(
     contest: Contest,
-    plan: str,
+    plans: Sequence[str],
     processes: int,
     on_note: Callable[[str], object] = lambda _: None,
 ) -> list[ScalingRow]:
     """One process, and then `processes`, on the same batch. Raises UserError and RunError."""
-    if contest.objective == GRPO or plan in SHORT or "," in plan:
+    plan = plans[0]
+    if contest.objective == GRPO or plan in SHORT or len(plans) > 1:
         raise UserError("--processes: measures one plan of rows or pairs; not grpo, not packed")
+    config = build({"processes": processes, "max_memory": contest.max_memory}, "bench")
+    check_processes(config)
     if contest.batch_size % processes:
         raise UserError(
             f"--batch-size {contest.batch_size}: must be a multiple of --processes {processes}, "

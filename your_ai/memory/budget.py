@@ -123,6 +123,7 @@ def budget_of(
     before_bytes: int = 0,
     reward_models: tuple[RewardModelSizes, ...] = (),
     steps: StepSizes | None = None,
+    joined: bool = False,
 ) -> Budget:
     """The budget of a run of the model in `folder`, with the largest adapters that fit.
 
@@ -148,6 +149,7 @@ def budget_of(
             before_bytes=before_bytes,
             reward_models=reward_models,
             steps=steps,
+            joined=joined,
         )
         path = measurements.file_of(store() / "measured", measured_key(config, asked, dtype))
         known = () if past.begun else measurements.read(path).measurements

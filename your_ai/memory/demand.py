@@ -16,6 +16,8 @@ from your_ai.memory.speed import UNKNOWN, KnownSpeed
 from your_ai.memory.workload import RewardModelSizes, RolloutSizes, StepSizes, Training
 
 PYTHON_BYTES = 250_000_000  # a process without a model: 140 MB on Linux, plus a GPU's share
+# MLX's ring allocates this when a process joins it: two buffers for each of two directions.
+RING_BYTES = 2 * 2 * (8 << 20)
 # Architectures whose blocks cannot run one at a time, so that only the fused engine trains them.
 WHOLE = ("afm7", "deepseek_v41", "iquestloopcoder", "kimi_k3")
 SCORED_FIRST = ("kto",)  # objectives whose texts are all scored before any is trained
@@ -67,6 +69,7 @@ def demand_of(
     before_bytes: int = 0,
     reward_models: tuple[RewardModelSizes, ...] = (),
     steps: StepSizes | None = None,
+    joined: bool = False,
 ) -> Demand:
     """The demand of a training run.
 
@@ -76,6 +79,8 @@ def demand_of(
     prompt_tokens: tokens of the longest prompt, if each step generates completions.
     before_bytes, reward_models: as in Demand.
     steps: what the data says about the steps; by default, all rows are as long as the longest.
+    joined: whether this process has met others that train with it, even if the settings name none;
+        its memory includes what that takes.
     """
     config = defaults.sized(defaults.largest(config, facts.blocks), rows=0)
     # Where texts are scored first, those of a group need not be in one micro-batch.
@@ -104,11 +109,12 @@ def demand_of(
         engine=config.plan,
         spill=config.spill,
         can_stream=can_stream,
-        python_bytes=process.python_bytes,
+        python_bytes=process.python_bytes + RING_BYTES * (config.has_ranks and not joined),
         prefix_bytes=kept * facts.hidden * facts.float_bytes,
         answer_tokens=answer_tokens,
         rollouts=rollouts,
         sliced=process.sliced,
+        reduces=joined or config.has_ranks,
         rows_together=together,
         scores=scored_first or config.scores_completions,
         noise=config.neftune_alpha > 0,

@@ -20,6 +20,7 @@ from your_ai.memory.estimate_adapters import (
     gradient_bytes,
     norms_bytes,
     optimizer_bytes,
+    reduction_bytes,
     update_bytes,
 )
 from your_ai.memory.estimate_generation import (
@@ -145,7 +146,10 @@ def estimate(
     if not (forward or gradients_only):
         on_disk = plan.gradients_on_disk and workload.soft is None
         updating = {"optimizer work": update_bytes(facts, training, plan)}
-        phases.append({"gradients": 0 if on_disk else adapters, **updating})
+        grads = {"gradients": 0 if on_disk else adapters}
+        phases.append(grads | updating)
+        if workload.reduces:
+            phases.append(grads | {"reduction": reduction_bytes(facts, training, plan)})
     if training.dora:
         phases.append({"norms": DORA_NORMS_BYTES})
     if workload.answer_tokens and not gradients_only:
@@ -176,7 +180,7 @@ def estimate(
     order = ("weights", "adapters", "gradients", "optimizer", "optimizer work", "block inputs",
              "kept outputs", "activations", "block work", "head chunk", "KV cache", "sampling",
              "norms", "prefix cache")  # fmt: skip
-    order += ("reward models",) if workload.reward_models else ()
+    order += ("reward models",) * bool(workload.reward_models) + ("reduction",) * workload.reduces
     order = [name for name in order if generating or name not in ("KV cache", "sampling")]
     components = {name: int((held | phase).get(name, 0)) for name in order}
     beside = {"graphs": graphs, "cache": workload.cache_bytes, "python": workload.python_bytes}

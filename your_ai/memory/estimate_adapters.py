@@ -12,6 +12,7 @@ from your_ai.memory.memoized import memoized
 from your_ai.memory.sizes import (
     FEWEST_QUANTIZED,
     QUANTIZED_BLOCK,
+    REDUCTION_BYTES,
     UPDATE_BYTES,
     UPDATE_BYTES_IN_8_BITS,
 )
@@ -103,12 +104,27 @@ def gradient_bytes(
     return earlier, earlier + (adapters if earlier == 0 or plan.engine == "fused" else of_block)
 
 
+@memoized
+def largest_array(facts: ModelFacts, training: Training) -> int:
+    """Values of the largest trained array."""
+    parts = adapted_parts(facts, training)
+    return max((training.rank * max(i, o) for layers, _ in parts for i, o in layers), default=0)
+
+
+def reduction_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
+    """Bytes while gradients are summed over processes, beside those held: some of them in one
+    array, and their sum, which arrives in another; of a large array, only its sum. Gradients on
+    disk are read first.
+    """
+    some, read = min(REDUCTION_BYTES, adapter_bytes(facts, training)), plan.gradients_on_disk
+    return max((2 + read) * some, (1 + read) * ADAPTER_BYTES * largest_array(facts, training))
+
+
 def update_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
     """Bytes of new values and temporaries of an update, for the parameters updated together, and of
     what is read from disk for them.
     """
-    parts = adapted_parts(facts, training)
-    largest = max((training.rank * max(i, o) for layers, _ in parts for i, o in layers), default=0)
+    largest = largest_array(facts, training)
     most = UPDATE_BYTES_IN_8_BITS if training.optimizer_bits == 8 else UPDATE_BYTES
     together = min(most, adapter_bytes(facts, training) // training.blocks)
     together = max(together, ADAPTER_BYTES * largest)

@@ -86,7 +86,8 @@ class Demand:
     forward: bool = False
     """Whether rows are only evaluated, not trained."""
     sliced: bool = False
-    """As in `estimate`."""
+    reduces: bool = False
+    """These two as in `Workload`."""
     rows_together: int = 1
     """Rows of a group, which is only split if nothing else fits."""
     scores: bool = False
@@ -423,6 +424,7 @@ def workload_of(demand: Demand, gradients_only: bool = False) -> Workload:
         reward_models=demand.reward_models,
         soft=demand.soft,
         sliced=demand.sliced,
+        reduces=demand.reduces,
         coefficients=demand.coefficients,
     )
 

@@ -22,6 +22,7 @@ CPU_TOKENS = 96  # sequence length from which query blocks are faster on the CPU
 METAL_TOKENS = 192  # from here they use 40% less memory in 6% more time (measured on the CPU)
 UPDATE_BYTES = 4 << 20  # parameters that the optimizer updates together,
 UPDATE_BYTES_IN_8_BITS = 1 << 20  # and with states in 8 bits, which are float32 meanwhile
+REDUCTION_BYTES = 16 << 20  # gradients that are summed over processes together
 QUANTIZED_BLOCK = 256  # values of an optimizer state in 8 bits that share a scale
 FEWEST_QUANTIZED = 4096  # values of an optimizer state; smaller ones stay in float32
 PREFILL_TOKENS = 256  # tokens of a prompt processed together

@@ -163,6 +163,8 @@ class Workload:
     """Those that score the completions of each step."""
     soft: RolloutSizes | None = None
     """The completions that the step trains through, by columns if the weights are resident."""
+    reduces: bool = False
+    """Gradients are summed over several processes."""
     sliced: bool = False
     """Quantized weights are dequantized in slices, as on the CPU, so that graphs are larger."""
     coefficients: Coefficients = PACKAGED

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -20,13 +21,14 @@ from typing import Any
 from your_ai.config import TrainConfig
 from your_ai.errors import UserError
 from your_ai.files import read_text
-from your_ai.gates.text import shortened
+from your_ai.gates.text import shortened, shown
 
 HERE = "127.0.0.1"  # what `mlx.launch` starts without ssh
 FIRST_PORT = 32323  # of mlx.launch
 PORTS_TRIED = 50
 HOSTFILE_BYTES = 1 << 20
 REACH_S = 10  # for ssh to connect
+HOST = re.compile(r"[\w.:\[][\w.:@%+/\[\]-]*")  # a name, an address, user@host or ssh://host:port
 BACKENDS = ("ring", "jaccl", "jaccl-ring", "mpi", "nccl")
 
 
@@ -52,6 +54,8 @@ class Machines:
     backend: str = "ring"
     envs: tuple[str, ...] = ()
     """Environment variables for every rank, as NAME=VALUE."""
+    option: str = "--hosts"
+    """The option that named them, for messages."""
 
     def as_json(self) -> str:
         """The hostfile of `mlx.launch`, in which the first host is started without ssh."""
@@ -90,12 +94,12 @@ def machines_of(config: TrainConfig) -> Machines | None:
     Raises UserError for a file that is none, an unknown name, or another first host.
     """
     if config.hostfile:
-        found, option = from_file(config.hostfile), f"--hostfile {shortened(config.hostfile)}"
+        found = from_file(config.hostfile)
     elif config.hosts:
-        option = "--hosts"
         found = Machines(tuple(Machine(name, (address_of(name),)) for name in config.hosts))
     else:
         return None
+    option = found.option
     if len(found.hosts) < 2:
         raise UserError(f"{option}: names one host; name this machine and at least one other")
     if found.backend != "mpi":
@@ -110,45 +114,59 @@ def machines_of(config: TrainConfig) -> Machines | None:
 
 def from_file(name: str) -> Machines:
     """Read a hostfile in the format of `mlx.launch`, with `max_memory` per host in addition."""
+    option = f"--hostfile {shortened(name)}"
     try:
         content = json.loads(read_text(Path(os.path.expanduser(name)), HOSTFILE_BYTES))
         if isinstance(content, list):
             content = {"hosts": content}
         hosts = tuple(machine_of(host) for host in content["hosts"])
-        backend, envs = content.get("backend") or "ring", tuple(content.get("envs", ()))
+        backend, envs = content.get("backend") or "ring", content.get("envs", [])
+        if not (is_texts(envs) and all("=" in each for each in envs)):
+            raise ValueError("envs must be a list of NAME=VALUE")
     except OSError as error:
-        raise UserError(f"--hostfile {name}: cannot be read ({error.strerror})") from error
+        raise UserError(f"{option}: cannot be read ({error.strerror})") from error
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise UserError(
-            f"--hostfile {name}: is not a hostfile of mlx.launch ({error}); expected "
+            f"{option}: is not a hostfile of mlx.launch ({error}); expected "
             '{"hosts": [{"ssh": "mac1", "ips": ["10.0.0.1"]}, ...]}'
         ) from error
     if backend not in BACKENDS:
         raise UserError(
-            f"--hostfile {name}: backend {shortened(str(backend))} is unknown; use one of "
-            f"{', '.join(BACKENDS)}"
+            f"{option}: backend {shown(backend)} is unknown; use one of {', '.join(BACKENDS)}"
         )
-    check_names(hosts, f"--hostfile {name}")
-    return Machines(hosts, backend, envs)
+    check_names(hosts, option)
+    for host in hosts:
+        if backend == "ring" and not host.ips:
+            raise UserError(f"{option}: {host.ssh} has no ips, over which the ranks communicate")
+    return Machines(hosts, backend, tuple(envs), option)
 
 
 def machine_of(content: Any) -> Machine:
     """A host of a hostfile. Raises ValueError, TypeError or LookupError if it is none."""
+    if not isinstance(content, dict):
+        raise ValueError("a host must be an object")
     limit = content.get("max_memory")
-    ips, rdma = content.get("ips", []), content.get("rdma", [])
-    if not (isinstance(content["ssh"], str) and all(isinstance(ip, str) for ip in ips)):
-        raise ValueError("ssh and ips must be text")
-    if limit is not None and not (isinstance(limit, int | float) and 0 < limit < 1e9):
+    name, ips, rdma = content["ssh"], content.get("ips", []), content.get("rdma", [])
+    if not (isinstance(name, str) and is_texts(ips)):
+        raise ValueError("ssh must be text, and ips must be a list of texts")
+    is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
+    if limit is not None and not (is_number and 0 < limit < 1e9):
         raise ValueError("max_memory must be a number of GB above 0")
-    return Machine(content["ssh"], tuple(ips), tuple(rdma), limit)
+    return Machine(name, tuple(ips), tuple(rdma), limit)
+
+
+def is_texts(content: Any) -> bool:
+    return isinstance(content, list) and all(isinstance(each, str) for each in content)
 
 
 def check_names(hosts: Sequence[Machine], option: str) -> None:
-    """Raise UserError for a host that ssh would take for an option, or that is there twice."""
+    """Raise UserError for a host that is there twice, and for a name or an address that ssh would
+    take for an option, or a shell for more than a word."""
     names = [host.ssh for host in hosts]
+    for name in (*names, *(ip for host in hosts for ip in host.ips)):
+        if not HOST.fullmatch(name) or "@-" in name:
+            raise UserError(f"{option}: {shown(name) or 'an empty name'} is no host")
     for name in names:
-        if not name or name.startswith("-"):
-            raise UserError(f"{option}: {shortened(name) or 'an empty name'} is no host")
         if names.count(name) > 1:
             raise UserError(
                 f"{option}: {shortened(name)} is there twice; for several processes on one "
@@ -187,16 +205,16 @@ def launcher(tools: Tools | None = None) -> str:
 
 def check_reachable(machines: Machines, tools: Tools | None = None) -> None:
     """Raise UserError naming the first host that ssh cannot reach without a password."""
-    tools = tools or Tools()
+    tools, option = tools or Tools(), machines.option
     if tools.which("ssh") is None:
-        raise UserError("--hosts: ssh is missing, which starts the processes on the other hosts")
+        raise UserError(f"{option}: ssh is missing, which starts the processes on the other hosts")
     for host in machines.hosts[1:]:
         options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={REACH_S}"]
         status, said = tools.run(["ssh", *options, host.ssh, "true"])
         if status:
+            reason = shown(said) or f"ssh status {status}"
             raise UserError(
-                f"--hosts: {host.ssh} cannot be reached ({said or f'ssh status {status}'}); try: "
-                f"ssh {host.ssh} true"
+                f"{option}: {host.ssh} cannot be reached ({reason}); try: ssh {host.ssh} true"
             )
 
 

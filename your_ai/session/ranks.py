@@ -20,8 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from your_ai.errors import RunError
+import psutil
+
+from your_ai.config import TrainConfig
+from your_ai.errors import RunError, UserError
 from your_ai.files import read_text
+from your_ai.gates.text import size_text
+from your_ai.memory.demand import PYTHON_BYTES, RING_BYTES
+from your_ai.memory.limit import MachineMemory, find_limit
 from your_ai.run.child import POLL_S, Child, started
 from your_ai.run.exits import DONE, PEER_LOST
 from your_ai.run.folder import RunFolder, owner
@@ -166,12 +172,16 @@ def cause_of(statuses: Sequence[int], killed: set[int]) -> int:
     return (own or ranks or [0])[0]
 
 
-def lost_in(output: str) -> str:
-    """Which rank was lost and how, as the first process that noticed said; empty if none did."""
+def lost_in(output: str, names: Sequence[str] = ()) -> str:
+    """Which rank was lost and how, as the first process that noticed said; empty if none did.
+
+    names: the host of each rank, for what `mlx.launch` says, which is without.
+    """
     told = [line for line in output.splitlines() if line.startswith(LOST)]
     named = [line for line in told if line.startswith(f"{LOST}rank ")]
     if not named and (found := LAUNCHER_SAYS.search(output)):
-        return f"rank {found[1]}: it ended with code {found[2]}"
+        where = f" on {names[int(found[1])]}" if int(found[1]) < len(names) else ""
+        return f"rank {found[1]}{where}: it ended with code {found[2]}"
     return (named or told or [""])[0].removeprefix(LOST)
 
 
@@ -187,6 +197,24 @@ def launched_rank() -> int | None:
         if os.environ.get(rank, "").isdigit() and (not size or os.environ.get(size) != "1"):
             return int(os.environ[rank])
     return None
+
+
+def check_processes(config: TrainConfig, ram_bytes: int | None = None) -> None:
+    """Raise UserError if this machine's memory is not for so many processes, before they start.
+
+    Later, each plans by itself.
+    """
+    count, least = config.processes, PYTHON_BYTES + RING_BYTES
+    if count == 1:
+        return
+    ram_bytes = psutil.virtual_memory().total if ram_bytes is None else ram_bytes
+    if config.max_memory is not None:
+        find_limit(MachineMemory(ram_bytes=ram_bytes), config.max_memory, config.force, count)
+    if count * least > ram_bytes:
+        raise UserError(
+            f"--processes {count}: each needs {size_text(least)} without a model, and this machine "
+            f"has {size_text(ram_bytes)}; use at most {max(1, ram_bytes // least)}"
+        )
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ from your_ai.session.machines import (
     paths_to_sync,
     sync,
 )
-from your_ai.session.ranks import failed_in, lost_in, started_group
+from your_ai.session.ranks import check_processes, failed_in, lost_in, started_group
 from your_ai.session.stalls import STARTING, Patience, StallWatch, patience_of
 from your_ai.trackers.upload import tracked
 
@@ -142,6 +142,7 @@ def supervise(
     watch = StallWatch(patience or Patience(), offset=offset)
     processes, machines = 1, None
     if config is not None:
+        check_processes(config)
         processes, machines = config.processes, machines_of(config)
         if machines is not None:
             prepare_machines(machines, config, folder)
@@ -161,7 +162,8 @@ def supervise(
             lost = named = ""
             if not is_alone:
                 said = read_log(log, log_start)
-                lost = lost_in(said) if status == PEER_LOST else ""
+                names = [] if machines is None else [host.ssh for host in machines.hosts]
+                lost = lost_in(said, names) if status == PEER_LOST else ""
                 named = failed_in(said) or f"rank {rank}"
             life = replace(life, stalled=stalled, rank=named, lost=lost)
             if status == DONE:

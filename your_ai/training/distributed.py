@@ -11,7 +11,6 @@ process, such as their plan and its corrections, in `ranks/1` and so on below it
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import dataclasses
 import hashlib
@@ -42,6 +41,7 @@ from your_ai.hub.find import find_model
 from your_ai.hub.fingerprint import fingerprint
 from your_ai.memory.budget import limit_of
 from your_ai.memory.governor import MemoryAction
+from your_ai.memory.sizes import REDUCTION_BYTES
 from your_ai.objectives.objective import Totals
 from your_ai.run import events, exits, heartbeat
 from your_ai.run.folder import RunFolder
@@ -51,7 +51,6 @@ from your_ai.run.stopping import Stop
 RANKS = "ranks"  # folder in the run folder, with a folder for each rank but 0
 FRAME_BYTES = 1024  # of a gather: a larger value takes a second one
 LENGTH_BYTES = 8
-BUCKET_BYTES = 16 << 20  # gradients are summed in parts of about this size, so copies stay small
 DEFAULT_TIMEOUT_S = FIELDS["heartbeat_timeout_s"].default
 VERDICT_S = 5.0  # for the heartbeat to find out which rank was lost
 # Settings that need not be the same on all ranks.
@@ -60,9 +59,18 @@ OWN_SETTINGS = ("max_memory", "run", "hosts", "hostfile", "processes", "sync")
 FIRST_STEPS, MEASURED_STEPS = 3, 8
 LEAST_SHARE = 0.05
 NOTICEABLE = 0.1  # hosts that differ by less are equally fast
-FILE_BYTES = 1 << 28  # maximum size of a file of the run folder that others need
+PIECE_BYTES = 1 << 20  # of a file, sent together
 # What decides more, of two ranks that want different things of memory.
 CAREFUL = ("restart", "smaller_plan", "larger_plan")
+
+
+# What to do about contents that differ, of which only checksums are known.
+COPY = {
+    "model": "; copy it there, or use --sync all",
+    "data": "; copy it there, or use --sync data",
+    "settings": "; start all with the same options",
+    "adapter": "; give numbers to --lora-rank and --lora-layers, instead of auto",
+}
 
 
 class PeerLost(Exception):
@@ -97,6 +105,8 @@ class Ranks:
     figures: list[float] | None = None
     """What `note_step` noted, until `agree` gives it to the others."""
     all_figures: list[list[float] | None] = field(default_factory=list)
+    agreed: Stop = field(default_factory=Stop)
+    """The stop that all ranks see at the same place, which `agree` sets."""
 
     @property
     def is_first(self) -> bool:
@@ -249,8 +259,11 @@ class Ranks:
         trained, own = dict(tree_flatten(parameters)), grads.sizes()
         for names in buckets({name: trained[name] for name in sorted(trained)}):
             mine = grads.take([name for name in names if name in own])
-            none = {name: mx.zeros_like(trained[name]) for name in names if name not in own}
-            grads.add(self.sum({name: (mine | none)[name] for name in names}))
+            for name in names:
+                if name not in mine:
+                    mine[name] = mx.zeros_like(trained[name])
+            sums = self.sum({name: mine.pop(name) for name in names})
+            grads.add(sums)  # and forgets them, before the next are read
         self.reductions += 1
         every = [sum(values) for values in zip(*(part[2] for part in parts), strict=True)]
         return whole, every
@@ -312,8 +325,15 @@ class Ranks:
     # -- between two steps
 
     def agreed_stop(self, stop: Stop) -> Stop:
-        """A stop that all ranks see at the same place, which `agree` sets."""
-        return stop if self.size == 1 else Stop()
+        """The stop that all ranks see at the same place; stop: that of this process."""
+        if self.size == 1:
+            return stop
+        self.agreed = Stop()
+        return self.agreed
+
+    def stopped_by(self, heard: Stop) -> int | None:
+        """The signal that ended the run, which another rank may have heard; heard: this one's."""
+        return heard.received or self.agreed.received
 
     def agree(
         self,
@@ -367,16 +387,18 @@ class Ranks:
             return
         place = folder.path / name
 
-        def read() -> dict[str, str]:
+        def listed() -> list[tuple[str, int]]:
             files = sorted(place.iterdir()) if place.is_dir() else []
-            files = [path for path in files if path.stat().st_size <= FILE_BYTES]
-            return {path.name: base64.b64encode(path.read_bytes()).decode() for path in files}
+            return [(path.name, path.stat().st_size) for path in files]
 
-        found = self.of_first(read)
-        if found and not self.is_first:
+        for file_name, size in self.of_first(listed):
             place.mkdir(exist_ok=True)
-            for file, content in found.items():
-                (place / file).write_bytes(base64.b64decode(content))
+            with open(place / file_name, "rb" if self.is_first else "wb") as file:
+                for left in range(size, 0, -PIECE_BYTES):
+                    count = min(left, PIECE_BYTES)
+                    piece = self.exchanged(file.read(count) if self.is_first else b"", count)[0]
+                    if not self.is_first:
+                        file.write(piece)
 
     # -- the start and the end
 
@@ -388,10 +410,10 @@ class Ranks:
         for rank, other in enumerate(every := self.gather(what)):
             for name, value in every[0].items():
                 if other.get(name) != value:
-                    hosts, values = self.hosts, f"{other.get(name)} instead of {value}"
+                    kind = f"other {name}" if name in ("data", "settings") else f"another {name}"
+                    todo = COPY.get(name, f" ({other.get(name)} instead of {value})")
                     raise UserError(
-                        f"rank {rank} on {hosts[rank]}: has another {name} than {hosts[0]}"
-                        + (f" ({values})" if len(values) < 100 else "; copy it there")
+                        f"rank {rank} on {self.hosts[rank]}: has {kind} than {self.hosts[0]}{todo}"
                     )
 
     def fail(self, text: str, status: int) -> None:
@@ -426,13 +448,13 @@ ALONE = Ranks()
 
 
 def buckets(arrays: dict[str, mx.array]) -> list[list[str]]:
-    """Names to sum together: of one data type, in order, up to about BUCKET_BYTES."""
+    """Names to sum together: of one data type, in order, up to REDUCTION_BYTES."""
     found: list[list[str]] = []
     last, room = "", 0
     for name, array in arrays.items():
         if str(array.dtype) != last or array.nbytes > room:
             found.append([])
-            last, room = str(array.dtype), BUCKET_BYTES
+            last, room = str(array.dtype), REDUCTION_BYTES
         found[-1].append(name)
         room -= array.nbytes
     return found

@@ -164,11 +164,18 @@ def ways_to_learn_more(config: TrainConfig, adapters: model.Adapters, blocks: in
     return ", ".join(filter(None, ways))
 
 
-def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int = 0) -> Prepared:
+def prepare(
+    config: TrainConfig,
+    log: events.EventLog,
+    folder: Path,
+    level: int = 0,
+    ranks: Ranks = ALONE,
+) -> Prepared:
     """Check and load everything, the cheapest first.
 
     folder: the run folder, for files that exist only while it runs.
     level: the number of faster plans that fit but are skipped.
+    ranks: this process among those that train together.
     """
     found = check_splits(config)
     for text in found.notes:
@@ -210,6 +217,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
         level,
         past,
         reward_models=[run.sizes(opened.folder, opened.dtype.size) for run in runs],
+        joined=ranks.size > 1,
     )
     # Before there are adapters:
     scored_by = [open_reward_model(run, opened) for run in runs]
@@ -311,6 +319,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
             *([] if reference is None else [reference.network]),
         ),
         soft=soft,
+        ranks=ranks,
     )
 
 
@@ -448,10 +457,12 @@ def budget_of_run(
     past: PriorPlans | None = None,
     before_bytes: int = 0,
     reward_models: Sequence[RewardModelSizes] = (),
+    joined: bool = False,
 ) -> Budget:
     """The limit and the plan of a run on `data`. Raises UserError if nothing fits.
 
     before_bytes: peak memory of the process before it trains. reward_models: those that score.
+    joined: as in `demand_of`.
     """
     return budget_of(
         config,
@@ -467,6 +478,7 @@ def budget_of_run(
         before_bytes=before_bytes,
         reward_models=tuple(reward_models),
         steps=step_sizes(config, data),
+        joined=joined,
     )
 
 

@@ -114,7 +114,7 @@ def run(
     clean(folder.path / ROLLOUTS)
     config = agreed_settings(ranks, config, recorded(config, folder.read_config()))
     ranks.share_files(folder, folder.start.name)
-    prepared = replace(prepare(config, log, folder.path, level), ranks=ranks)
+    prepared = prepare(config, log, folder.path, level, ranks)
     ranks.check_same({"adapter": json.dumps(prepared.adapters.config, sort_keys=True)})
     try:
         begin_guard()
@@ -442,7 +442,7 @@ def train_until_done(
                     folder, config, log, stop, level, watch, begin_guard, ranks
                 )
                 if isinstance(wanted, events.Finished):
-                    return 0 if wanted.adapter else 128 + (stop.received or 0)
+                    return 0 if wanted.adapter else 128 + (ranks.stopped_by(stop) or 0)
                 if wanted.action.kind == "restart":
                     if config.supervise:
                         return exits.RESTART
