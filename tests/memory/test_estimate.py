@@ -268,16 +268,21 @@ def test_answering_takes_more_for_more_tokens(facts, tokens):
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "qwen3_moe"])
 @pytest.mark.parametrize(
-    ("targets", "dora"),
-    [(("q_proj",), False), (("all-linear",), False), (("q_proj", "v_proj"), True)],
+    ("targets", "dora", "dtype"),
+    [
+        (("q_proj",), False, "float32"),
+        (("all-linear",), False, "bfloat16"),
+        (("q_proj", "v_proj"), True, "bfloat16"),
+    ],
 )
-def test_adapters_are_those_that_training_adds(tmp_path, architecture, targets, dora):
+def test_adapters_are_those_that_training_adds(tmp_path, architecture, targets, dora, dtype):
     folder = make_model(tmp_path / "m", architecture)
     network, _ = model.load_network(folder, mx.float32)
-    config = TrainConfig(lora_targets=targets, use_dora=dora, lora_rank=3, lora_layers=2)
+    settings = {"use_dora": dora, "adapter_dtype": dtype}
+    config = TrainConfig(lora_targets=targets, lora_rank=3, lora_layers=2, **settings)
     model.add_adapters(network, config)
     found = sum(array.nbytes for array in model.adapter_arrays(network).values())
-    training = Training(blocks=2, rank=3, targets=targets, dora=dora)
+    training = Training(blocks=2, rank=3, targets=targets, dora=dora, adapter_dtype=dtype)
     assert adapter_bytes(facts_of(folder, 4), training) == found
 
 

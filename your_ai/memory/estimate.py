@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from your_ai.memory.coefficients import PACKAGED, Coefficients
 from your_ai.memory.estimate_adapters import (
     adapter_bytes,
+    float32_bytes,
     gradient_bytes,
     norms_bytes,
     optimizer_bytes,
@@ -127,7 +128,8 @@ def estimate(
     if forward:
         phases = forward_phases(workload, plan, rows, tokens)
     elif workload.soft is not None:
-        phases = [soft_phase(workload, plan, rows, tokens, adapters * (1 + (micro_batches > 1)))]
+        sums = float32_bytes(facts, training) * (1 + (micro_batches > 1))
+        phases = [soft_phase(workload, plan, rows, tokens, sums)]
     elif plan.engine == "fused":
         phases = fused_phases(workload, rows, tokens, of_passes, of_all)
     else:
@@ -145,7 +147,8 @@ def estimate(
     if not (forward or gradients_only):
         on_disk = plan.gradients_on_disk and workload.soft is None
         updating = {"optimizer work": update_bytes(facts, training, plan)}
-        phases.append({"gradients": 0 if on_disk else adapters, **updating})
+        sums = 0 if on_disk else float32_bytes(facts, training)  # of several ranks, too
+        phases.append({"gradients": sums, **updating})
     if training.dora:
         phases.append({"norms": DORA_NORMS_BYTES})
     if workload.answer_tokens and not gradients_only:

@@ -237,7 +237,7 @@ class Ranks:
     ) -> tuple[Totals, list[int]]:
         """The sums of a step over all ranks, of losses and metrics, and of counts.
 
-        grads: those of this rank, none if it had no rows; then the sums over all ranks.
+        grads: those of this rank, none if it had no rows; then the sums over all ranks, in float32.
         parameters: what is trained.
         """
         if self.size == 1:
@@ -250,7 +250,8 @@ class Ranks:
         for names in buckets({name: trained[name] for name in sorted(trained)}):
             mine = grads.take([name for name in names if name in own])
             none = {name: mx.zeros_like(trained[name]) for name in names if name not in own}
-            grads.add(self.sum({name: (mine | none)[name] for name in names}))
+            found = {name: (mine | none)[name].astype(mx.float32) for name in names}
+            grads.add(self.sum(found))
         self.reductions += 1
         every = [sum(values) for values in zip(*(part[2] for part in parts), strict=True)]
         return whole, every
