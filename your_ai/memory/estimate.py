@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from your_ai.memory.coefficients import PACKAGED, Coefficients
 from your_ai.memory.estimate_adapters import (
     adapter_bytes,
+    copied_bytes,
     float32_bytes,
     gradient_bytes,
     norms_bytes,
@@ -251,7 +252,7 @@ def fused_phases(
     outs = max((sum(o for _, o in part.linears.values()) for part in parts), default=0)
     matrix = largest_matrix_bytes(facts) * facts.quantized
     adapters = adapter_bytes(facts, training)
-    saved = mixing = 0.0
+    saved, mixing = float(copied_bytes(facts, training)), 0.0
     for alone, _, count in workload.parts:
         part = alone.facts
         lora = sum(i for i, _ in layers_named(part, training.targets, training.experts))

@@ -51,6 +51,12 @@ def float32_bytes(facts: ModelFacts, training: Training) -> int:
     return bytes_with(facts, training, FLOAT32_BYTES)
 
 
+def copied_bytes(facts: ModelFacts, training: Training) -> int:
+    """Bytes of the copies of bfloat16 matrices that a float32 graph keeps for its backward pass."""
+    mixed = facts.float_bytes > MATRIX_BYTES[training.adapter_dtype]
+    return float32_bytes(facts, training) if mixed else 0
+
+
 @memoized
 def bytes_with(facts: ModelFacts, training: Training, matrix_bytes: int) -> int:
     """Bytes of the trained parameters; matrix_bytes: of a number of A and B. DoRA's magnitudes are
