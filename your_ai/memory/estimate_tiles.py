@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from your_ai.memory.facts import ModelFacts
 from your_ai.memory.memoized import memoized
-from your_ai.memory.mixer_facts import ATTENTION, SLIDING
+from your_ai.memory.mixer_facts import ATTENTION, MLA, SLIDING
 from your_ai.memory.sizes import FEWEST_QUERIES, TILE_SCORE_BYTES
 from your_ai.memory.tiles import tiles_of
 from your_ai.memory.workload import Workload
@@ -30,7 +30,8 @@ def can_tile(facts: ModelFacts) -> bool:
     """Whether the blocks of such a model have attention alone, in a form that engine/tiles.py can
     cut, and pass on nothing but hidden states."""
     mixers = [kind.mixers for kind in facts.kinds]
-    plain = all(len(m) == 1 and m[0].kind in (ATTENTION, SLIDING) for m in mixers)
+    plain = all(len(m) == 1 and m[0].kind in (ATTENTION, SLIDING, MLA) for m in mixers)
+    plain = plain and not any(mixer.untiled for (mixer,) in mixers)
     return plain and not facts.softcaps and not facts.passed
 
 
