@@ -174,5 +174,5 @@ def test_arrays_below_the_top_of_a_stack_can_be_read(tmp_path):
 def test_rows_that_show_a_model_are_as_long_as_its_windows():
     settings = {"sliding_window": 512, "text_config": {"attention_chunk_size": 8192}, "n": 1000}
     assert tile_calls.showing(settings, 20_000) == 8194
-    assert tile_calls.showing(settings, 4096) == 513
+    assert tile_calls.showing(settings, 4096) == 514
     assert tile_calls.showing({}, 4096) == tile_calls.FEWEST_TOKENS

@@ -34,7 +34,6 @@ from your_ai.hub.tensor_sizes import GROUP_SIZE
 from your_ai.memory.calibration import Shape
 from your_ai.memory.coefficients import PACKAGED
 from your_ai.memory.estimate import (
-    NOISE_ARRAYS,
     Estimate,
     Plan,
     Training,
@@ -47,10 +46,11 @@ from your_ai.memory.estimate import (
 from your_ai.memory.estimate_adapters import OPTIMIZER_STATES
 from your_ai.memory.estimate_generation import generation_bytes
 from your_ai.memory.estimate_kept import step_cost
+from your_ai.memory.estimate_tiles import noise_bytes
 from your_ai.memory.facts import BlockFacts, ModelFacts, facts_of
 from your_ai.nets import model
 from your_ai.nets.model import TokenKeys
-from your_ai.nets.neftune import uniform_noise
+from your_ai.nets.neftune import Neftune, uniform_noise
 from your_ai.training import optimizer
 from your_ai.training.measure_peaks import batch_of
 
@@ -120,23 +120,39 @@ def changed(case: tuple[Workload, Plan, int, int], **options: Any) -> Estimate:
 
 
 @pytest.mark.memory
-def test_memory_of_noise_on_the_embeddings_is_within_its_estimate():
-    size, keys = 512, TokenKeys(mx.zeros((4, 1), mx.uint32), mx.arange(256, dtype=mx.uint32)[None])
-    x, lengths = mx.zeros((4, 256, size), mx.bfloat16), mx.full((4, 1), 256)
-    mx.eval(keys, x, lengths)
+@pytest.mark.parametrize("shape", [(4, 256), (1, 2048), (2, 2048), (1, 8192)])  # in tiles
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_memory_of_noise_on_the_embeddings_is_within_its_estimate(shape, dtype):
+    size, model = 256, nn.Module()
+    model.embed = nn.Embedding(8, size)
+    model.embed.weight = model.embed.weight.astype(dtype)
+    neftune, (rows, tokens) = Neftune(5.0, model, "embed"), shape
+    keys = TokenKeys(mx.zeros((rows, 1), mx.uint32), mx.arange(tokens, dtype=mx.uint32)[None])
+    lengths, given = mx.full((rows, 1), tokens), mx.zeros(shape, mx.int32)
+
+    @mx.compile
+    def noisy(given, keys, lengths):
+        with neftune.added(TokenKeys(*keys), lengths):
+            return model.embed(given)
+
+    mx.eval(model.parameters(), keys, lengths, given)
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    mx.eval(x + uniform_noise(5.0, keys, lengths, size).astype(x.dtype))
-    assert mx.get_peak_memory() - before <= 1.05 * NOISE_ARRAYS * 4 * x.size
+    found = noisy(given, keys, lengths)
+    mx.eval(found)
+    facts = ModelFacts((BlockFacts({}, 1),), (0,), size, 8, 1, dtype.size, 1, 1, 1, False)
+    assert mx.get_peak_memory() - before <= 1.05 * noise_bytes(facts, *shape)
+    whole = model.embed(given) + uniform_noise(5.0, keys, lengths, size).astype(dtype)
+    assert mx.array_equal(found, whole)
 
 
 @given(cases())
 def test_noise_on_the_embeddings_is_part_of_the_estimate(case):
     facts, rows, tokens = case[0].facts, case[2], case[3]
     found, without = changed(case, noise=True), changed(case)
-    assert found.mlx_bytes >= int(NOISE_ARRAYS * 4 * rows * tokens * facts.hidden)
+    assert found.mlx_bytes >= int(noise_bytes(facts, rows, tokens))
     assert found.process_bytes >= without.process_bytes
 
 

@@ -34,6 +34,7 @@ from your_ai.memory.estimate_kept import kept_bytes
 from your_ai.memory.estimate_kinds import is_mixer_alone, kind_bytes, slices_mlp
 from your_ai.memory.estimate_tiles import (
     is_tiled,
+    noise_bytes,
     tile_tokens,
     tiled_backward_bytes,
     tiled_forward_bytes,
@@ -58,7 +59,6 @@ DORA_NORMS_BYTES = 15_000_000  # norms are computed in slices, so this does not 
 SOFT_COLUMNS = 16  # tokens whose block inputs are computed together
 SOFT_POSITIONS = 64  # positions whose logits are slices of the head together
 SOFT_GRAPHS = 2  # of the policy's columns, and of the frozen networks
-NOISE_ARRAYS = 4.5  # (B, T, D) in float32 that exist while noise is added to the embeddings
 WORK = ("activations", "block work", "head chunk")  # components that depend on coefficients
 BESIDE = ("graphs", "cache", "python")  # components that are not live MLX buffers
 
@@ -136,9 +136,7 @@ def estimate(
     else:
         phases = staged_phases(workload, plan, rows, tokens, of_passes, of_all)
     if workload.noise and not forward:
-        hidden = rows * tokens * facts.hidden
-        noise = NOISE_ARRAYS * 4 * hidden + hidden * facts.float_bytes
-        phases.append({"gradients": of_passes, "block work": noise})
+        phases.append({"gradients": of_passes, "block work": noise_bytes(facts, rows, tokens)})
     scores = workload.scores and not forward
     scoring = forward_phases(workload, plan, rows, tokens, predicts=False) if scores else []
     phases += scoring

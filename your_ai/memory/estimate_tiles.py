@@ -16,6 +16,22 @@ from your_ai.memory.sizes import FEWEST_QUERIES, TILE_SCORE_BYTES
 from your_ai.memory.tiles import tiles_of
 from your_ai.memory.workload import Workload
 
+NOISE_ARRAYS = 4.5  # (B, T, D) in float32 that exist while noise is added to embeddings
+# The same where it is added tile by tile, under mx.compile: of a tile, and of the row.
+TILED_NOISE_ARRAYS = (7, 0.6)
+
+
+def noise_bytes(facts: ModelFacts, rows: int, tokens: int) -> float:
+    """Bytes while noise is added to the embeddings, with their sum; tile by tile, if a row is long,
+    so that the parts exist beside the whole (nets/neftune.py)."""
+    hidden = rows * tokens * facts.hidden
+    tiles = len(tiles_of(rows, tokens))
+    if tiles == 1:
+        return NOISE_ARRAYS * 4 * hidden + hidden * facts.float_bytes
+    of_tile, of_row = TILED_NOISE_ARRAYS
+    work = 4 * (of_tile * rows * tile_tokens(rows, tokens) * facts.hidden + of_row * hidden)
+    return work + 2 * hidden * facts.float_bytes
+
 
 @memoized
 def is_tiled(workload: Workload, rows: int, tokens: int) -> bool:
