@@ -100,6 +100,7 @@ def read_text(text: str) -> dict:
         ({"lora_targets": "all-linear,q_proj"}, "give it alone"),
         ({"optimizer": "adamx"}, "--optimizer: expected adamw or adam"),
         ({"optimizer": "adam", "weight_decay": "0.1"}, "--weight-decay: --optimizer adam does not"),
+        ({"adapter_dtype": "float16"}, "--adapter-dtype: expected float32 or bfloat16"),
         ({"optimizer_bits": "7"}, "--optimizer-bits: expected 32 or 8, found '7'"),
         ({"optimizer_bits": "8", "optimizer": "sgd"}, "--optimizer-bits 8: --optimizer sgd keeps"),
         ({"quantize": "3"}, "--quantize: expected 4 or 8, found '3'"),

@@ -44,7 +44,10 @@ def load(folder: Path, **settings: Any) -> tuple[nn.Module, Any, model.Adapters]
     adapters = model.add_adapters(network, config)
     mx.random.seed(1)  # lora_b is initially zero, which would make half the gradients zero
     network.update(
-        tree_map(lambda p: p + 0.05 * mx.random.normal(p.shape), network.trainable_parameters())
+        tree_map(
+            lambda p: (p + 0.05 * mx.random.normal(p.shape)).astype(p.dtype),
+            network.trainable_parameters(),
+        )
     )
     mx.eval(network.parameters())
     return network, tokenizer, adapters

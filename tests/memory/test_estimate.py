@@ -34,7 +34,6 @@ from your_ai.hub.tensor_sizes import GROUP_SIZE
 from your_ai.memory.calibration import Shape
 from your_ai.memory.coefficients import PACKAGED
 from your_ai.memory.estimate import (
-    NOISE_ARRAYS,
     Estimate,
     Plan,
     Training,
@@ -47,10 +46,11 @@ from your_ai.memory.estimate import (
 from your_ai.memory.estimate_adapters import OPTIMIZER_STATES, reduction_bytes
 from your_ai.memory.estimate_generation import generation_bytes
 from your_ai.memory.estimate_kept import step_cost
+from your_ai.memory.estimate_tiles import noise_bytes
 from your_ai.memory.facts import BlockFacts, ModelFacts, facts_of
 from your_ai.nets import model
 from your_ai.nets.model import TokenKeys
-from your_ai.nets.neftune import uniform_noise
+from your_ai.nets.neftune import Neftune, uniform_noise
 from your_ai.training import optimizer
 from your_ai.training.measure_peaks import batch_of
 
@@ -120,16 +120,32 @@ def changed(case: tuple[Workload, Plan, int, int], **options: Any) -> Estimate:
 
 
 @pytest.mark.memory
-def test_memory_of_noise_on_the_embeddings_is_within_its_estimate():
-    size, keys = 512, TokenKeys(mx.zeros((4, 1), mx.uint32), mx.arange(256, dtype=mx.uint32)[None])
-    x, lengths = mx.zeros((4, 256, size), mx.bfloat16), mx.full((4, 1), 256)
-    mx.eval(keys, x, lengths)
+@pytest.mark.parametrize("shape", [(4, 256), (1, 2048), (2, 2048), (1, 8192)])  # in tiles
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_memory_of_noise_on_the_embeddings_is_within_its_estimate(shape, dtype):
+    size, model = 256, nn.Module()
+    model.embed = nn.Embedding(8, size)
+    model.embed.weight = model.embed.weight.astype(dtype)
+    neftune, (rows, tokens) = Neftune(5.0, model, "embed"), shape
+    keys = TokenKeys(mx.zeros((rows, 1), mx.uint32), mx.arange(tokens, dtype=mx.uint32)[None])
+    lengths, given = mx.full((rows, 1), tokens), mx.zeros(shape, mx.int32)
+
+    @mx.compile
+    def noisy(given, keys, lengths):
+        with neftune.added(TokenKeys(*keys), lengths):
+            return model.embed(given)
+
+    mx.eval(model.parameters(), keys, lengths, given)
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    mx.eval(x + uniform_noise(5.0, keys, lengths, size).astype(x.dtype))
-    assert mx.get_peak_memory() - before <= 1.05 * NOISE_ARRAYS * 4 * x.size
+    found = noisy(given, keys, lengths)
+    mx.eval(found)
+    facts = ModelFacts((BlockFacts({}, 1),), (0,), size, 8, 1, dtype.size, 1, 1, 1, False)
+    assert mx.get_peak_memory() - before <= 1.05 * noise_bytes(facts, *shape)
+    whole = model.embed(given) + uniform_noise(5.0, keys, lengths, size).astype(dtype)
+    assert mx.array_equal(found, whole)
 
 
 @given(cases())
@@ -147,7 +163,7 @@ def test_what_summing_gradients_over_processes_needs_is_part_of_the_estimate(cas
 def test_noise_on_the_embeddings_is_part_of_the_estimate(case):
     facts, rows, tokens = case[0].facts, case[2], case[3]
     found, without = changed(case, noise=True), changed(case)
-    assert found.mlx_bytes >= int(NOISE_ARRAYS * 4 * rows * tokens * facts.hidden)
+    assert found.mlx_bytes >= int(noise_bytes(facts, rows, tokens))
     assert found.process_bytes >= without.process_bytes
 
 
@@ -279,16 +295,21 @@ def test_answering_takes_more_for_more_tokens(facts, tokens):
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "qwen3_moe"])
 @pytest.mark.parametrize(
-    ("targets", "dora"),
-    [(("q_proj",), False), (("all-linear",), False), (("q_proj", "v_proj"), True)],
+    ("targets", "dora", "dtype"),
+    [
+        (("q_proj",), False, "float32"),
+        (("all-linear",), False, "bfloat16"),
+        (("q_proj", "v_proj"), True, "bfloat16"),
+    ],
 )
-def test_adapters_are_those_that_training_adds(tmp_path, architecture, targets, dora):
+def test_adapters_are_those_that_training_adds(tmp_path, architecture, targets, dora, dtype):
     folder = make_model(tmp_path / "m", architecture)
     network, _ = model.load_network(folder, mx.float32)
-    config = TrainConfig(lora_targets=targets, use_dora=dora, lora_rank=3, lora_layers=2)
+    settings = {"use_dora": dora, "adapter_dtype": dtype}
+    config = TrainConfig(lora_targets=targets, lora_rank=3, lora_layers=2, **settings)
     model.add_adapters(network, config)
     found = sum(array.nbytes for array in model.adapter_arrays(network).values())
-    training = Training(blocks=2, rank=3, targets=targets, dora=dora)
+    training = Training(blocks=2, rank=3, targets=targets, dora=dora, adapter_dtype=dtype)
     assert adapter_bytes(facts_of(folder, 4), training) == found
 
 

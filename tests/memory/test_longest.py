@@ -8,14 +8,14 @@ import pytest
 
 from tests.memory.test_plan import DEMAND, GB, LLAMA
 from your_ai.memory.longest import MOST, STEP, longest_of, longest_rows
-from your_ai.memory.mixer_facts import ATTENTION, MLA, MixerFacts
+from your_ai.memory.mixer_facts import ATTENTION, MixerFacts
 from your_ai.memory.plan import DoesNotFit, choose
 
 HEADS = MixerFacts(
     kind=ATTENTION, heads=32, kv_heads=8, key_dim=128, value_dim=128, cached=2048
 )  # fmt: skip
 TILED = replace(LLAMA, kinds=(replace(LLAMA.kinds[0], mixers=(HEADS,)),))
-WHOLE = replace(LLAMA, kinds=(replace(LLAMA.kinds[0], mixers=(replace(HEADS, kind=MLA),)),))
+WHOLE = replace(LLAMA, kinds=(replace(LLAMA.kinds[0], mixers=(replace(HEADS, untiled=True),)),))
 
 
 @pytest.mark.parametrize("most", [0, STEP, 3 * STEP, 4 * STEP, 1000 * STEP, MOST, 2 * MOST])

@@ -91,20 +91,22 @@ def test_values_are_gathered_in_the_order_of_ranks_whatever_their_size():
         assert [len(text) for _, text in found] == [0, 2 * FRAME_BYTES, 4 * FRAME_BYTES]
 
 
-def test_a_rank_without_rows_contributes_zeros_and_all_get_the_same_sums():
-    parameters = {"b": mx.zeros((2,)), "a": mx.zeros((3,))}
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_a_rank_without_rows_contributes_zeros_and_all_get_the_same_sums(dtype):
+    parameters = {"b": mx.zeros((2,)), "a": mx.zeros((3,), dtype)}
 
     def work(ranks: Ranks):
         totals, grads = Totals(), HeldGradients()
-        if ranks.rank:
+        for _ in range(ranks.rank):  # micro-batches, whose sum is in float32
             totals = Totals(1.5, {"m": (2.0, 1.0)})
-            grads.add({"b": mx.ones((2,)), "a": mx.full((3,), 2.0)})
+            grads.add({"b": mx.ones((2,)), "a": mx.full((3,), 4 / 3, dtype)})
         totals, counts = ranks.step_sums(totals, grads, parameters, [ranks.rank, 5])
         return totals, {name: array.tolist() for name, array in grads.arrays.items()}, counts
 
     for totals, grads, counts in Together(3).run(work):
         assert (totals.loss, totals.metrics, counts) == (3.0, {"m": (4.0, 2.0)}, [3, 15])
-        assert grads == {"a": [4.0] * 3, "b": [2.0] * 2}
+        third = mx.array(4 / 3, dtype).astype(mx.float32).item()
+        assert grads == {"a": pytest.approx([3 * third] * 3, rel=1e-6), "b": [3.0] * 2}
 
 
 def test_arrays_of_rank_0_replace_others_bit_for_bit():

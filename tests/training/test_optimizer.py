@@ -281,14 +281,16 @@ def test_loss_scale_grows_again_only_in_float16():
 
 @pytest.mark.memory
 @pytest.mark.parametrize(
-    ("name", "rank", "bits"),
+    ("name", "rank", "bits", "dtype"),
     [
-        *((name, rank, 32) for name in sorted(OPTIMIZER_WORK) for rank in (16, 256)),
-        *((name, 16, 8) for name in sorted(OPTIMIZER_WORK_IN_8_BITS)),
-        ("adamw", 256, 8),
+        *((name, rank, 32, "float32") for name in sorted(OPTIMIZER_WORK) for rank in (16, 256)),
+        *((name, 16, 8, "float32") for name in sorted(OPTIMIZER_WORK_IN_8_BITS)),
+        ("adamw", 256, 8, "float32"),
+        *((name, 16, 32, "bfloat16") for name in sorted(OPTIMIZER_WORK)),
+        *((name, 256, 8, "bfloat16") for name in ("adamw", "lion")),
     ],
 )
-def test_memory_of_an_update_is_within_its_estimate(name, rank, bits):
+def test_memory_of_an_update_is_within_its_estimate(name, rank, bits, dtype):
     layers = {"q_proj": (512, 512), "up_proj": (512, 1536), "down_proj": (1536, 512)}
     blocks, updates = 3, 2
     if (name, rank) == ("muon", 256):  # seconds for each matrix; those of one layer go together
@@ -299,10 +301,10 @@ def test_memory_of_an_update_is_within_its_estimate(name, rank, bits):
     for block in model.layers:
         for layer, (inputs, outputs) in layers.items():
             block[layer] = nn.Module()
-            block[layer].lora_a = mx.random.normal((inputs, rank))
-            block[layer].lora_b = mx.random.normal((rank, outputs))
+            block[layer].lora_a = mx.random.normal((inputs, rank)).astype(getattr(mx, dtype))
+            block[layer].lora_b = mx.random.normal((rank, outputs)).astype(getattr(mx, dtype))
     parameters = model.trainable_parameters()
-    grads = tree_map(lambda p: mx.random.normal(p.shape), parameters)
+    grads = tree_map(lambda p: mx.random.normal(p.shape).astype(p.dtype), parameters)
     config = TrainConfig(optimizer=name, optimizer_bits=bits)
     built = optimizer.build_optimizer(config, parameters)
     mx.eval(parameters, grads)
@@ -315,6 +317,7 @@ def test_memory_of_an_update_is_within_its_estimate(name, rank, bits):
         peaks.append(mx.get_peak_memory() - held)
     facts = ModelFacts((BlockFacts(layers, 1),), (0,) * blocks, 512, 768, 8, 4, 1, 1, 1, False)
     training = Training(
-        blocks=blocks, rank=rank, targets=("all-linear",), optimizer=name, optimizer_bits=bits
-    )
+        blocks=blocks, rank=rank, targets=("all-linear",), optimizer=name, optimizer_bits=bits,
+        adapter_dtype=dtype,
+    )  # fmt: skip
     assert max(peaks) <= 1.1 * update_bytes(facts, training, Plan("fused", 512)) + 200_000

@@ -1,4 +1,4 @@
-"""Optimizer states in 8 bits and on disk."""
+"""Optimizer states in 8 bits and on disk, and parameters in bfloat16."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from your_ai.engine.gradients import HeldGradients, SpilledGradients
 from your_ai.run import checkpoint
 from your_ai.training import optimizer
 from your_ai.training.optimizer_states import IN_8_BITS
+from your_ai.training.quantized_states import in_bfloat16
 
 OPTIMIZERS = ["adamw", "adam", "sgd", "adafactor", "muon", "lion"]
 
@@ -21,11 +22,11 @@ OPTIMIZERS = ["adamw", "adam", "sgd", "adafactor", "muon", "lion"]
 class Wide(nn.Module):
     """A block with one matrix whose states are quantized, and one that is too small for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: mx.Dtype = mx.float32) -> None:
         super().__init__()
         self.layers = [nn.Module()]
-        self.layers[0].a = mx.random.normal((72, 64), key=mx.random.key(1))
-        self.layers[0].b = mx.random.normal((3, 5), key=mx.random.key(2))
+        self.layers[0].a = mx.random.normal((72, 64), key=mx.random.key(1)).astype(dtype)
+        self.layers[0].b = mx.random.normal((3, 5), key=mx.random.key(2)).astype(dtype)
 
 
 def gradients(step: int, scale: float = 1.0) -> dict[str, mx.array]:
@@ -38,8 +39,10 @@ def gradients(step: int, scale: float = 1.0) -> dict[str, mx.array]:
     }
 
 
-def trained(name: str, bits: int, steps: int, folder: Path | None = None) -> Wide:
-    network = Wide()
+def trained(
+    name: str, bits: int, steps: int, folder: Path | None = None, dtype: mx.Dtype = mx.float32
+) -> Wide:
+    network = Wide(dtype)
     config = TrainConfig(optimizer=name, optimizer_bits=bits, weight_decay=0.0)
     built = optimizer.build_optimizer(config, network.trainable_parameters(), folder)
     update = optimizer.make_update(network, built)
@@ -81,13 +84,44 @@ def test_a_second_moment_that_changes_little_is_not_stuck():
     assert ratio == pytest.approx(1, rel=0.03)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_in_bfloat16_follow_those_in_float32(name):
+    """Their own rounding is far larger than an update of 1e-3, but its mean is 0."""
+    first, exact = Wide(), trained(name, 32, 20)
+    rounded = trained(name, 32, 20, dtype=mx.bfloat16)
+    assert rounded.layers[0].a.dtype == mx.bfloat16
+    moved = mx.abs(exact.layers[0].a - first.layers[0].a).mean().item()
+    apart = rounded.layers[0].a - exact.layers[0].a
+    assert mx.abs(apart).mean().item() < 0.02  # twenty roundings
+    assert mx.abs(apart.mean()).item() < 0.1 * moved
+
+
+def test_updates_that_bfloat16_cannot_represent_are_not_lost():
+    """1 - 1e-4 is 1 in bfloat16, whose next smaller number is 1 - 2^-8."""
+    model, steps = nn.Module(), 40
+    model.w = mx.ones((100, 100), mx.bfloat16)
+    built = optimizer.build_optimizer(TrainConfig(optimizer="sgd"), model.trainable_parameters())
+    update = optimizer.make_update(model, built)
+    for _ in range(steps):
+        update(HeldGradients({"w": mx.ones((100, 100), mx.bfloat16)}), 1.0, 1e-4)
+    mean = model.w.astype(mx.float32).mean().item()
+    assert 1 - mean == pytest.approx(steps * 1e-4, rel=0.1)
+
+
+def test_numbers_of_bfloat16_are_not_rounded():
+    values = mx.random.normal((64,), key=mx.random.key(3)).astype(mx.bfloat16)
+    noise = mx.full((64,), 1 - 2.0**-24)
+    assert mx.array_equal(in_bfloat16(values.astype(mx.float32), noise), values)
+
+
 @pytest.mark.parametrize("bits", [32, 8])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_states_on_disk_give_the_same_bytes_and_are_saved_and_restored(name, bits, tmp_path):
     if bits == 8 and name not in IN_8_BITS:
         return
-    held, spilled = trained(name, bits, 3), trained(name, bits, 3, tmp_path)
-    assert mx.array_equal(held.layers[0].a, spilled.layers[0].a)
+    for dtype in (mx.float32, mx.bfloat16):
+        held, spilled = (trained(name, bits, 3, place, dtype) for place in (None, tmp_path))
+        assert mx.array_equal(held.layers[0].a, spilled.layers[0].a)
     config = TrainConfig(optimizer=name, optimizer_bits=bits)
     results = []
     for folder in (None, tmp_path):

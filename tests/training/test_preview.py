@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -188,6 +189,18 @@ def test_longest_row_of_a_limit_is_one_that_plan_accepts(capsys):
     assert planned(capsys, "--shape", "tiny", "--seq-len", tokens, *gb, "--batch-size", 1)
     more = ("--seq-len", 2 * tokens, "--batch-size", 1)
     assert "nothing fits into 1.50 GB" in refused(capsys, "--shape", "tiny", *more, *gb)
+    assert found["disk_bytes"] > tokens * 4 * 128  # the inputs of blocks
+
+
+def test_a_disk_that_is_too_small_for_inputs_is_named(capsys, monkeypatch):
+    usage = shutil.disk_usage(".")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000_000))
+    found = shown(capsys, "--shape", "tiny", "--longest", "--max-memory", 1.5)
+    assert "the disk of runs/ has only 10.0 MB free, and a row of this table needs more" in found
+    spilled = ("--shape", "tiny", "--seq-len", 65536, "--plan", "streamed", "--spill")
+    found = " ".join(shown(capsys, *spilled).split())
+    assert "in the run's folder while it trains" in found
+    assert "the disk of runs/ has only 10.0 MB free, and this needs more" in found
 
 
 def test_smaller_limit_gives_a_smaller_plan(capsys):

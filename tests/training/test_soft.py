@@ -6,6 +6,7 @@ import json
 import shutil
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -233,6 +234,22 @@ def test_the_reference_is_the_adapter_that_the_run_starts_from(reward_model, sof
     run = new_run.create(config)
     assert train_until_done(run, config, Stop()) == 0
     assert events_of(run, events.Step)[0].metrics["kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_the_reference_is_rounded_as_the_policy_is(reward_model, soft, configure, monkeypatch):
+    put, opened = preparing.put_first_adapter, []
+    monkeypatch.setattr(
+        preparing, "put_first_adapter", lambda *args: opened.append(args[0]) or put(*args)
+    )
+    reward_model()
+    train_once(configure(run="sft"))
+    config = soft(run="r", from_adapter="sft", max_steps=1, adapter_dtype="bfloat16")
+    run = new_run.create(config)
+    assert train_until_done(run, config, Stop()) == 0
+    first = mx.load(str(run.checkpoints / "step-000000" / ADAPTERS))
+    reference = dict(tree_flatten(opened[0].network.parameters()))
+    assert {array.dtype for array in first.values()} == {mx.bfloat16}
+    assert all(mx.array_equal(reference[name], array) for name, array in first.items())
 
 
 @pytest.mark.parametrize("more", [-32, 0, 32])

@@ -52,6 +52,9 @@ def bench(
     optimizer_bits: Annotated[
         int, typer.Option(help="Bits of the optimizer's states of our plans, 32 or 8.")
     ] = 32,
+    adapter_dtype: Annotated[
+        str, typer.Option(help="Data type of the adapters of our plans, float32 or bfloat16.")
+    ] = "float32",
     plan: Annotated[
         list[str] | None,
         typer.Option(
@@ -120,6 +123,7 @@ def bench(
         lora_layers=lora_layers,
         lora_targets=joined(lora_targets or [ALL_LINEAR]),
         optimizer_bits=optimizer_bits,
+        adapter_dtype=adapter_dtype,
         supervised=supervised,
         steps=steps,
         max_memory=max_memory,

@@ -41,7 +41,7 @@ PANELS = {
     OBJECTIVE: ("objective", *OBJECTIVES_WITH),
     "Adapters": (
         *("lora_rank", "lora_alpha", "use_rslora", "lora_layers", "lora_targets", "lora_experts"),
-        *("lora_dropout", "use_dora"),
+        *("lora_dropout", "use_dora", "adapter_dtype"),
     ),
     "Optimization": (
         *("max_steps", "epochs", "batch_size", "grad_accumulation", "optimizer", "optimizer_bits"),

@@ -183,7 +183,7 @@ def plan(
     if longest:
         rows = preview.longest_shown(budget.demand, max_memory)
         if as_json:
-            echo_json(preview.longest_as_json(rows))
+            echo_json(preview.longest_as_json(budget.demand, rows))
         else:
             open_console().print(preview.longest_table(budget.demand, rows))
     elif as_json:

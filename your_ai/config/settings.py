@@ -225,6 +225,11 @@ class TrainConfig:
     )
     lora_dropout: float = setting(0.0, "Dropout on the input of the adapters.")
     use_dora: bool = setting(False, "Train weight-decomposed adapters (DoRA).")
+    adapter_dtype: Literal["float32", "bfloat16"] = setting(
+        "float32",
+        "Data type of the adapters' matrices and their gradients. bfloat16: half of their memory; "
+        "each new value is rounded at random.",
+    )
 
     neftune_alpha: float = setting(
         0.0, "Noise on the embeddings in training (NEFTune), e.g. 5; 0 = none."
@@ -490,7 +495,9 @@ ADDED: dict[str, Any] = {
     "sft_weight": 0.0,
     "reference": "start",
     "use_rslora": False,
+    "adapter_dtype": "float32",
     "lora_experts": True,
+    "optimizer_bits": 32,
     "loraplus_ratio": 1.0,
     "layerwise_lr_decay": 1.0,
     "neftune_alpha": 0.0,

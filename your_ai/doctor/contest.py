@@ -39,6 +39,8 @@ class Contest:
     learning_rate: float = 1e-4
     optimizer_bits: int = 32
     """Of our plans; the peers have 32."""
+    adapter_dtype: str = "float32"
+    """Of our plans; the peers have float32."""
     objective: str = "sft"
     rollouts: int = 1
     """With grpo: completions of each prompt."""
@@ -72,6 +74,7 @@ class Contest:
             **{name: coerce(name, value, flag(name)) for name, value in text.items()},
             learning_rate=self.learning_rate,
             optimizer_bits=coerce("optimizer_bits", self.optimizer_bits, "--optimizer-bits"),
+            adapter_dtype=coerce("adapter_dtype", self.adapter_dtype, "--adapter-dtype"),
             max_grad_norm=0,
             batch_size=self.batch_size * self.rollouts,
             max_memory=self.max_memory,

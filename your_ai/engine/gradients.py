@@ -4,6 +4,9 @@ An engine that computes block by block adds the gradients of a block as soon as 
 disk they never exist together in memory, however many blocks and micro-batches there are, and the
 update reads those of a few parameters at a time. Their norm is known before the update begins, so
 that gradients are clipped, and a step that is not finite changes nothing.
+
+The gradients of a micro-batch have the dtype of the parameters. Sums are in float32, because each
+addition in bfloat16 would round the sum again.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from your_ai.engine.spill import NamedArrays
 from your_ai.nets.parts import Arrays
 
+FLOAT32_BYTES = mx.float32.size
+
 
 class Gradients(Protocol):
     """The gradients of the trained parameters, by name."""
@@ -29,7 +34,7 @@ class Gradients(Protocol):
         """
 
     def sizes(self) -> dict[str, int]:
-        """Bytes by name, in the order of the model's parameters."""
+        """Bytes in float32 by name, in the order of the model's parameters."""
 
     def squares(self) -> Iterator[mx.array]:
         """() float32, the sum of squares of each parameter's gradient, in the order of `sizes`."""
@@ -52,13 +57,13 @@ class HeldGradients:
         sums: Arrays = {}
         for name in list(grads):
             grad, total = grads.pop(name), self.arrays.pop(name, None)
-            sums[name] = grad if total is None else total + grad
+            sums[name] = grad if total is None else total.astype(mx.float32) + grad
             del grad, total
         mx.eval(sums, *also)
         self.arrays |= sums
 
     def sizes(self) -> dict[str, int]:
-        return {name: self.arrays[name].nbytes for name in in_order(self.arrays)}
+        return {name: FLOAT32_BYTES * self.arrays[name].size for name in in_order(self.arrays)}
 
     def squares(self) -> Iterator[mx.array]:
         return (square_of(self.arrays[name]) for name in in_order(self.arrays))
@@ -75,7 +80,7 @@ class HeldGradients:
 
 
 class SpilledGradients:
-    """Gradients on disk, in an unnamed file in `folder`.
+    """Gradients on disk, in float32, in an unnamed file in `folder`.
 
     All methods but `clear` raise RunError if the file cannot be written or read.
     """
@@ -87,7 +92,7 @@ class SpilledGradients:
     def add(self, grads: Arrays, *also: Any) -> None:
         mx.eval(grads, *also)
         for name in list(grads):
-            grad = grads.pop(name)
+            grad = grads.pop(name).astype(mx.float32)
             if name in self._squares:
                 grad = self._file.get(name) + grad
             square = square_of(grad)

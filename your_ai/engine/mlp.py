@@ -92,8 +92,10 @@ class SlicedMLP(nn.Module):
                 grads = list(map(gathered, ["", *names], grads, more))
                 done = [g[-1] if isinstance(g, list) else g for g in grads]
             return tuple(
-                mx.concatenate(grad, axis_of(name)) if isinstance(grad, list) else grad
-                for name, grad in zip(["", *names], grads, strict=True)
+                mx.concatenate(grad, axis_of(name))
+                if isinstance(grad, list)
+                else grad.astype(primal.dtype)
+                for name, grad, primal in zip(["", *names], grads, primals, strict=True)
             )
 
         return forward(x, *(arrays[name] for name in names))
@@ -197,9 +199,13 @@ def cut(arrays: Arrays, part: slice, inner: int) -> Arrays:
 
 
 def gathered(path: str, before: Any, grad: mx.array) -> Any:
-    """Add the gradient of a slice to the gradient so far: a sum, or a list of slices."""
+    """Add the gradient of a slice to the gradient so far: a sum, or a list of slices.
+
+    path: of a trained array, whose sum is in float32; empty for the input.
+    """
     if axis_of(path) is not None:
         return [*(before or ()), grad]
+    grad = grad.astype(mx.float32) if path else grad
     return grad if before is None else before + grad
 
 

@@ -14,6 +14,7 @@ d head size.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -340,8 +341,8 @@ class TiledBlocks:
 
 def settings_of(model: nn.Module) -> Mapping[str, Any]:
     """The settings of a model of mlx-lm, by name; empty if it has none."""
-    args = vars(model).get("args")
-    return {} if args is None else vars(args)
+    args = vars(model).get("args", vars(model).get("config"))
+    return vars(args) if dataclasses.is_dataclass(args) else {}
 
 
 def joined(tiles: list[mx.array]) -> mx.array:

@@ -101,6 +101,7 @@ def demand_of(
             optimizer=config.optimizer,
             optimizer_bits=config.optimizer_bits,
             dora=config.use_dora,
+            adapter_dtype=config.adapter_dtype,
             experts=config.lora_experts,
         ),
         lengths=lengths,

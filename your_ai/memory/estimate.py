@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from your_ai.memory.coefficients import PACKAGED, Coefficients
 from your_ai.memory.estimate_adapters import (
     adapter_bytes,
+    copied_bytes,
+    float32_bytes,
     gradient_bytes,
     norms_bytes,
     optimizer_bytes,
@@ -33,6 +35,7 @@ from your_ai.memory.estimate_kept import kept_bytes
 from your_ai.memory.estimate_kinds import is_mixer_alone, kind_bytes, slices_mlp
 from your_ai.memory.estimate_tiles import (
     is_tiled,
+    noise_bytes,
     tile_tokens,
     tiled_backward_bytes,
     tiled_forward_bytes,
@@ -57,7 +60,6 @@ DORA_NORMS_BYTES = 15_000_000  # norms are computed in slices, so this does not 
 SOFT_COLUMNS = 16  # tokens whose block inputs are computed together
 SOFT_POSITIONS = 64  # positions whose logits are slices of the head together
 SOFT_GRAPHS = 2  # of the policy's columns, and of the frozen networks
-NOISE_ARRAYS = 4.5  # (B, T, D) in float32 that exist while noise is added to the embeddings
 WORK = ("activations", "block work", "head chunk")  # components that depend on coefficients
 BESIDE = ("graphs", "cache", "python")  # components that are not live MLX buffers
 
@@ -128,15 +130,14 @@ def estimate(
     if forward:
         phases = forward_phases(workload, plan, rows, tokens)
     elif workload.soft is not None:
-        phases = [soft_phase(workload, plan, rows, tokens, adapters * (1 + (micro_batches > 1)))]
+        sums = float32_bytes(facts, training) * (1 + (micro_batches > 1))
+        phases = [soft_phase(workload, plan, rows, tokens, sums)]
     elif plan.engine == "fused":
         phases = fused_phases(workload, rows, tokens, of_passes, of_all)
     else:
         phases = staged_phases(workload, plan, rows, tokens, of_passes, of_all)
     if workload.noise and not forward:
-        hidden = rows * tokens * facts.hidden
-        noise = NOISE_ARRAYS * 4 * hidden + hidden * facts.float_bytes
-        phases.append({"gradients": of_passes, "block work": noise})
+        phases.append({"gradients": of_passes, "block work": noise_bytes(facts, rows, tokens)})
     scores = workload.scores and not forward
     scoring = forward_phases(workload, plan, rows, tokens, predicts=False) if scores else []
     phases += scoring
@@ -146,7 +147,7 @@ def estimate(
     if not (forward or gradients_only):
         on_disk = plan.gradients_on_disk and workload.soft is None
         updating = {"optimizer work": update_bytes(facts, training, plan)}
-        grads = {"gradients": 0 if on_disk else adapters}
+        grads = {"gradients": 0 if on_disk else float32_bytes(facts, training)}  # of ranks, too
         phases.append(grads | updating)
         if workload.reduces:
             phases.append(grads | {"reduction": reduction_bytes(facts, training, plan)})
@@ -252,7 +253,7 @@ def fused_phases(
     outs = max((sum(o for _, o in part.linears.values()) for part in parts), default=0)
     matrix = largest_matrix_bytes(facts) * facts.quantized
     adapters = adapter_bytes(facts, training)
-    saved = mixing = 0.0
+    saved, mixing = float(copied_bytes(facts, training)), 0.0
     for alone, _, count in workload.parts:
         part = alone.facts
         lora = sum(i for i, _ in layers_named(part, training.targets, training.experts))

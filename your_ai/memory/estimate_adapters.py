@@ -14,7 +14,7 @@ from your_ai.memory.sizes import (
     QUANTIZED_BLOCK,
     REDUCTION_BYTES,
     UPDATE_BYTES,
-    UPDATE_BYTES_IN_8_BITS,
+    UPDATE_BYTES_ROUNDED,
 )
 from your_ai.memory.workload import Plan, Training
 
@@ -22,9 +22,13 @@ from your_ai.memory.workload import Plan, Training
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 1, "adafactor": 0, "muon": 1, "lion": 1}
 # Arrays of an update per parameter that is updated together: new values and temporaries.
 OPTIMIZER_WORK = {"adamw": 3, "adam": 3, "sgd": 1, "adafactor": 4.1, "muon": 12.1, "lion": 2}
+# The same with parameters in bfloat16, per parameter in float32.
+OPTIMIZER_WORK_IN_BFLOAT16 = {"adamw": 4.5, "adam": 4.5, "sgd": 2.5, "adafactor": 6.5,
+                              "muon": 12.6, "lion": 4.5}  # fmt: skip
 # The same with states in 8 bits, float32 meanwhile: for the largest array, and for others.
-OPTIMIZER_WORK_IN_8_BITS = {"adamw": (26, 6), "adam": (26, 6), "muon": (26, 7), "lion": (15, 7)}
-ADAPTER_BYTES = 4  # adapters, gradients and optimizer states are float32
+OPTIMIZER_WORK_IN_8_BITS = {"adamw": (26, 6), "adam": (26, 6), "muon": (26, 7), "lion": (17, 7)}
+FLOAT32_BYTES = 4  # of optimizer states and sums of gradients, and by default of all others
+MATRIX_BYTES = {"float32": 4, "bfloat16": 2}  # by --adapter-dtype
 Size = tuple[int, int]  # (inputs, outputs)
 
 
@@ -38,14 +42,32 @@ def adapted_parts(facts: ModelFacts, training: Training) -> list[tuple[list[Size
     ]
 
 
-@memoized
 def adapter_bytes(facts: ModelFacts, training: Training) -> int:
     """Bytes of the trained parameters."""
-    numbers = 0
+    return bytes_with(facts, training, MATRIX_BYTES[training.adapter_dtype])
+
+
+def float32_bytes(facts: ModelFacts, training: Training) -> int:
+    """Bytes of the trained parameters if they are in float32, as sums of gradients are."""
+    return bytes_with(facts, training, FLOAT32_BYTES)
+
+
+def copied_bytes(facts: ModelFacts, training: Training) -> int:
+    """Bytes of the copies of bfloat16 matrices that a float32 graph keeps for its backward pass."""
+    mixed = facts.float_bytes > MATRIX_BYTES[training.adapter_dtype]
+    return float32_bytes(facts, training) if mixed else 0
+
+
+@memoized
+def bytes_with(facts: ModelFacts, training: Training, matrix_bytes: int) -> int:
+    """Bytes of the trained parameters; matrix_bytes: of a number of A and B. DoRA's magnitudes are
+    always in float32."""
+    total = 0
     for layers, count in adapted_parts(facts, training):
-        of_block = sum(training.rank * (i + o) + (o if training.dora else 0) for i, o in layers)
-        numbers += count * of_block
-    return ADAPTER_BYTES * numbers
+        matrices = matrix_bytes * training.rank * sum(i + o for i, o in layers)
+        magnitudes = FLOAT32_BYTES * sum(o for _, o in layers) * training.dora
+        total += count * (matrices + magnitudes)
+    return total
 
 
 @memoized
@@ -54,7 +76,7 @@ def norms_bytes(facts: ModelFacts, training: Training) -> int:
     if not training.dora:
         return 0
     parts = adapted_parts(facts, training)
-    return ADAPTER_BYTES * sum(count * sum(o for _, o in layers) for layers, count in parts)
+    return FLOAT32_BYTES * sum(count * sum(o for _, o in layers) for layers, count in parts)
 
 
 @memoized
@@ -67,7 +89,7 @@ def optimizer_bytes(facts: ModelFacts, training: Training) -> int:
     for layers, count in adapted_parts(facts, training):
         of_block = sum(i + o + 2 * training.rank + o * training.dora for i, o in layers)
         numbers += count * of_block
-    return ADAPTER_BYTES * numbers
+    return FLOAT32_BYTES * numbers
 
 
 def arrays_of(facts: ModelFacts, training: Training) -> Iterator[tuple[int, int]]:
@@ -83,9 +105,9 @@ def arrays_of(facts: ModelFacts, training: Training) -> Iterator[tuple[int, int]
 def state_bytes(values: int, training: Training) -> int:
     """Bytes of a state of an array: 4 for each value, or 1 and a scale for each block."""
     if training.optimizer_bits == 32 or values < FEWEST_QUANTIZED:
-        return ADAPTER_BYTES * values
+        return FLOAT32_BYTES * values
     blocks = -(-values // QUANTIZED_BLOCK)
-    return blocks * (QUANTIZED_BLOCK + ADAPTER_BYTES)
+    return blocks * (QUANTIZED_BLOCK + FLOAT32_BYTES)
 
 
 def gradient_bytes(
@@ -100,7 +122,7 @@ def gradient_bytes(
     of_block = adapters // training.blocks
     if plan.gradients_on_disk:
         return 0, of_block
-    earlier = adapters if micro_batches > 1 else 0
+    earlier = float32_bytes(facts, training) if micro_batches > 1 else 0
     return earlier, earlier + (adapters if earlier == 0 or plan.engine == "fused" else of_block)
 
 
@@ -116,8 +138,8 @@ def reduction_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
     array, and their sum, which arrives in another; of a large array, only its sum. Gradients on
     disk are read first.
     """
-    some, read = min(REDUCTION_BYTES, adapter_bytes(facts, training)), plan.gradients_on_disk
-    return max((2 + read) * some, (1 + read) * ADAPTER_BYTES * largest_array(facts, training))
+    some, read = min(REDUCTION_BYTES, float32_bytes(facts, training)), plan.gradients_on_disk
+    return max((2 + read) * some, (1 + read) * FLOAT32_BYTES * largest_array(facts, training))
 
 
 def update_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
@@ -125,14 +147,16 @@ def update_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
     what is read from disk for them.
     """
     largest = largest_array(facts, training)
-    most = UPDATE_BYTES_IN_8_BITS if training.optimizer_bits == 8 else UPDATE_BYTES
-    together = min(most, adapter_bytes(facts, training) // training.blocks)
-    together = max(together, ADAPTER_BYTES * largest)
+    is_float32 = training.adapter_dtype == "float32"
+    most = UPDATE_BYTES if is_float32 and training.optimizer_bits == 32 else UPDATE_BYTES_ROUNDED
+    together = min(most, float32_bytes(facts, training) // training.blocks)
+    together = max(together, FLOAT32_BYTES * largest)
     read = together * plan.gradients_on_disk
     if plan.states_on_disk:
         read += OPTIMIZER_STATES[training.optimizer] * together * training.optimizer_bits // 32
     if training.optimizer_bits == 8:
         one, other = OPTIMIZER_WORK_IN_8_BITS[training.optimizer]
-        one_bytes = ADAPTER_BYTES * largest
+        one_bytes = FLOAT32_BYTES * largest
         return read + one * one_bytes + other * (together - one_bytes)
-    return read + int(OPTIMIZER_WORK[training.optimizer] * together)
+    work = OPTIMIZER_WORK if is_float32 else OPTIMIZER_WORK_IN_BFLOAT16
+    return read + int(work[training.optimizer] * together)

@@ -11,10 +11,26 @@ from __future__ import annotations
 
 from your_ai.memory.facts import ModelFacts
 from your_ai.memory.memoized import memoized
-from your_ai.memory.mixer_facts import ATTENTION, SLIDING
+from your_ai.memory.mixer_facts import ATTENTION, MLA, SLIDING
 from your_ai.memory.sizes import FEWEST_QUERIES, TILE_SCORE_BYTES
 from your_ai.memory.tiles import tiles_of
 from your_ai.memory.workload import Workload
+
+NOISE_ARRAYS = 4.5  # (B, T, D) in float32 that exist while noise is added to embeddings
+# The same where it is added tile by tile, under mx.compile: of a tile, and of the row.
+TILED_NOISE_ARRAYS = (7, 0.6)
+
+
+def noise_bytes(facts: ModelFacts, rows: int, tokens: int) -> float:
+    """Bytes while noise is added to the embeddings, with their sum; tile by tile, if a row is long,
+    so that the parts exist beside the whole (nets/neftune.py)."""
+    hidden = rows * tokens * facts.hidden
+    tiles = len(tiles_of(rows, tokens))
+    if tiles == 1:
+        return NOISE_ARRAYS * 4 * hidden + hidden * facts.float_bytes
+    of_tile, of_row = TILED_NOISE_ARRAYS
+    work = 4 * (of_tile * rows * tile_tokens(rows, tokens) * facts.hidden + of_row * hidden)
+    return work + 2 * hidden * facts.float_bytes
 
 
 @memoized
@@ -30,7 +46,8 @@ def can_tile(facts: ModelFacts) -> bool:
     """Whether the blocks of such a model have attention alone, in a form that engine/tiles.py can
     cut, and pass on nothing but hidden states."""
     mixers = [kind.mixers for kind in facts.kinds]
-    plain = all(len(m) == 1 and m[0].kind in (ATTENTION, SLIDING) for m in mixers)
+    plain = all(len(m) == 1 and m[0].kind in (ATTENTION, SLIDING, MLA) for m in mixers)
+    plain = plain and not any(mixer.untiled for (mixer,) in mixers)
     return plain and not facts.softcaps and not facts.passed
 
 

@@ -28,6 +28,7 @@ KINDS = (
 QUERIES = re.compile(
     r"(?:^|\.)(q_proj|qkv_proj|query_key_value|Wqkv|wqkv|c_attn|c_q|W_pack|att_proj|wq|qkv)$"
 )
+EXPANDED = ("deepseek_v2", "minicpm3", "youtu_llm")  # whose latent attention caches all heads
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "attn_out")
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -56,6 +57,9 @@ class MixerFacts:
     """Tokens that sliding attention reaches back."""
     cached: int = 0
     """Numbers that each token leaves in the cache of generation."""
+    untiled: bool = False
+    """Whether it cannot run on tiles of a row, because it needs more of other tokens than their
+    keys and values, or their positions as numbers."""
 
 
 def mixers_of(
@@ -90,7 +94,7 @@ def mixers_of(
         if leaf == "kv_a_proj_with_mqa":
             found.append(latent(config, linears[name]))
         elif QUERIES.search(name) and f"{root}.kv_a_proj_with_mqa" not in linears:
-            found.append(attention(root, name, linears, config, window))
+            found.append(attention(root, name, shapes, linears, config, window))
     return tuple(found)
 
 
@@ -104,7 +108,7 @@ def whole(config: Mapping[str, Any], *names: str) -> int:
 
 
 def attention(
-    root: str, name: str, linears: Shapes, config: Mapping[str, Any], window: int
+    root: str, name: str, shapes: Shapes, linears: Shapes, config: Mapping[str, Any], window: int
 ) -> MixerFacts:
     """Attention whose queries come from the layer `name`; root: the path of the attention."""
 
@@ -126,6 +130,12 @@ def attention(
         kept[1] = kept[0]  # its values are its keys
     kv_heads = kept[0] // head if head else 0
     kind = SLIDING if window else ATTENTION
+    others = (
+        f"{root}.conv_k" in shapes,
+        f"{root}.index_q_proj" in linears,
+        str(config.get("model_type")).startswith("minimax_m3"),  # its layers expect two caches
+        has_temperatures(config),
+    )
     if f"{root}.g_proj" in linears and str(config.get("model_type")).startswith("bailing"):
         kind = LINEAR_ATTENTION
     return MixerFacts(
@@ -136,18 +146,29 @@ def attention(
         value_dim=size,
         window=window,
         cached=sum(kept),
+        untiled=any(others),
     )
 
 
+def has_temperatures(config: Mapping[str, Any]) -> bool:
+    """Whether queries get factors that are computed from their positions, as in Llama 4."""
+    return bool(config.get("attn_temperature_tuning", "attention_chunk_size" in config))
+
+
 def latent(config: Mapping[str, Any], compressed: tuple[int, ...]) -> MixerFacts:
-    """Multi-head latent attention; compressed: (inputs, outputs) of what is cached."""
+    """Multi-head latent attention; compressed: (inputs, outputs) of what is cached, but by the
+    architectures that cache the keys and values of all heads."""
+    heads, value = head_count(config), whole(config, "v_head_dim")
+    key = whole(config, "qk_nope_head_dim") + whole(config, "qk_rope_head_dim")
+    expanded = config.get("model_type") in EXPANDED
     return MixerFacts(
         kind=MLA,
-        heads=head_count(config),
+        heads=heads,
         kv_heads=1,
-        key_dim=whole(config, "qk_nope_head_dim") + whole(config, "qk_rope_head_dim"),
-        value_dim=whole(config, "v_head_dim"),
-        cached=compressed[1],
+        key_dim=key,
+        value_dim=value,
+        cached=heads * (key + value) if expanded else compressed[1],
+        untiled=not expanded,
     )
 
 

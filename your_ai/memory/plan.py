@@ -65,6 +65,8 @@ class Demand:
     training: Training
     lengths: tuple[int, ...]
     """The sequence length T of every bucket."""
+    limit_option: str = "--max-memory"
+    """The option that changes the limit, for errors."""
     batch_size: int
     """Rows of a micro-batch, as requested by the user."""
     rows_per_step: int
@@ -566,15 +568,15 @@ def refusal(demand: Demand, every: list[Option], limit_bytes: int) -> str:
         if demand.rollouts is not None:
             advice += f", or lower --max-tokens (now up to {demand.rollouts.new_tokens})"
         return (
-            f"--max-memory: evaluating does not fit into {in_gb(limit_bytes)}; at least "
+            f"{demand.limit_option}: evaluating does not fit into {in_gb(limit_bytes)}; at least "
             f"{in_gb(rounded_up(least.needed_bytes))} is needed ({largest}); raise the limit, or "
             f"{advice}"
         )
     if demand.before_bytes == least.needed_bytes:
         return (
-            f"--max-memory: quantizing the model does not fit into {in_gb(limit_bytes)}; at least "
-            f"{in_gb(rounded_up(least.needed_bytes))} is needed; raise the limit, or close other "
-            "programs"
+            f"{demand.limit_option}: quantizing the model does not fit into {in_gb(limit_bytes)}; "
+            f"at least {in_gb(rounded_up(least.needed_bytes))} is needed; raise the limit, or "
+            "close other programs"
         )
     advice = [f"shorten the rows (--max-seq-length, now up to {max(demand.lengths)} tokens)"]
     if demand.rollouts is not None:
@@ -586,7 +588,7 @@ def refusal(demand: Demand, every: list[Option], limit_bytes: int) -> str:
     if not demand.facts.quantized:
         advice.append("use a 4-bit model")
     return (
-        f"--max-memory: nothing fits into {in_gb(limit_bytes)}; at least "
+        f"{demand.limit_option}: nothing fits into {in_gb(limit_bytes)}; at least "
         f"{in_gb(rounded_up(least.needed_bytes))} is needed ({largest}); raise the limit, or "
         f"{', or '.join(advice)}"
     )

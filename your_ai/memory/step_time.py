@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from your_ai.memory.estimate_adapters import ADAPTER_BYTES, adapter_bytes, optimizer_bytes
+from your_ai.memory.estimate_adapters import FLOAT32_BYTES, float32_bytes
+from your_ai.memory.estimate_disk import spilled_bytes
 from your_ai.memory.facts import BlockFacts, ModelFacts, names_of
 from your_ai.memory.mixer_facts import ATTENTION, OUTPUTS, SLIDING, MixerFacts
 from your_ai.memory.sizes import (
@@ -108,7 +109,7 @@ class StepWork:
             for kind, count in facts.counts_of_last(training.blocks).items()
         )
         updates = 1 + ACCUMULATED * (micro_batches - 1)
-        numbers = adapter_bytes(facts, training) / ADAPTER_BYTES
+        numbers = float32_bytes(facts, training) / FLOAT32_BYTES
         arrays = 2 * layers * updates
         return {"parameters": numbers * updates, "arrays": arrays, "steps": 1}
 
@@ -136,11 +137,7 @@ class StepWork:
         if plan.engine == "streamed":
             terms["reading"] = reading_work(facts, training, sizes, plan)
         if plan.gradients_on_disk:
-            spilled = 2 * adapter_bytes(facts, training)
-            if plan.spill:
-                spilled += 2 * training.blocks * n * facts.hidden * facts.float_bytes
-                spilled += 2 * optimizer_bytes(facts, training)
-            terms["spilling"] = {"spilled": spilled}
+            terms["spilling"] = {"spilled": 2 * spilled_bytes(facts, training, plan, n)}
         return terms
 
     def of_block(

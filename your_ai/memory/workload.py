@@ -35,6 +35,8 @@ class Training:
     optimizer: str = "adamw"
     optimizer_bits: int = 32
     dora: bool = False
+    adapter_dtype: str = "float32"
+    """Of the matrices A and B, and of their gradients: float32 or bfloat16."""
     experts: bool = False
     """Whether names without a dot select routed experts, too: --lora-experts."""
 

@@ -132,7 +132,8 @@ def row_norms(
         stop = min(start + step, outputs)
         weight = rows.weight(start, stop, found[-1:] or after).astype(mx.float32)
         if lora_a is not None:
-            weight = weight + (scale * lora_b[:, start:stop].T) @ lora_a.T
+            b = lora_b[:, start:stop].T.astype(mx.float32)
+            weight = weight + (scale * b) @ lora_a.T.astype(mx.float32)
         found.append(mx.linalg.norm(weight, axis=1))
     return found[0] if len(found) == 1 else mx.concatenate(found)
 

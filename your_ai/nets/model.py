@@ -41,6 +41,7 @@ TOKENIZER_CLASS = re.compile(r"(?!Auto|Rag)\w*(?:Tokenizer|TokenizerFast|Backend
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 POSITIONS = ("wpe", "position_embeddings", "embed_positions")
 TRIED_TOKENS = 8  # length of the short row that tests a model
+MATRICES = (".lora_a", ".lora_b")  # the ends of the names of A and B
 LINEAR = (nn.Linear, nn.QuantizedLinear, *EXPERTS)
 
 dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # refuse custom code of a model without asking
@@ -319,6 +320,7 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
     }
     mx.random.seed(derive_seed(config.seed, "adapters"))  # used by from_base
     put_adapter_layers(model, count, parameters, config.use_dora)
+    cast_matrices(model, config.adapter_dtype)
     dropout_keys = DropoutKeys([None])
     if config.lora_dropout > 0:
         for name, module in model.named_modules():
@@ -373,6 +375,19 @@ def put_adapter_layers(
     linear_to_lora_layers(model, count, parameters, use_dora=use_dora)
     if use_dora:
         put_dora(model)
+
+
+def cast_matrices(model: nn.Module, dtype: str) -> None:
+    """Cast the matrices A and B of new adapters, which are float32.
+
+    DoRA's magnitudes stay in float32: they are few, and rounded ones would change the model before
+    it is trained.
+    """
+
+    def convert(path: str, array: mx.array) -> mx.array:
+        return array.astype(getattr(mx, dtype)) if path.endswith(MATRICES) else array
+
+    model.update(tree_map_with_path(convert, model.trainable_parameters()))
 
 
 def check_rank(blocks: list[nn.Module], keys: tuple[str, ...], rank: int) -> None:
@@ -460,11 +475,12 @@ def adapter_arrays(model: nn.Module) -> dict[str, mx.array]:
 
 
 def set_adapters(model: nn.Module, arrays: dict[str, mx.array]) -> None:
-    """Set the adapters to `arrays`, as returned by `adapter_arrays`.
+    """Set the adapters to `arrays`, as returned by `adapter_arrays`, in the dtypes of the model's.
 
     Raises UserError if names or shapes differ.
     """
-    ours = {name: array.shape for name, array in adapter_arrays(model).items()}
+    own = adapter_arrays(model)
+    ours = {name: array.shape for name, array in own.items()}
     theirs = {name: array.shape for name, array in arrays.items()}
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
@@ -472,7 +488,8 @@ def set_adapters(model: nn.Module, arrays: dict[str, mx.array]) -> None:
             raise UserError(
                 f"the adapter does not fit the model: {name} is {found}, expected {wanted}"
             )
-    model.update(tree_unflatten(list(arrays.items())))
+    cast_arrays = [(name, array.astype(own[name].dtype)) for name, array in arrays.items()]
+    model.update(tree_unflatten(cast_arrays))
 
 
 def text_of_shape(shape: tuple[int, ...] | None) -> str:

@@ -7,6 +7,8 @@ pure function of the same keys as dropout, so it does not depend on how a step i
 packed or recomputed. It is added to what the embedding layer returns, before any scale of the
 architecture.
 
+A long row gets its noise tile by tile, so that the float32 arrays of a few tokens exist at a time.
+
 The layer is replaced only while the trunk runs in a training pass. So a tied head, validation and
 generation always have the unchanged layer.
 
@@ -24,10 +26,13 @@ import mlx.nn as nn
 
 from your_ai.errors import UserError
 from your_ai.gates.token_ids import EMBEDDINGS, is_outside_blocks
+from your_ai.memory.tiles import tiles_of
 from your_ai.nets.model import TRIED_TOKENS, TokenKeys, dropout_bits, uint32
 from your_ai.rng import derive_seed
 
 LAYER = derive_seed("neftune") % 2**32  # among the keys of the layers with dropout
+Noise = Callable[[int, slice, list[mx.array]], mx.array]
+"""(D, n of the tokens, arrays that are computed first) -> (B, n, D) float32."""
 UNIFORM_BITS = 24  # that float32 can represent exactly
 TRIED_ALPHA = 1e3  # of the noise that tests a model
 
@@ -35,16 +40,19 @@ TRIED_ALPHA = 1e3  # of the noise that tests a model
 class NoisyEmbedding(nn.Module):
     """Replaces an embedding layer, with the same attributes, and adds `noise` to its output."""
 
-    def __init__(self, embedding: nn.Module, noise: Callable[[int], mx.array]) -> None:
-        """noise: D -> (B, T, D) float32."""
+    def __init__(self, embedding: nn.Module, noise: Noise) -> None:
         vars(self).update(vars(embedding))
         dict.update(self, embedding)
         vars(self)["_embedding"], vars(self)["_noise"] = embedding, noise
 
     def __call__(self, tokens: mx.array) -> mx.array:
         """(B, T) -> (B, T, D)"""
-        x = self._embedding(tokens)
-        return x + self._noise(x.shape[-1]).astype(x.dtype)
+        found: list[mx.array] = []
+        for tile in tiles_of(*tokens.shape):
+            (part,) = mx.depends([tokens[:, tile]], found[-1:]) if found else [tokens[:, tile]]
+            x = self._embedding(part)
+            found.append(x + self._noise(x.shape[-1], tile, found[-1:]).astype(x.dtype))
+        return found[0] if len(found) == 1 else mx.concatenate(found, axis=1)
 
     def as_linear(self, x: mx.array) -> mx.array:
         return self._embedding.as_linear(x)
@@ -69,8 +77,12 @@ class Neftune:
         """
         embedding = self.owner[self.name]
 
-        def noise(size: int) -> mx.array:
-            return uniform_noise(self.alpha, keys, lengths, size)
+        def noise(size: int, tile: slice, after: list[mx.array]) -> mx.array:
+            rows, places, counts = (
+                array if array.shape[1] == 1 else array[:, tile] for array in (*keys, lengths)
+            )
+            (places,) = mx.depends([places], after) if after else [places]
+            return uniform_noise(self.alpha, TokenKeys(rows, places), counts, size)
 
         self.owner[self.name] = NoisyEmbedding(embedding, noise)
         try:

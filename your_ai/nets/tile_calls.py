@@ -109,11 +109,12 @@ def tile_calls(parts: Parts, settings: Mapping[str, Any], tokens: int) -> list[T
 
 
 def showing(settings: Mapping[str, Any], tokens: int) -> int:
-    """The fewest tokens of a row in which every limit of attention below `tokens` shows.
+    """The fewest tokens of a row in which every limit of attention below `tokens` shows: one more
+    than a query sees, which is itself in addition to the window in some architectures.
 
     To find a mask, MLX computes it whole: the square of the length.
     """
-    return max([FEWEST_TOKENS, *(n + 1 for n in reaches(settings) if n < tokens)])
+    return max([FEWEST_TOKENS, *(n + 2 for n in reaches(settings) if n < tokens)])
 
 
 def reaches(settings: Mapping[str, Any]) -> Iterator[int]:

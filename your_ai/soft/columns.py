@@ -173,4 +173,5 @@ def added(total: Any, more: Pair) -> Any:
 
 
 def added_arrays(total: Arrays, more: Arrays) -> Arrays:
-    return {path: array + more[path] for path, array in total.items()}
+    """The sums, in float32."""
+    return {path: array.astype(mx.float32) + more[path] for path, array in total.items()}

@@ -247,7 +247,7 @@ class Ranks:
     ) -> tuple[Totals, list[int]]:
         """The sums of a step over all ranks, of losses and metrics, and of counts.
 
-        grads: those of this rank, none if it had no rows; then the sums over all ranks.
+        grads: those of this rank, none if it had no rows; then the sums over all ranks, in float32.
         parameters: what is trained.
         """
         if self.size == 1:
@@ -258,11 +258,8 @@ class Ranks:
             whole.add_sums(loss, metrics)
         trained, own = dict(tree_flatten(parameters)), grads.sizes()
         for names in buckets({name: trained[name] for name in sorted(trained)}):
-            mine = grads.take([name for name in names if name in own])
-            for name in names:
-                if name not in mine:
-                    mine[name] = mx.zeros_like(trained[name])
-            sums = self.sum({name: mine.pop(name) for name in names})
+            mine = (name for name in names if name in own)
+            sums = self.sum(in_float32(names, grads.take(mine), trained))
             grads.add(sums)  # and forgets them, before the next are read
         self.reductions += 1
         every = [sum(values) for values in zip(*(part[2] for part in parts), strict=True)]
@@ -447,16 +444,27 @@ class Ranks:
 ALONE = Ranks()
 
 
+def in_float32(
+    names: list[str], found: dict[str, mx.array], shaped: dict[str, mx.array]
+) -> dict[str, mx.array]:
+    """These arrays in float32; zeros, shaped as others, for those that are missing."""
+    return {
+        name: found[name].astype(mx.float32) if name in found else mx.zeros(shaped[name].shape)
+        for name in names
+    }
+
+
 def buckets(arrays: dict[str, mx.array]) -> list[list[str]]:
-    """Names to sum together: of one data type, in order, up to REDUCTION_BYTES."""
+    """Names to sum together: of one data type, in order, up to REDUCTION_BYTES in float32."""
     found: list[list[str]] = []
     last, room = "", 0
     for name, array in arrays.items():
-        if str(array.dtype) != last or array.nbytes > room:
+        size = mx.float32.size * array.size
+        if str(array.dtype) != last or size > room:
             found.append([])
             last, room = str(array.dtype), REDUCTION_BYTES
         found[-1].append(name)
-        room -= array.nbytes
+        room -= size
     return found
 
 

@@ -2,6 +2,10 @@
 
 The norm of the gradients is measured first, and they are applied only if it is finite. So a step
 that is not finite changes nothing.
+
+An update is computed in float32. The new values of parameters in bfloat16 are rounded at random, in
+proportion: an update is often less than half the distance of two such numbers, and would be lost if
+it was rounded to the nearest. The random numbers depend on the step and the parameter alone.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from your_ai.config import TrainConfig
 from your_ai.engine.gradients import Gradients
-from your_ai.memory.sizes import UPDATE_BYTES, UPDATE_BYTES_IN_8_BITS
+from your_ai.memory.sizes import UPDATE_BYTES, UPDATE_BYTES_ROUNDED
 from your_ai.run.checkpoint import TrainState
 from your_ai.training.optimizer_states import (
     FLOAT32,
@@ -32,6 +36,7 @@ from your_ai.training.optimizer_states import (
     States,
     rounding_key,
 )
+from your_ai.training.quantized_states import in_bfloat16
 
 FIRST_LOSS_SCALE = 2.0**15
 LOSS_SCALE_GROWS_AFTER = 2000  # finite steps
@@ -82,7 +87,7 @@ def build_optimizer(
     form = IN_8_BITS[config.optimizer] if config.optimizer_bits == 8 else FLOAT32
     for name, parameter in tree_flatten(parameters):
         state: State = {}
-        rule.init_single(parameter, state)
+        rule.init_single(parameter.astype(mx.float32), state)
         stored = form.stored(state, rounding_key(name, 0))
         states.put({name: stored})
         mx.eval(stored)
@@ -157,7 +162,9 @@ def make_update(
     """
     rule, states, form = optimizer.rule, optimizer.states, optimizer.form
     factors = factors or {}
-    together = UPDATE_BYTES if form == FLOAT32 else UPDATE_BYTES_IN_8_BITS
+    dtypes = {parameter.dtype for _, parameter in tree_flatten(model.trainable_parameters())}
+    is_float32 = form == FLOAT32 and mx.bfloat16 not in dtypes
+    together = UPDATE_BYTES if is_float32 else UPDATE_BYTES_ROUNDED
 
     def apply(
         grads: Any, parameters: Any, stored: Any, keys: Any, step: Any, rates: Any, factor: Any
@@ -165,10 +172,14 @@ def make_update(
         kept = {name: rule.state[name] for name in COUNTERS}
         changed, after = {}, {}
         for name, grad in grads.items():
-            grad, parameter = grad * factor.astype(grad.dtype), parameters[name]
+            grad, parameter = grad.astype(mx.float32) * factor, parameters[name]
             state = form.whole(stored[name], parameter.shape)
             rule.state.update(step=step, learning_rate=rates[name])
-            changed[name] = rule.apply_single(grad, parameter, state)
+            changed[name] = rule.apply_single(grad, parameter.astype(mx.float32), state)
+            if parameter.dtype == mx.bfloat16:
+                key = mx.random.split(keys[name])[1]  # `stored` uses the whole key
+                noise = mx.random.uniform(shape=parameter.shape, key=key)
+                changed[name] = in_bfloat16(changed[name], noise)
             after[name] = form.stored(state, keys[name])
         rule.state.update(kept)
         return changed, after

@@ -168,8 +168,11 @@ def planned(config: TrainConfig, model: Absent, seq_len: int | None, target: Tar
     speed = speed_known() if target.is_here else UNKNOWN
     process = ProcessFacts(python_bytes=PYTHON_BYTES, sliced=not target.has_gpu, speed=speed)
 
+    option = "--max-memory" if target.is_here or config.max_memory is not None else "--memory"
+
     def budget_with(each: TrainConfig) -> Budget:
         demand = demand_of(each, facts, [longest], process, prompt_tokens=prompt)
+        demand = replace(demand, limit_option=option)
         return Budget(limit, demand, choose(demand, limit.limit_bytes))
 
     return largest_that_fits(config, facts.blocks, budget_with)

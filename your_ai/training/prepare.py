@@ -247,7 +247,7 @@ def prepare(
     plan, soft = budget.choice.option.plan, None
     if is_soft:
         if reference is not None and config.from_adapter:
-            put_first_adapter(reference, RunFolder(folder), adapters)
+            put_first_adapter(reference, RunFolder(folder), adapters, config.adapter_dtype)
         exact = credit_of(config.soft_credit) == "exact"
         soft = build_networks(opened, scored_by[0], reference, plan.engine, graphs, exact)
         built = Built(engine_without_rows(graphs), plan.engine, soft.notices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -12,6 +13,7 @@ from your_ai.errors import UserError
 from your_ai.gates.text import counted, size_text
 from your_ai.memory.demand import Budget
 from your_ai.memory.estimate import read_bytes
+from your_ai.memory.estimate_disk import spilled_bytes
 from your_ai.memory.front import front_of
 from your_ai.memory.limit import text
 from your_ai.memory.longest import BUDGETS_GB, MOST, LongestRow, longest_rows
@@ -25,6 +27,7 @@ from your_ai.memory.plan import (
     seconds_of,
 )
 from your_ai.memory.plan_words import words
+from your_ai.run.folder import RUNS
 
 # What a demand is asked for that is the same for any length and limit.
 SHORT_TOKENS, ANY_GB = 64, 1e6
@@ -172,6 +175,11 @@ def table(budget: Budget) -> RenderableType:
         lines.append(ABOVE)
     if reads:
         lines.append(f"reads {size_text(reads)} of the model's files per micro-batch")
+    size = rows_of(budget.demand, choice.option.plan, longest) * longest
+    if written := disk_bytes(budget.demand, choice.option, size):
+        lines.append(f"keeps {size_text(written)} in the run's folder while it trains")
+        if note := disk_text(written):
+            lines.append(note)
     if note := time_text(budget):
         lines.append(note)
     return Group(*lines)
@@ -190,7 +198,27 @@ def longest_shown(demand: Demand, max_memory_gb: float | None) -> list[LongestRo
     return list(longest_rows(demand, (int(gb * 1e9) for gb in budgets)))
 
 
-def longest_as_json(rows: list[LongestRow]) -> list[dict[str, Any]]:
+def disk_bytes(demand: Demand, option: Option, tokens: int) -> int:
+    """Bytes that a plan writes to the disk; tokens: of a micro-batch, with padding."""
+    return spilled_bytes(demand.facts, demand.training, option.plan, tokens)
+
+
+def disk_of_row(demand: Demand, row: LongestRow) -> int:
+    """Bytes that the plan for the longest row writes, or for its group; 0 without a plan."""
+    if row.choice is None:
+        return 0
+    return disk_bytes(demand, row.choice.option, demand.rows_together * row.tokens)
+
+
+def disk_text(size: int, asked: str = "this") -> str:
+    """What to say if the disk has less room for what a plan writes; empty if it has enough."""
+    free = shutil.disk_usage(RUNS if RUNS.is_dir() else ".").free
+    if size <= free:
+        return ""
+    return f"the disk of {RUNS}/ has only {size_text(free)} free, and {asked} needs more"
+
+
+def longest_as_json(demand: Demand, rows: list[LongestRow]) -> list[dict[str, Any]]:
     return [
         {
             "limit_bytes": row.limit_bytes,
@@ -198,6 +226,8 @@ def longest_as_json(rows: list[LongestRow]) -> list[dict[str, Any]]:
             "plan": row.choice and words(row.choice.option.plan, row.tokens),
             "needed_bytes": row.choice and row.choice.option.needed_bytes,
             "step_cost": row.choice and row.choice.option.cost,
+            "disk_bytes": row.choice
+            and disk_bytes(demand, row.choice.option, demand.rows_together * row.tokens),
         }
         for row in rows
     ]
@@ -206,16 +236,21 @@ def longest_as_json(rows: list[LongestRow]) -> list[dict[str, Any]]:
 def longest_table(demand: Demand, rows: list[LongestRow]) -> RenderableType:
     """The longest rows, each with the plan that makes them fit."""
     found = Table(box=None, pad_edge=False)
-    for header in ("budget", "longest row", "plan", "needs"):
+    for header in ("budget", "longest row", "plan", "needs", "disk"):
         found.add_column(header, justify="left" if header == "plan" else "right")
+    written = [0]
     for row in rows:
         tokens = f"{row.tokens:,} tokens" if row.tokens else "none"
-        plan, needs = "nothing fits", ""
+        plan, needs, disk = "nothing fits", "", ""
         if row.choice is not None:
             option = row.choice.option
             plan, needs = words(option.plan, row.tokens), size_text(option.needed_bytes)
-        found.add_row(size_text(row.limit_bytes), tokens, plan, needs)
+            written.append(disk_of_row(demand, row))
+            disk = size_text(written[-1]) if written[-1] else ""
+        found.add_row(size_text(row.limit_bytes), tokens, plan, needs, disk)
     lines: list[RenderableType] = [adapters_text(demand), "", found]
+    if note := disk_text(max(written), "a row of this table"):
+        lines.append(note)
     if any(row.is_most for row in rows):
         lines.append(f"longer rows than {MOST:,} tokens were not tried")
     return Group(*lines)

@@ -1,4 +1,4 @@
-"""States of an optimizer in 8 bits: blockwise dynamic quantization.
+"""States of an optimizer in 8 bits, by blockwise dynamic quantization, and parameters in bfloat16.
 
 "8-bit Optimizers via Block-wise Quantization" (Dettmers et al., 2021, arXiv 2110.02861). Each
 block of values is divided by its largest absolute value, and each quotient is replaced by one of
@@ -104,6 +104,16 @@ def dequantize(found: Quantized, signed: bool, shape: tuple[int, ...]) -> mx.arr
     quotients = numbers[mx.abs(index - 127)] * mx.sign(index - 127) if signed else numbers[index]
     flat = (quotients * found.scales[:, None]).reshape(-1)
     return flat[: int(np.prod(shape))].reshape(shape)
+
+
+def in_bfloat16(values: mx.array, noise: mx.array) -> mx.array:
+    """Round float32 values to bfloat16 at random, so that the mean is exact.
+
+    bfloat16 is the upper half of float32: `noise`, from 0 to 1 (exclusive) in the shape of
+    `values`, is added to the lower half, which is cut off.
+    """
+    bits = values.view(mx.uint32) + (noise * 2.0**16).astype(mx.uint32)
+    return (bits & mx.array(0xFFFF0000, mx.uint32)).view(mx.float32).astype(mx.bfloat16)
 
 
 def in_blocks(values: mx.array) -> mx.array:

@@ -78,11 +78,14 @@ def open_reference(policy: Opened) -> Opened:
     return replace(policy, network=skeleton(policy.network))
 
 
-def put_first_adapter(reference: Opened, folder: RunFolder, adapters: model.Adapters) -> None:
-    """Give the reference the adapter that the run starts from."""
+def put_first_adapter(
+    reference: Opened, folder: RunFolder, adapters: model.Adapters, dtype: str
+) -> None:
+    """Give the reference the adapter that the run starts from; dtype: of its matrices."""
     parameters, config = adapters.config["lora_parameters"], adapters.config
     is_dora = config["fine_tune_type"] == "dora"
     model.put_adapter_layers(reference.network, config["num_layers"], parameters, is_dora)
+    model.cast_matrices(reference.network, dtype)  # it begins as the policy does
     arrays = checkpoint.load_adapters(folder.start)
     arrays.pop(checkpoint.SCORE_WEIGHT, None)
     model.set_adapters(reference.network, arrays)

@@ -256,6 +256,8 @@ def referenced(prepared: Prepared, log: events.EventLog) -> Prepared:
         "--quantize": str(prepared.config.quantize),
         "dtype": str(prepared.dtype),
     }
+    if prepared.config.adapter_dtype != "float32":  # rounds the first adapter
+        depends_on["--adapter-dtype"] = prepared.config.adapter_dtype
 
     def with_values(examples: Examples) -> Examples:
         return with_reference(
