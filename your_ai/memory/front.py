@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-ALIKE = 1.03  # of plans whose predicted seconds differ by less, the smaller one is better
+ALIKE = 1.01  # of plans whose predicted seconds differ by less, the smaller one is better
 
 
 class Timed(Protocol):
