@@ -220,7 +220,7 @@ def test_peak_memory_is_close_to_that_of_lora(monkeypatch, wide, made, plan, bit
         mx.reset_peak_memory()
         before = mx.get_active_memory()
         network, engine = made(wide(bits), plan, use_dora=use_dora)
-        peaks.append(held(engine) - before)
+        peaks.append(max(held(engine) for _ in range(3)) - before)  # threads vary it by 2%
         del network, engine
     assert peaks[1] < peaks[0] + MORE_BYTES
 
