@@ -30,6 +30,7 @@ def test_two_processes_send_the_gradients_once_per_step(capsys):
         (("--plan", "packed"), "measures one plan"),
         (("--plan", "none"), "nothing to measure"),
         (("--plan", "fussed"), "fussed"),
+        (("--against", "mlx-lm"), "--against: only works without --processes"),
         (("--objective", "grpo"), "not grpo"),
         (("--batch-size", 3), "--batch-size 3: must be a multiple of --processes 2"),
         (("--processes", 500, "--batch-size", 500), "--processes 500: must be at most 256"),

@@ -110,6 +110,8 @@ def bench(
         return
     peers = None if against is None else joined(against)
     if processes > 1:
+        if peers not in (None, "none"):
+            raise UserError("--against: only works without --processes, which measures our plans")
         peers = "none"
     contenders = measuring.contenders_of(joined(plan or ["fused"]), peers, objective)
     if supervised is None:

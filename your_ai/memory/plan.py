@@ -65,8 +65,6 @@ class Demand:
     training: Training
     lengths: tuple[int, ...]
     """The sequence length T of every bucket."""
-    limit_option: str = "--max-memory"
-    """The option that changes the limit, for errors."""
     batch_size: int
     """Rows of a micro-batch, as requested by the user."""
     rows_per_step: int
@@ -106,6 +104,8 @@ class Demand:
     """Whether the run starts from an adapter, whose size is given."""
     before_bytes: int = 0
     """Peak memory before training, if the model is quantized first."""
+    limit_option: str = "--max-memory"
+    """The option that changes the limit, for errors."""
     calibration: Calibration = field(default=Calibration())
     """Measurements on this machine, which correct the estimates."""
     coefficients: Coefficients = PACKAGED

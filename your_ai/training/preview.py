@@ -226,8 +226,7 @@ def longest_as_json(demand: Demand, rows: list[LongestRow]) -> list[dict[str, An
             "plan": row.choice and words(row.choice.option.plan, row.tokens),
             "needed_bytes": row.choice and row.choice.option.needed_bytes,
             "step_cost": row.choice and row.choice.option.cost,
-            "disk_bytes": row.choice
-            and disk_bytes(demand, row.choice.option, demand.rows_together * row.tokens),
+            "disk_bytes": row.choice and disk_of_row(demand, row),
         }
         for row in rows
     ]
