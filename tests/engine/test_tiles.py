@@ -97,8 +97,8 @@ TILED = ["gpt_oss", "llama4_text", "ministral3", "qwen3_moe", "gpt2", "phi3", "p
 # no block is cut.
 WHOLE = ["gemma2", "deepseek_v3", "gemma4_text", "mamba2", "baichuan_m1"]
 MIXED = ["llama4"]  # factors computed from positions, in some blocks
-CUT = {**dict.fromkeys(TILED, {True}), **dict.fromkeys(WHOLE, {False})}
-CUT |= dict.fromkeys(MIXED, {True, False})
+CUT = {name: {True} for name in TILED} | {name: {False} for name in WHOLE}
+CUT |= {name: {True, False} for name in MIXED}
 
 
 @pytest.mark.parametrize("model_type", CUT)
