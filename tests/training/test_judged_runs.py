@@ -161,12 +161,16 @@ def test_a_fault_that_stays_ends_the_run_and_a_resumed_one_ends_the_same(
 
 
 def test_what_stays_missing_is_shown_as_missing(judged, server):
-    def only_some(body: dict) -> str:
-        content = body["messages"][1]["content"]
-        return "no grades" if is_bad(content) else graded(body)
+    asked: list[str] = []
 
-    def is_bad(content: str) -> bool:
-        return zlib.crc32(content.encode()) % 3 == 0 and "2 + 2" not in content
+    def only_some(body: dict) -> str:
+        """Grades, except for every third content. Contents have random marks: no hash decides."""
+        content = body["messages"][1]["content"]
+        with server.lock:
+            if content not in asked:
+                asked.append(content)
+            is_third = asked.index(content) % 3 == 2
+        return "no grades" if is_third else graded(body)
 
     server.reply = only_some
     run = train(judged(run="partly", rollouts=4))
