@@ -97,6 +97,22 @@ def test_a_plan_for_another_mac_has_its_limit(memory_gb):
     assert notes[0] == f"planned for an idle Mac with {memory_gb} GB; nothing was measured there"
 
 
+def test_longest_row_of_another_mac_is_that_of_its_limit(capsys):
+    def longest(*options: str) -> dict:
+        asked = ("plan", "--model", "qwen3-4b", "--longest", *options, "--json")
+        assert call(*asked) == 0
+        (found,) = json.loads(capsys.readouterr().out)
+        return found
+
+    of_mac = longest("--memory", "16")
+    gb = of_mac["limit_bytes"] / 1e9
+    assert gb < 16
+    assert of_mac == longest("--memory", "64", "--max-memory", str(gb))
+    lower = longest("--memory", "16", "--max-memory", "5")
+    assert lower["limit_bytes"] == 5 * 10**9
+    assert lower["tokens"] < of_mac["tokens"]
+
+
 def test_a_limit_is_that_of_the_other_mac():
     config = TrainConfig(model="qwen3-4b", run="r", max_memory=6.0)
     assert planned_run(config, None, print, 8.0).limit.limit_bytes == 6 * 10**9

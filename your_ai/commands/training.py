@@ -161,6 +161,8 @@ def plan(
         if seq_len is not None:
             raise UserError(f"--longest: finds the length, so without --seq-len {seq_len}")
         seq_len = preview.SHORT_TOKENS
+        if memory is not None:
+            max_memory = preview.limit_of_mac_gb(memory, max_memory, settings.force)
         settings = dataclasses.replace(settings, max_memory=preview.ANY_GB, force=True)
 
     if shape is None:

@@ -11,6 +11,7 @@ from rich.table import Table
 from your_ai.dashboard.view import duration
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, size_text
+from your_ai.memory import limit as limits
 from your_ai.memory.demand import Budget
 from your_ai.memory.estimate import read_bytes
 from your_ai.memory.estimate_disk import spilled_bytes
@@ -183,6 +184,12 @@ def table(budget: Budget) -> RenderableType:
     if note := time_text(budget):
         lines.append(note)
     return Group(*lines)
+
+
+def limit_of_mac_gb(memory_gb: float, max_memory_gb: float | None, force: bool) -> float:
+    """The limit of a run on an idle Mac with this much RAM. Raises UserError."""
+    found = limits.find_limit(limits.idle_mac(memory_gb), max_memory_gb, force)
+    return found.limit_bytes / limits.GB
 
 
 def longest_shown(demand: Demand, max_memory_gb: float | None) -> list[LongestRow]:
