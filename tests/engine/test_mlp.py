@@ -83,7 +83,8 @@ def gradients(
     network: nn.Module, keys: DropoutKeys, x: mx.array, drawn: TokenKeys | None = None
 ) -> list[mx.array]:
     """Gradients of x and of the trained arrays, compiled as in the staged engine."""
-    names, arrays = zip(*tree_flatten(network.trainable_parameters()), strict=True)
+    trained = dict(tree_flatten(network.trainable_parameters()))
+    names, arrays = list(trained), list(trained.values())
 
     def both(x: mx.array, *arrays: mx.array):
         def forward(x: mx.array, *arrays: mx.array) -> mx.array:
@@ -124,6 +125,20 @@ def test_slices_equal_the_whole_mlp(bits, bias, dropout, fewest, batch):
     assert relative_error(y, network(x)) < 1e-5
 
 
+@pytest.mark.parametrize("trained", [(), ("gate_proj",), ("down_proj",), ("gate_proj", "up_proj")])
+@pytest.mark.parametrize(("bits", "bias"), [(4, False), (None, True)])
+def test_slices_of_mlps_with_few_adapters_or_none_equal_the_whole(monkeypatch, bits, bias, trained):
+    network, keys = adapted(bits, bias, 0.0)
+    dict.update(network, {n: network[n].linear for n in network.children() if n not in trained})
+    x = mx.random.normal((2, 9, HIDDEN))
+    expected = gradients(network, keys, x)
+    monkeypatch.setattr(mlp, "FEWEST_FEATURES", 128)
+    found = gradients(SlicedMLP.from_base(network, keys), keys, x)
+    assert len(found) == 1 + 2 * len(trained)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert relative_error(ours, theirs) < 1e-5
+
+
 @pytest.mark.parametrize("are_given", [True, False])
 @pytest.mark.parametrize(("bits", "bias", "dropout"), [(4, False, 0.3), (None, True, 0.0)])
 def test_slices_with_dora_equal_the_whole_mlp(monkeypatch, bits, bias, dropout, are_given):
@@ -159,8 +174,11 @@ def test_slicing_with_dora_lowers_peak_memory():
 
 
 @pytest.mark.memory
-def test_slicing_lowers_peak_memory():
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_slicing_lowers_peak_memory(is_trained):
     network, keys = adapted(4, False, 0.0, inner=4096)
+    if not is_trained:
+        dict.update(network, {name: network[name].linear for name in network.children()})
     x = mx.random.normal((1, 256, HIDDEN))
 
     def peak(network: nn.Module) -> int:

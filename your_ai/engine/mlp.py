@@ -20,12 +20,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 
 from your_ai.engine.dequantized import DequantizedLinear
+from your_ai.memory.layer_sizes import slice_width
 from your_ai.memory.sizes import FEWEST_FEATURES
 from your_ai.nets.dora import NORMS, DoRA
 from your_ai.nets.model import DropoutKeys, KeyedDropout
 from your_ai.nets.parts import Arrays, arrays_of, put, skeleton
 
-STEP = 128  # slices are multiples of this many features, to keep quantization groups whole
 INWARD = ("gate_proj", "up_proj")
 OUTWARD = "down_proj"
 ADAPTED = (LoRALinear, DoRA)
@@ -82,7 +82,8 @@ class SlicedMLP(nn.Module):
 
         @forward.vjp
         def backward(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, ...]:
-            x, *trained = primals
+            # MLX gives a lone argument itself, not a list of one.
+            x, *trained = primals = list(primals) if names else [primals]
             done = [cotangent]  # prevents mx.compile from reusing arrays of the forward pass
             grads: list[Any] = [None] * len(primals)
             for part, function in zip(slices, functions, strict=True):
@@ -120,8 +121,7 @@ def compute_in_turn(mlp: nn.Module) -> None:
 
 def slices_of(inner: int, about: int) -> list[slice]:
     """Cut F = `inner` features into slices of about equal size, near `about` features each."""
-    count = -(-inner // about)
-    step = -(-inner // count // STEP) * STEP
+    step = slice_width(inner, about)
     return [slice(i, min(i + step, inner)) for i in range(0, inner, step)]
 
 
@@ -218,8 +218,8 @@ def features_of_dropout(mlp: nn.Module, part: slice) -> Arrays:
 
 
 def replace_mlps(block: nn.Module, dropout_keys: DropoutKeys) -> None:
-    """Replace the trained MLPs of a block with SlicedMLPs, where possible."""
+    """Replace the MLPs of a block with SlicedMLPs, where possible."""
     for name in ("mlp", "feed_forward"):
         child = block.get(name)
-        if can_be_sliced(child) and tree_flatten(child.trainable_parameters()):
+        if can_be_sliced(child):
             block[name] = SlicedMLP.from_base(child, dropout_keys)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from your_ai.memory.facts import ModelFacts
 from your_ai.memory.memoized import memoized
-from your_ai.memory.sizes import HEAD_SLICE_BYTES
+from your_ai.memory.sizes import HEAD_SLICE_BYTES, SLICE_STEP
 
 
 @memoized
@@ -18,6 +18,12 @@ def largest_matrix_bytes(facts: ModelFacts) -> int:
     """Bytes of the largest weight matrix of a block, dequantized."""
     sizes = [size for kind in facts.kinds for size in kind.linears.values()]
     return max((i * o for i, o in sizes), default=0) * facts.float_bytes
+
+
+def slice_width(inner: int, about: int) -> int:
+    """The features of a slice of an MLP with F = `inner` features; near `about`, at most F."""
+    count = -(-inner // about)
+    return min(inner, -(-inner // count // SLICE_STEP) * SLICE_STEP)
 
 
 def head_step(facts: ModelFacts, count: int) -> int:
