@@ -17,7 +17,7 @@ from tests.conftest import call, make_model, write_site
 FALSIFIED = """
 from your_ai.memory import coefficients
 
-for name in ("fused", "fused_head", "forward", "forward_lora", "backward", "head"):
+for name in ("fused", "fused_head", "forward", "forward_lora", "backward", "backward_lora", "head"):
     table = getattr(coefficients.PACKAGED, name)
     table.update({key: FACTOR * value for key, value in table.items()})
 """

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from your_ai.memory.coefficients import PACKAGED
 from your_ai.memory.estimate import Plan, Training, Workload, estimate, weights_bytes
 from your_ai.memory.facts import facts_of_config
 from your_ai.memory.workload import Kept
@@ -38,7 +39,8 @@ def test_a_large_block_beside_small_ones_is_streamed_with_one_of_them():
     (kind,) = facts.kinds
     large = replace(kind, weights_bytes=10 * kind.weights_bytes)
     between = replace(facts, kinds=(kind, large), order=(0, 1, 0, 0))
-    apart = 1.6 * large.weights_bytes + facts.rest_bytes
-    beside = large.weights_bytes + int(0.6 * kind.weights_bytes) + facts.rest_bytes
+    count = PACKAGED.streamed["training"]
+    apart = count * large.weights_bytes + facts.rest_bytes
+    beside = large.weights_bytes + int((count - 1) * kind.weights_bytes) + facts.rest_bytes
     assert weights_bytes(between, "streamed") == beside < apart
     assert weights_bytes(replace(between, order=(0, 1, 1, 0)), "streamed") == int(apart)

@@ -25,7 +25,7 @@ from your_ai.memory.workload import NOTHING, Kept
 # The tables that measured peaks can decide, by the engine and kind of the peaks that need them.
 FITTED: dict[tuple[str, str], tuple[str, ...]] = {
     ("fused", "training"): ("fused", "fused_head"),
-    ("staged", "training"): ("forward", "forward_lora", "backward", "head"),
+    ("staged", "training"): ("forward", "forward_lora", "backward", "backward_lora", "head"),
     ("kept", "training"): ("kept",),
     ("tiled", "training"): ("tiles",),
     ("fused", "evaluation"): ("evaluation", "evaluation_unsliced", "scores"),

@@ -16,12 +16,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from your_ai.config import TrainConfig
 from your_ai.doctor import fit_memory
 from your_ai.doctor.fit_memory import Peak
 from your_ai.doctor.shapes import make_shape
 from your_ai.engine.build import build_engine
+from your_ai.engine.gradients import gradients_in
 from your_ai.engine.opened import open_model
 from your_ai.errors import RunError
 from your_ai.files import replace_text
@@ -37,6 +39,7 @@ from your_ai.memory.estimate_kept import everything
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.workload import NOTHING, Kept
 from your_ai.nets import model
+from your_ai.training import optimizer
 from your_ai.training.measure_peaks import batch_of
 
 MODULE = "your_ai.doctor.measure_memory"
@@ -141,8 +144,12 @@ def measure_engine(
     engine: str,
     limit: int,
     kept: Kept = NOTHING,
+    cases: Sequence[tuple[str, Shape]] | None = None,
 ) -> Iterator[Peak]:
-    """The peaks of one engine; cases that could exceed `limit` bytes are left out."""
+    """The peaks of one engine; cases that could exceed `limit` bytes are left out.
+
+    cases: kinds and shapes of peaks, instead of those that are usually measured.
+    """
     gc.collect()
     mx.clear_cache()
     mx.set_cache_limit(0)
@@ -168,26 +175,39 @@ def measure_engine(
             peak_bytes=peak_bytes, kept=kept,
         )  # fmt: skip
 
-    kinds = (("gradients", TRAINED), ("evaluation", () if kept else EVALUATED))
-    for kind, shapes in kinds:
-        forward = kind == "evaluation"
-        workload = Workload(facts=facts, training=training, forward=forward)
-        for shape in shapes:
-            plan = Plan(engine, shape.size, kept=kept)
-            worst = estimate(workload, plan, *shape, work_ratio=FAR, gradients_only=True)
-            if worst.process_bytes > limit:
-                continue
-            batch = batch_of(shape, packing=False)
-            mx.synchronize()
-            mx.reset_peak_memory()
-            before_bytes = empty_bytes if forward else mx.get_active_memory()
-            if forward:
-                mx.eval(built.engine.score(batch))
-            else:
-                mx.eval(built.engine.gradients(batch, 1.0, 0))
-            mx.synchronize()
-            yield peak(kind, shape, mx.get_peak_memory() - before_bytes)
-            built.engine.drop()
+    if cases is None:
+        cases = [("gradients", shape) for shape in TRAINED]
+        cases += [("evaluation", shape) for shape in EVALUATED if not kept]
+    update: optimizer.Update | None = None
+    for kind, shape in cases:
+        workload = Workload(facts=facts, training=training, forward=kind == "evaluation")
+        plan = Plan(engine, shape.size, kept=kept)
+        worst = estimate(workload, plan, *shape, work_ratio=FAR, gradients_only=True)
+        if worst.process_bytes > limit:
+            continue
+        batch = batch_of(shape, packing=False)
+        mx.synchronize()
+        mx.reset_peak_memory()
+        before_bytes = mx.get_active_memory() if kind == "gradients" else empty_bytes
+        if kind == "evaluation":
+            mx.eval(built.engine.score(batch))
+        elif kind == "gradients":
+            mx.eval(built.engine.gradients(batch, 1.0, 0))
+        else:
+            if update is None:  # from here on, its states are in memory
+                update = update_of(opened.network, config)
+            with tempfile.TemporaryDirectory(prefix="your_ai-gradients-") as place:
+                gradients = gradients_in(Path(place) if plan.gradients_on_disk else None)
+                mx.eval(built.engine.add_gradients(batch, 1.0, 0, gradients))
+                update(gradients, 1.0, config.learning_rate)
+        mx.synchronize()
+        yield peak(kind, shape, mx.get_peak_memory() - before_bytes)
+        built.engine.drop()
+
+
+def update_of(network: nn.Module, config: TrainConfig) -> optimizer.Update:
+    adamw = optimizer.build_optimizer(config, network.trainable_parameters())
+    return optimizer.make_update(network, adamw)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ class Coefficients:
     """The same if the widest layer of the block has an adapter."""
     backward: Table
     """Staged engines, backward pass of one block."""
+    backward_lora: Table
+    """The same if the widest layer of the block has an adapter."""
     kept: Table
     """Staged engines, backward pass of one block that keeps the outputs of its linear layers."""
     tiles: Table
@@ -101,7 +103,12 @@ def read_packaged() -> Coefficients:
 
 PACKAGED = read_packaged()
 # Tables that older files do not have, and keys that their tables do not have.
-LATER = {"rollouts": PACKAGED.rollouts, "kept": PACKAGED.kept, "tiles": PACKAGED.tiles}
+LATER = {
+    "rollouts": PACKAGED.rollouts,
+    "kept": PACKAGED.kept,
+    "tiles": PACKAGED.tiles,
+    "backward_lora": PACKAGED.backward_lora,
+}
 LATER_KEYS = {"streamed": ("alone",)}
 
 

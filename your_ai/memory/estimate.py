@@ -25,6 +25,17 @@ from your_ai.memory.estimate_adapters import (
     reduction_bytes,
     update_bytes,
 )
+from your_ai.memory.estimate_blocks import (
+    adapts_widest,
+    dora_bytes,
+    evaluation_block_bytes,
+    gemma_bytes,
+    kept_backward_bytes,
+    kept_forward_bytes,
+    logits_bytes,
+    staged_backward_bytes,
+    staged_forward_bytes,
+)
 from your_ai.memory.estimate_generation import (
     generation_bytes,
     kv_bytes_per_token,
@@ -32,30 +43,24 @@ from your_ai.memory.estimate_generation import (
 )
 from your_ai.memory.estimate_graphs import evaluation_graphs_bytes, graphs_bytes
 from your_ai.memory.estimate_kept import kept_bytes
-from your_ai.memory.estimate_kinds import is_mixer_alone, kind_bytes, slices_mlp
+from your_ai.memory.estimate_kinds import kind_bytes
 from your_ai.memory.estimate_tiles import (
     is_tiled,
     noise_bytes,
-    tile_tokens,
-    tiled_backward_bytes,
-    tiled_forward_bytes,
 )
 from your_ai.memory.facts import ModelFacts, layers_named
-from your_ai.memory.layer_sizes import head_step, largest_matrix_bytes, widest_outputs
-from your_ai.memory.memoized import memoized
+from your_ai.memory.layer_sizes import head_step, largest_matrix_bytes
 from your_ai.memory.sizes import (
     DEQUANTIZED_SLICE_BYTES,
-    FEWEST_FEATURES,
     HEAD_ROWS,
     HEAD_SLICE_BYTES,
     PREFILL_TOKENS,
-    QUERY_BLOCK,
-    SCORE_BYTES,
 )
 from your_ai.memory.workload import Plan, Training, Workload
 
 # Slices of the vocabulary that exist together: of a quantized head, and of one that is not.
 HEAD_SLICES, DENSE_HEAD_SLICES = 2, 3
+CUT_SLICES = 2  # of a head that is not quantized: while one tile ends, the next one begins
 DORA_NORMS_BYTES = 15_000_000  # norms are computed in slices, so this does not depend on the layer
 SOFT_COLUMNS = 16  # tokens whose block inputs are computed together
 SOFT_POSITIONS = 64  # positions whose logits are slices of the head together
@@ -304,7 +309,8 @@ def staged_phases(
     parts = workload.parts
     forward = max(staged_forward_bytes(each, rows, tokens) for each, *_ in parts)
     backward = max(staged_backward_bytes(each, rows, tokens) for each, _, count in parts if count)
-    table = coefficients.head
+    is_wide = any(adapts_widest(each) for each, _, count in parts if count)
+    table = coefficients.backward_lora if is_wide else coefficients.backward
     tiled = is_tiled(workload, rows, tokens)
     if tiled and plan.engine == "streamed":  # the weights of a block stay for all of its tiles
         reading = plan.resident, plan.blocks_ahead
@@ -314,12 +320,9 @@ def staged_phases(
         more = min(read, facts.blocks_bytes - stay) + stay + facts.rest_bytes - counted
         forward, backward = forward + more, backward + more
     is_cut = tiled and not plan.kept.linear and not workload.score_head  # in tiles at the head
-    head = (
-        table["logits"] * logits_bytes(workload, n)
-        + table["hidden"] * (hidden * min(1.0, HEAD_ROWS / n) if is_cut else hidden)
-        + hidden * is_cut
-        + table["slice"] * min(HEAD_SLICE_BYTES, workload.vocabulary * facts.hidden * number)
-    )
+    together = hidden * min(1.0, HEAD_ROWS / n)  # hidden states that meet the head at once
+    rest = hidden if is_cut else 2 * (hidden - together)  # and their cotangents
+    head = head_bytes(workload, n, is_cut) + coefficients.head["hidden"] * together + rest
     kept, blocks = plan.kept, training.blocks
     linear = kept.linear  # the last blocks, which also need other work; `lean` are those before
     lean = {"inputs": blocks - 1 - linear, "kept": kept_bytes(facts, kept, rows, tokens, linear)}
@@ -346,7 +349,7 @@ def staged_phases(
         """
         held = gradients
         if earlier == 0:
-            held *= coefficients.backward["gradients"]
+            held *= table["gradients"]
             if not plan.gradients_on_disk:  # they become more, block by block
                 held *= (place + 1) / blocks
         return {
@@ -359,11 +362,7 @@ def staged_phases(
     if tiled:
         found.append({"block work": 2 * hidden})  # the embeddings, and their tiles
     if linear < blocks:
-        found.append(backward_at(blocks - 1, backward, tiled))
-        if tiled:
-            found.append(backward_at(linear, backward, tiled))
-        elif kept.attention > linear:  # the inputs of blocks count with the forward pass, above
-            found.append(backward_at(linear, backward, 0) | {"block inputs": 0})
+        found += [backward_at(place, backward, tiled) for place in (linear, blocks - 1)]
     if linear:
         later = [workload.alone[kind] for kind in facts.counts_of_last(linear)]
         first = max(kept_forward_bytes(each, rows, tokens) for each in later)
@@ -373,96 +372,16 @@ def staged_phases(
     return found
 
 
-@memoized
-def kept_forward_bytes(workload: Workload, rows: int, tokens: int) -> float:
-    """Bytes of the forward pass of a block that keeps outputs, beside these."""
-    facts, table = workload.facts, workload.coefficients.kept
-    number, n = facts.float_bytes, rows * tokens
-    matrix = largest_matrix_bytes(facts)
-    return (
-        table["forward_wide"] * n * widest_outputs(facts) * number
-        + table["forward_hidden"] * (n * (facts.hidden + facts.passed) * number)
-        + table["forward_slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix) * facts.quantized
-        + gemma_bytes(workload, rows, tokens, "staged")
-        + kind_bytes(facts, rows, tokens, forward=True)
-    )
+def head_bytes(workload: Workload, targets: int, is_cut: bool = False) -> float:
+    """Bytes of slices of the logits, and of the head's weights that they need.
 
-
-@memoized
-def kept_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
-    """Bytes of the backward pass of a block that kept outputs, beside these."""
-    facts, training, table = workload.facts, workload.training, workload.coefficients.kept
-    number, n, wide = facts.float_bytes, rows * tokens, widest_outputs(facts)
-    if is_mixer_alone(facts):  # its arrays that are as wide as its projections count with it
-        wide = min(wide, max(FEWEST_FEATURES, facts.hidden // 2))
-    lora = sum(i for i, _ in layers_named(facts, training.targets, training.experts))
-    scores = min(SCORE_BYTES, 4 * rows * facts.heads * tokens * min(tokens, QUERY_BLOCK))
-    matrix = largest_matrix_bytes(facts)
-    return (
-        (table["wide"] + table["adapted"] * adapts_widest(workload)) * n * wide * number
-        + table["hidden"] * n * facts.hidden * number
-        + workload.coefficients.backward["hidden"] * n * facts.passed * number
-        + table["lora"] * n * lora * number
-        + table["scores"] * scores
-        + table["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix) * facts.quantized
-        + dora_bytes(workload, n, "staged")
-        + gemma_bytes(workload, rows, tokens, "staged")
-        + kind_bytes(workload.facts, rows, tokens)
-    )
-
-
-@memoized
-def staged_forward_bytes(workload: Workload, rows: int, tokens: int) -> float:
-    """Bytes of the forward pass of a block, of a model whose blocks have the same sizes."""
-    if is_tiled(workload, rows, tokens):
-        of_tile = staged_forward_bytes(workload, rows, tile_tokens(rows, tokens))
-        return tiled_forward_bytes(workload, rows, tokens, of_tile)
-    facts, coefficients = workload.facts, workload.coefficients
-    number, n, wide = facts.float_bytes, rows * tokens, widest_outputs(facts)
-    matrix = largest_matrix_bytes(facts)
-    table = coefficients.forward_lora if adapts_widest(workload) else coefficients.forward
-    is_sliced = matrix > DEQUANTIZED_SLICE_BYTES
-    unsliced = 0 if is_sliced else table["unsliced"] + table["dense"] * (not facts.quantized)
-    return (
-        (table["wide"] + unsliced) * n * wide * number
-        + table["hidden"] * (n * facts.hidden * number) * is_sliced
-        + table["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix)
-        + gemma_bytes(workload, rows, tokens, "staged")
-        + kind_bytes(workload.facts, rows, tokens, forward=True)
-    )
-
-
-@memoized
-def staged_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
-    """Bytes of the backward pass of a block, of a model whose blocks have the same sizes."""
-    if is_tiled(workload, rows, tokens):
-        of_rows = (workload, rows, tile_tokens(rows, tokens))
-        of_tile = staged_forward_bytes(*of_rows), staged_backward_bytes(*of_rows)
-        return tiled_backward_bytes(workload, rows, tokens, *of_tile)
-    facts, training, table = workload.facts, workload.training, workload.coefficients.backward
-    number, n, wide = facts.float_bytes, rows * tokens, widest_outputs(facts)
-    lora = sum(i for i, _ in layers_named(facts, training.targets, training.experts))
-    matrix = largest_matrix_bytes(facts)
-    part = min(wide, max(FEWEST_FEATURES, facts.hidden // 2)) if slices_mlp(facts) else wide
-    is_sliced = matrix > DEQUANTIZED_SLICE_BYTES
-    return (
-        table["part"] * n * part * number
-        + table["dense"] * n * wide * number * (not is_sliced and not facts.quantized)
-        + table["lora"] * n * lora * number
-        + table["hidden"] * (n * (facts.hidden + facts.passed) * number)
-        + table["slice"] * min(3 * part * facts.hidden * number, 3 * matrix)
-        + dora_bytes(workload, n, "staged")
-        + gemma_bytes(workload, rows, tokens, "staged")
-        + kind_bytes(workload.facts, rows, tokens)
-    )
-
-
-@memoized
-def adapts_widest(workload: Workload) -> bool:
-    """Whether the widest layer has an adapter."""
-    facts, training = workload.facts, workload.training
-    wide = widest_outputs(facts)
-    return any(wide in s for s in layers_named(facts, training.targets, training.experts))
+    is_cut: whether it runs tile by tile.
+    """
+    facts, table = workload.facts, workload.coefficients.head
+    columns = min(workload.vocabulary, head_step(facts, min(targets, HEAD_ROWS)))
+    slices = table["slice"] if facts.quantized else table["dense_slice"] + CUT_SLICES * is_cut
+    weights = slices * columns * facts.hidden * facts.float_bytes
+    return table["logits"] * logits_bytes(workload, targets) + weights
 
 
 def soft_phase(
@@ -486,41 +405,20 @@ def soft_phase(
     together = min(PREFILL_TOKENS, rows * sizes.prompt_tokens)
     together = max(together, rows * tokens if plan.engine == "streamed" else 0)
     scoring = replace(workload, score_head=True)
-    block = staged_phases(scoring, replace(plan, engine="staged"), 1, together, 0, 0)[-1]
+    trained = [part for part, _, count in scoring.parts if count]
+    block = max(staged_backward_bytes(part, 1, together) for part in trained)
     head_slice = min(HEAD_SLICE_BYTES, facts.vocabulary * hidden * number)
     slices = head_slice * (facts.quantized or plan.engine == "streamed")
     positions = min(SOFT_POSITIONS, rows * sizes.new_tokens)
     logits = logits_bytes(workload, positions) * facts.softcaps
     of_block = table["streamed_block" if plan.engine == "streamed" else "block"]
-    work = of_block * sum(block.values()) + table["slice"] * slices
+    work = of_block * block + table["slice"] * slices
     return {
         "gradients": gradients,
         "KV cache": held,
         "activations": by_token,
         "block work": work + table["softcap_logits"] * logits,
     }
-
-
-@memoized
-def dora_bytes(workload: Workload, tokens: int, engine: str) -> float:
-    """Bytes of a block's outputs that the gradients of DoRA's magnitudes need."""
-    facts, training = workload.facts, workload.training
-    if not training.dora:
-        return 0.0
-    outputs = sum(
-        min(o, facts.hidden) for _, o in layers_named(facts, training.targets, training.experts)
-    )
-    return workload.coefficients.dora[engine] * tokens * outputs * facts.float_bytes
-
-
-@memoized
-def gemma_bytes(workload: Workload, rows: int, tokens: int, engine: str) -> float:
-    """Bytes of a block's norms beyond two, and of attention scores with a softcap (tanh)."""
-    facts, table = workload.facts, workload.coefficients.gemma
-    hidden = rows * tokens * facts.hidden * facts.float_bytes
-    scores = rows * tokens**2 * facts.heads * facts.float_bytes * facts.softcaps
-    norms = table[f"{engine}_norms"] * (facts.norms - 2) * hidden
-    return norms + table[f"{engine}_scores"] * scores
 
 
 def forward_phases(
@@ -536,8 +434,7 @@ def forward_phases(
     parts = workload.parts
     blocks = max(evaluation_block_bytes(each, engine, rows, tokens) for each, *_ in parts)
     head_slice = min(HEAD_SLICE_BYTES, workload.vocabulary * facts.hidden * number)
-    losses = coefficients.head["logits"] * logits + coefficients.head["slice"] * head_slice
-    table = coefficients.scores
+    losses, table = head_bytes(workload, n), coefficients.scores
     predictions = table["logits"] * logits + table[engine] * head_slice
     if not predicts and engine == "staged":
         predictions = 0.0
@@ -547,39 +444,6 @@ def forward_phases(
         at_head = table["hidden"] * hidden
     head = max(losses, predictions) + at_head
     return [{"block work": blocks}, {"head chunk": head}]
-
-
-@memoized
-def evaluation_block_bytes(workload: Workload, engine: str, rows: int, tokens: int) -> float:
-    """Bytes of a block without gradients, of a model whose blocks have the same sizes."""
-    if engine == "staged" and is_tiled(workload, rows, tokens):
-        of_tile = evaluation_block_bytes(workload, engine, rows, tile_tokens(rows, tokens))
-        return tiled_forward_bytes(workload, rows, tokens, of_tile)
-    facts, coefficients = workload.facts, workload.coefficients
-    tokens *= rows
-    number, wide, adapted = facts.float_bytes, widest_outputs(facts), adapts_widest(workload)
-    if largest_matrix_bytes(facts) > DEQUANTIZED_SLICE_BYTES:
-        table, hidden = coefficients.evaluation, tokens * facts.hidden * number
-        return (
-            (table["wide"] + table["lora"] * adapted) * tokens * wide * number
-            + (table["hidden"] + table["fused"] * (engine == "fused")) * hidden
-            + table["slice"] * DEQUANTIZED_SLICE_BYTES
-        )
-    table = coefficients.evaluation_unsliced
-    arrays = table[f"{engine}_wide"]
-    if engine == "staged":
-        arrays += table["lora"] * adapted + table["dense"] * (not facts.quantized)
-    return arrays * tokens * wide * number + table[f"{engine}_logits"] * logits_bytes(
-        workload, tokens
-    )
-
-
-def logits_bytes(workload: Workload, targets: int) -> int:
-    """Bytes of one slice of the logits, for the hidden states that meet the head together."""
-    facts = workload.facts
-    count = min(targets, HEAD_ROWS)
-    of_slice = 4 * count * min(workload.vocabulary, head_step(facts, count))
-    return int(workload.coefficients.gemma["logits"] * of_slice) if facts.softcaps else of_slice
 
 
 def read_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:

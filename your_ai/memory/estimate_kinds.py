@@ -14,9 +14,9 @@ from your_ai.memory.mixer_sizes import mixers_bytes
 
 LATENT_SCORES = 3.8  # arrays of the scores of latent attention, whose mask is an array
 KEPT_LATENT_SCORES = 1.0  # of each block, from the forward pass to the backward pass
-EXPERT_ARRAYS = 5.0  # of the outputs of the routed experts of a token
+EXPERT_ARRAYS = 6.0  # of the outputs of the routed experts of a token
 KEPT_EXPERT_ARRAYS = 0.5
-PASSED_ARRAYS = 6.0  # of what a block passes on in addition to the hidden states
+PASSED_ARRAYS = 5.0  # of what a block passes on in addition to the hidden states
 MLPS = ("mlp", "feed_forward")  # they are computed in slices of features, if they have ...
 SLICED_LAYERS = ("gate_proj", "up_proj", "down_proj")
 
@@ -30,17 +30,34 @@ def kind_bytes(
     kept: what stays in memory from the forward pass to the backward pass; by default the peak.
     forward: the peak of a pass without gradients.
     """
+    own = mixing_bytes(facts, rows, tokens, kept=kept, forward=forward)
+    return own + routed_bytes(facts, rows, tokens, kept=kept)
+
+
+@memoized
+def mixing_bytes(
+    facts: ModelFacts, rows: int, tokens: int, *, kept: bool = False, forward: bool = False
+) -> float:
+    """The part of `kind_bytes` that mixes tokens: latent attention and mixers."""
     if not facts.kinds:
         return 0.0
     kind, number = facts.kinds[0], facts.float_bytes
     latent = sum(mixer.heads for mixer in kind.mixers if mixer.kind == MLA)
     scores = (KEPT_LATENT_SCORES if kept else LATENT_SCORES) * rows * latent * tokens**2 * number
+    mixers = mixers_bytes(kind.mixers, rows, tokens, number, kept=kept, forward=forward)
+    return scores + mixers
+
+
+@memoized
+def routed_bytes(facts: ModelFacts, rows: int, tokens: int, *, kept: bool = False) -> float:
+    """The rest of `kind_bytes`: routed experts, and what blocks pass on beside hidden states."""
+    if not facts.kinds:
+        return 0.0
+    kind = facts.kinds[0]
     routed = max((kind.linears[name][1] for name in kind.experts), default=0)
     experts = (KEPT_EXPERT_ARRAYS if kept else EXPERT_ARRAYS) * routed
     passed = 0.0 if kept else PASSED_ARRAYS * facts.passed
-    arrays = rows * tokens * number * (experts + passed)
-    mixers = mixers_bytes(kind.mixers, rows, tokens, number, kept=kept, forward=forward)
-    return scores + arrays + mixers
+    return rows * tokens * facts.float_bytes * (experts + passed)
 
 
 @memoized
