@@ -308,6 +308,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "dense_attention_every_n_layers": 2,
         "ff_intermediate_size": 48,
         "gegelu_limit": 20.0,
+        "vocab_size": 100352,  # its code writes the logits of tokens 100256 to 100351
     },
     "phixtral": {"rotary_dim": 4, "n_head": 4, "num_local_experts": 4},
     "pixtral": {"text_config": "llama"},
@@ -355,7 +356,7 @@ def config_of(model_type: str) -> dict[str, Any]:
         config["text_config"] = config_of(inner)
     elif inner is not None:
         config["text_config"] = SIZES | inner
-    return {**config, "model_type": model_type, "vocab_size": VOCABULARY}
+    return {"vocab_size": VOCABULARY, **config, "model_type": model_type}
 
 
 def write_model(folder: Path, model_type: str, **changes: Any) -> Path:

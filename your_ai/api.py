@@ -117,6 +117,12 @@ class Run:
         return {event.step: event.loss for event in self._past().validations}
 
     @property
+    def best_validation(self) -> tuple[int, float] | None:
+        """(step, loss) of the best validation, by --best-metric; None if there was none."""
+        best = self._past().state.best_validation
+        return None if best is None else (best.step, best.loss)
+
+    @property
     def metrics(self) -> dict[str, dict[int, float]]:
         """What the objective reported beside the loss: by name, then by step."""
         found: dict[str, dict[int, float]] = {}

@@ -310,8 +310,8 @@ def test_a_long_plan_leaves_to_the_gauge_what_it_needs():
 
 def test_the_best_mean_is_shown_once_there_are_enough_steps():
     steps = [step(n) for n in range(1, 21)]
-    assert " best " not in text_of(folded(*BEGINNING, *steps[:19]), 120, 40)
-    assert " best " in text_of(folded(*BEGINNING, *steps), 120, 40)
+    assert " lowest " not in text_of(folded(*BEGINNING, *steps[:19]), 120, 40)
+    assert " lowest " in text_of(folded(*BEGINNING, *steps), 120, 40)
 
 
 def test_a_model_in_a_folder_has_the_name_of_the_folder():

@@ -96,7 +96,7 @@ TILED = ["gpt_oss", "llama4_text", "ministral3", "qwen3_moe", "gpt2", "phi3", "p
 # A softcap; latent attention that is not expanded; shared keys; a recurrence; convolutions of keys:
 # no block is cut.
 WHOLE = ["gemma2", "deepseek_v3", "gemma4_text", "mamba2", "baichuan_m1"]
-MIXED = ["llama4"]  # factors computed from positions, in some blocks
+MIXED = ["llama4", "phi3small"]  # factors computed from positions, or sparse masks, in some blocks
 CUT = {name: {True} for name in TILED} | {name: {False} for name in WHOLE}
 CUT |= {name: {True, False} for name in MIXED}
 

@@ -35,7 +35,8 @@ def make_run(base: Path, name: str = "r", **settings: Any) -> RunFolder:
     mx.random.seed(7)
     for path, array in adapter_arrays(network).items():
         noise = mx.random.normal(array.shape)
-        arrays[path] = array * (1 + 0.2 * noise) if path.endswith(".m") else array + 0.05 * noise
+        found = array * (1 + 0.2 * noise) if path.endswith(".m") else array + 0.05 * noise
+        arrays[path] = found.astype(array.dtype)
     set_adapters(network, arrays)
     run = folder.create(config)
     record = {**adapters.config, "base_files": base_files(fingerprint(base))}

@@ -19,8 +19,9 @@ EVERYTHING = {"use_dora": True, "lora_targets": ("all-linear",), "lora_layers": 
 
 @pytest.mark.parametrize(
     ("settings", "bits"),
-    [({}, 4), (EVERYTHING, None)],  # mlx-lm's DoRA uses another kernel over quantized weights
-    ids=["lora", "dora"],
+    # mlx-lm's DoRA uses another kernel over quantized weights, and rounds to the adapter's dtype
+    [({}, 4), ({"adapter_dtype": "bfloat16"}, 4), (EVERYTHING, None)],
+    ids=["lora", "bfloat16", "dora"],
 )
 def test_mlx_lm_computes_the_same_logits_with_the_exported_adapter(tmp_path, settings, bits):
     base = make_model(tmp_path / "base", bits=bits)

@@ -13,6 +13,7 @@ import mlx_lm.models
 import pytest
 from mlx.utils import tree_flatten
 
+from tests.architectures import write_model
 from tests.conftest import EXTRA, call, chat, make_model, write_rows
 from your_ai.data.encode import Encoder
 from your_ai.engine.weights import stream_vocabulary, tensors_of
@@ -125,6 +126,13 @@ def test_a_head_with_more_rows_than_the_embedding_is_refused(tmp_path):
     network.lm_head.weight = mx.zeros((800, 64))
     with pytest.raises(UserError, match="its head has 800 tokens, but its embedding 768"):
         generate.check_answers(network, tokenizer, folder)
+
+
+def test_a_model_whose_code_writes_tokens_that_it_does_not_have_is_refused(tmp_path):
+    """phi3small excludes tokens of its own vocabulary, by number, whatever vocab_size says."""
+    folder = write_model(tmp_path / "m", "phi3small", vocab_size=100351)
+    with pytest.raises(UserError, match=r"writes the logits of token 100351, but .* 100,?351 tok"):
+        model.load_network(folder, mx.float32)
 
 
 @pytest.mark.parametrize("end", [-1, 2**40, "x", [1, None], 1.5])

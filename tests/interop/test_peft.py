@@ -57,9 +57,11 @@ def test_the_logits_are_those_of_mlx(base, tmp_path, settings):
     assert largest(ours, torch_logits(plain)) > 100 * TOLERANCE
 
 
-def test_all_linear_layers_of_the_last_blocks(tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_linear_layers_of_the_last_blocks(tmp_path, dtype):
     base = make_base(tmp_path / "base", "qwen2")
-    trained = make_trained(base, lora_targets=("all-linear",), lora_rank=6)
+    settings = {"lora_targets": ("all-linear",), "lora_rank": 6, "adapter_dtype": dtype}
+    trained = make_trained(base, **settings)
     peft.write(trained, tmp_path / "out")
     assert largest(logits(trained), torch_logits(adapted(base, tmp_path / "out"))) < TOLERANCE
 

@@ -102,6 +102,31 @@ def test_finds_half_precision_heads():
         assert logits_of(found, hidden, 100).dtype == dtype
 
 
+class WritingHead(nn.Module):
+    """As phi3small's: it writes to the logits of certain tokens. Notes the widths it is run on."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.lm_head = nn.Linear(D, V, bias=False)
+        self.widths: list[int] = []
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        logits = self.lm_head(hidden)
+        self.widths.append(logits.shape[-1])
+        logits = logits if self.scale == 1 else self.scale * logits
+        logits[..., mx.array([0])] = -mx.inf
+        return logits
+
+
+@pytest.mark.parametrize("scale", [1, 2])
+def test_a_head_that_writes_to_certain_tokens_is_never_computed_on_a_slice(scale):
+    """MLX does not check indices: a write beyond a slice would damage other memory."""
+    head = WritingHead(scale)
+    assert linear_head(head, D, mx.float32) is None
+    assert [width for width in head.widths if width != V] == [1]  # traced, never evaluated
+
+
 def test_linear_head_does_not_change_the_model():
     model = make("llama", {"tie_word_embeddings": False})
     modules = dict(model.named_modules())

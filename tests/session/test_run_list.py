@@ -18,15 +18,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+import your_ai
 from tests.dashboard.frames import reward_validation, rewarded, step
 from your_ai.config import TrainConfig
-from your_ai.dashboard import history
+from your_ai.dashboard import history, view
 from your_ai.dashboard.report import report_page
 from your_ai.dashboard.run_comparison import figures_of
 from your_ai.dashboard.screen import screen
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, clean
 from your_ai.gates.text import loss_text
+from your_ai.publish import card
 from your_ai.run import events, requests
 from your_ai.run.events import Event, Record
 from your_ai.run.folder import LOCK, RUNS, SUPERVISOR_LOCK, RunFolder, create
@@ -162,7 +164,39 @@ def test_the_best_running_mean_is_one_figure_in_every_view():
     assert figures_of(past)["best running mean"] == loss_text(best)
     assert f"best running mean {loss_text(best)} at step" in report_page(past, "r", "")
     frame = screen(past.state, "r", 140, 45, NOW).plain
-    assert f"best {loss_text(best)}" in frame
+    assert f"lowest {loss_text(best)}" in frame
+
+
+def test_the_best_validation_is_one_figure_in_every_view():
+    """By --best-metric, whatever the losses, and not the mean of the training losses."""
+
+    def checked(at: int, loss: float, accuracy: float, **best: bool) -> events.Validation:
+        metrics = {"exact_match": accuracy}
+        return events.Validation(
+            step=at, loss=loss, trained_tokens=9, seconds=1.0, metrics=metrics, **best
+        )
+
+    steps = [step(n, loss=0.0121) for n in range(1, 31)]
+    found = (checked(10, 0.5, 0.5, best=True), checked(20, 0.0128, 0.9, best=True))
+    lost, last = checked(28, 0.002, 1.0, best=True), checked(30, 0.012, 0.8)
+    restarted = dataclasses.replace(STARTED, step=25)
+    folder = made(
+        "r", STAGE, STARTED, *steps[:10], found[0], *steps[10:20], found[1], *steps[20:28], lost,
+        STAGE, restarted, *steps[25:], last,
+    )  # fmt: skip
+    records, _ = events.tail(folder.events)
+    past = history.read(records)
+    at_the_end = "validation loss: 0.0120 at the end, best 0.0128 at step 20"
+    assert view.result_lines(past.state)[0] == at_the_end
+    assert only().best_validation == 0.0128
+    heads, cells = ("\n".join(drawn([only()], 120))).split("\n")
+    assert cells[: heads.index("best ") + 4].split()[-1] == "0.0128"
+    assert figures_of(past)["best validation"] == "0.0128 at step 20"
+    assert "at step 20; last 0.0120" in report_page(past, "r", "")
+    assert "validation 0.0120, best 0.0128" in screen(past.state, "r", 140, 45, NOW).plain
+    assert your_ai.load_run(str(folder.path)).best_validation == (20, 0.0128)
+    rows = dict(card.figure_rows(card.figures_of(records), None))
+    assert rows["best validation loss"] == "0.0128 at step 20"
 
 
 def test_validations_of_rewards_are_shown_as_rewards():
@@ -176,7 +210,7 @@ def test_run_that_trains_on_rewards_shows_them_instead_of_its_loss():
     found = only()
     assert (found.last_loss, found.best_loss) == (None, None)
     assert (found.last_reward, found.best_mean_reward) == (0.0, 0.375)
-    assert "3/10 reward 0 reward 0.375 -" in " ".join(drawn([found], 200)[1].split())
+    assert "3/10 reward 0 - reward 0.375" in " ".join(drawn([found], 200)[1].split())
 
 
 @pytest.mark.parametrize(
@@ -425,14 +459,14 @@ def test_newest_trained_without_runs_raises():
 def test_table_in_eighty_columns():
     assert drawn([FULL, row("another", state="died")]) == [
         "run      state         step    loss    best       peak of limit   changed",
-        "a-run    finished  120/1000  1.2500  1.2000  4.73 GB of 8.00 GB  2:05 ago",
+        "a-run    finished  120/1000  1.2500  1.5000  4.73 GB of 8.00 GB  2:05 ago",
         "another  died             -       -       -                   -  2:05 ago",
     ]
 
 
 def test_wide_table_shows_all_columns():
     assert drawn([FULL], width=160)[1].split() == (
-        "a-run finished 120/1000 1.2500 1.2000 1.5000 4.73 GB of 8.00 GB 1:02:05 2:05 ago 412 MB "
+        "a-run finished 120/1000 1.2500 1.5000 1.2000 4.73 GB of 8.00 GB 1:02:05 2:05 ago 412 MB "
         "model-1b"
     ).split()  # fmt: skip
 

@@ -161,20 +161,6 @@ def test_spilling_and_8_bits_train_the_same_and_resume_bit_for_bit(configure, mo
     assert any(name.endswith("v_codes") for name in names)
 
 
-def test_adapters_in_bfloat16_train_and_resume_bit_for_bit(configure, monkeypatch):
-    monkeypatch.setattr("your_ai.training.optimizer_states.FEWEST_QUANTIZED", 64)
-    settings = {"plan": "staged", "spill": True, "optimizer_bits": 8, "grad_accumulation": 2}
-    full = train(configure(run="full", max_steps=4, **settings))
-    settings["adapter_dtype"] = "bfloat16"
-    whole = train(configure(run="whole", max_steps=4, **settings))
-    cut = train(configure(run="cut", max_steps=2, **settings))
-    assert resume(cut, max_steps=4) == 0
-    assert final_files(cut) == final_files(whole)
-    assert losses_of(whole) == pytest.approx(losses_of(full), rel=1e-2)
-    dtypes = {array.dtype for array in mx.load(str(whole.adapter / checkpoint.ADAPTERS)).values()}
-    assert dtypes == {mx.bfloat16}
-
-
 def test_a_run_that_another_command_stopped_says_so(configure):
     config = configure(max_steps=3)
     run, stop = new_run.create(config), Stop()

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from your_ai.config import TrainConfig, is_used
+from your_ai.dashboard.best_validation import best_of
 from your_ai.dashboard.charts import metric_points
 from your_ai.dashboard.history import Points, RunHistory, finite, losses, read, smoothed
 from your_ai.dashboard.metric_table import REWARD, is_charted, plain
@@ -111,9 +112,8 @@ def figures_of(past: RunHistory) -> dict[str, str]:
         found["last loss"] = loss_text(last.loss)
         if state.best_loss is not None:
             found["best running mean"] = loss_text(state.best_loss)
-    checked = finite(past.validations)
-    if checked:
-        best = min(checked, key=lambda value: value.loss)
+    best = best_of(past.validations)
+    if best is not None:
         text = f"{validation_text(best, best.loss)} at step {best.step:,}"
         found["best reward" if best.reward is not None else "best validation"] = text
     rewards = metric_points(past, REWARD)

@@ -276,7 +276,7 @@ def loss_fields(page: Page, state: ViewState, step: events.Step) -> list[Field]:
         *(
             []
             if state.best_loss is None or not state.loss_mean.is_settled
-            else [Field(3, loss_text(state.best_loss), "best ", style="")]
+            else [Field(3, loss_text(state.best_loss), "lowest ", style="")]
         ),
         Field(4, f"{step.grad_norm:.3g}", "gradient norm ", style=""),
         Field(1, f"{step.learning_rate:.3g}", rate, style=""),
@@ -285,7 +285,8 @@ def loss_fields(page: Page, state: ViewState, step: events.Step) -> list[Field]:
 
 def validation_field(state: ViewState, validation: events.Validation) -> Field:
     value = view.validation_text(validation, validation.loss)
-    best = f", best {view.validation_text(validation, state.best_validation)}"
+    best = state.best_validation
+    best = f", best {view.validation_text(validation, None if best is None else best.loss)}"
     return Field(1, value, "validation ", best, "")
 
 
@@ -306,7 +307,7 @@ def reward_rows(page: Page, state: ViewState, step: events.Step) -> list[ScreenR
     if state.smooth_reward is not None:
         fields.append(Field(3, plain(state.smooth_reward), "smoothed ", style=""))
     if state.best_smooth_reward is not None and state.reward_mean.is_settled:
-        fields.append(Field(4, plain(state.best_smooth_reward), "best ", style=""))
+        fields.append(Field(4, plain(state.best_smooth_reward), "highest ", style=""))
     of_loss = loss_fields(page, state, step)
     if state.validation is not None:
         shown = fields if state.validation.reward is not None else of_loss

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+from your_ai.dashboard.best_validation import is_better
 from your_ai.dashboard.metric_table import JUDGE, REWARD, is_rewarded, phase_seconds
 from your_ai.dashboard.routine import FoldedAction, with_action
 from your_ai.dashboard.running_mean import RunningMean
@@ -175,11 +176,8 @@ class ViewState:
     validation: events.Validation | None = None
     validations: Series = Series()
     """The loss of each validation, or its reward."""
-    best_validation: float | None = None
-    best_step: int | None = None
-    """The step of `best_validation`."""
-    best_checked: events.Validation | None = None
-    """The best validation by --best-metric."""
+    bests: tuple[events.Validation, ...] = ()
+    """Each validation that was the best so far."""
     skipped: events.Skipped | None = None
     checkpoint: events.Checkpoint | None = None
     samples_before: events.Samples | None = None
@@ -195,6 +193,11 @@ class ViewState:
     def on_rewards(self) -> bool:
         """Whether the run trains on rewards."""
         return self.step is not None and is_rewarded(self.step.metrics)
+
+    @property
+    def best_validation(self) -> events.Validation | None:
+        """The best validation so far, by --best-metric."""
+        return self.bests[-1] if self.bests else None
 
     @property
     def smooth_loss(self) -> float | None:
@@ -269,12 +272,12 @@ class ViewState:
     @property
     def barely_learned(self) -> bool:
         """Whether neither the validation loss nor the training loss has moved; or the reward."""
-        first, last = self.first_validation, self.validation
-        if first is None or last is None or first.step == last.step:
+        first, last, best = self.first_validation, self.validation, self.best_validation
+        if first is None or last is None or best is None or first.step == last.step:
             return False
         return (
             is_close(first.loss, last.loss, BARELY)
-            and is_close(first.loss, self.best_validation, BARELY)
+            and is_close(first.loss, best.loss, BARELY)
             # Most may have been learned before the first validation.
             and (
                 last.reward is not None
@@ -473,25 +476,21 @@ def after_start(state: ViewState, event: events.Started) -> dict[str, Any]:
     if at < state.at:
         means = state.means_at.get(at, (RunningMean(), RunningMean(highest=True)))
         found["loss_mean"], found["reward_mean"] = means
-    for name in ("step", "generated", "validation", "first_validation", "best_checked", "rollout"):
+    for name in ("step", "generated", "validation", "first_validation", "rollout"):
         lost = getattr(state, name)
         if lost is not None and lost.step > at:
             found[name] = None
     if state.skipped is not None and state.skipped.step > at:
         found["skipped"] = None
-    if state.best_step is not None and state.best_step > at:
-        signed = -1.0 if state.validation is not None and state.validation.reward is not None else 1
-        kept = [(signed * value, int(step)) for step, value in found["validations"].points]
-        best = min((pair for pair in kept if math.isfinite(pair[0])), default=(None, None))
-        found["best_validation"], found["best_step"] = best
-        points = found["validations"].points
-        last = state.validation
-        if points and last is not None and last.step > at:
-            step, value = points[-1]
-            found["validation"] = replace(
-                last, step=int(step), loss=signed * value, best=False,
-                metrics={} if last.reward is None else {"reward": value},
-            )  # fmt: skip
+    found["bests"] = tuple(each for each in state.bests if each.step <= at)
+    points, last = found["validations"].points, state.validation
+    if points and last is not None and last.step > at:
+        step, value = points[-1]
+        is_loss = last.reward is None
+        found["validation"] = replace(
+            last, step=int(step), loss=value if is_loss else -value, best=False,
+            metrics={} if is_loss else {"reward": value},
+        )  # fmt: skip
     return found
 
 
@@ -525,11 +524,8 @@ def after_step(state: ViewState, step: events.Step) -> dict[str, Any]:
 
 
 def after_validation(state: ViewState, event: events.Validation) -> dict[str, Any]:
-    best, lowest = {}, state.best_validation
-    if math.isfinite(event.loss) and (lowest is None or event.loss < lowest):
-        best = {"best_validation": event.loss, "best_step": event.step}
-    if event.best:
-        best["best_checked"] = event
+    known = state.bests[-1] if state.bests else None  # of a copy without properties
+    best = {"bests": (*state.bests, event)} if is_better(event, known) else {}
     first = state.first_validation or event
     judged = with_judge(state, event.metrics)
     value = event.loss if event.reward is None else event.reward

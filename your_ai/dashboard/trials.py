@@ -179,5 +179,5 @@ def progress_text(number: int, settings: Mapping[str, Any], state: ViewState) ->
     )
     last, best = state.validation, state.best_validation
     if last is not None and best is not None:
-        parts.append(f"{validation_name(last)} {validation_text(last, best)}")
+        parts.append(f"{validation_name(last)} {validation_text(best, best.loss)}")
     return ": ".join(parts[:2]) + "; " + ", ".join(parts[2:])

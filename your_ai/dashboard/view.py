@@ -168,11 +168,11 @@ def result_lines(state: ViewState) -> list[str]:
     if last is None:
         return []
     text = f"{validation_name(last)}: {validation_text(last, last.loss)} at the end"
-    if best is not None and state.best_step != last.step:
-        text += f", best {validation_text(last, best)} at step {state.best_step}"
+    if best is not None and best.step != last.step:
+        text += f", best {validation_text(best, best.loss)} at step {best.step}"
     elif best is not None and state.first_validation != last:
         text += ", the best"
-    lines = [text, *metric_lines(last, state.best_checked)]
+    lines = [text, *metric_lines(last, best)]
     if not state.barely_learned:
         return lines
     ways = (state.started.more if state.started else "") or "a higher --learning-rate"

@@ -135,6 +135,7 @@ def attention(
         f"{root}.index_q_proj" in linears,
         str(config.get("model_type")).startswith("minimax_m3"),  # its layers expect two caches
         has_temperatures(config),
+        config.get("model_type") == "phi3small",  # its masks are sparse, in every second block
     )
     if f"{root}.g_proj" in linears and str(config.get("model_type")).startswith("bailing"):
         kind = LINEAR_ATTENTION

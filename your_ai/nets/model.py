@@ -131,8 +131,25 @@ def load_network(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, dict[str, An
     vocabulary = vocabulary_of(model)
     if vocabulary is not None and vocabulary < TRIED_TOKENS:
         raise UserError(f"{folder}: a model with a vocabulary of {vocabulary} cannot be used")
+    check_written_tokens(folder, model, vocabulary)
     cast(model, dtype)
     return model, config
+
+
+def check_written_tokens(folder: Path, model: nn.Module, vocabulary: int | None) -> None:
+    """Raise UserError if the model's code writes the logits of tokens that it does not have.
+
+    MLX does not check indices: that would damage other memory. Only phi3small writes any.
+    """
+    written = model.get("_dummy_tokenizer_ids")
+    if written is None or vocabulary is None:
+        return
+    most = int(written.max().item())
+    if most >= vocabulary:
+        raise UserError(
+            f"{folder}: mlx-lm's code of this architecture writes the logits of token {most}, but "
+            f"the model has {counted(vocabulary, 'token')}; use a model with the full vocabulary"
+        )
 
 
 def check_packing(folder: Path, config: dict[str, Any]) -> None:

@@ -114,7 +114,7 @@ def choose_adapter(
 ) -> tuple[Path, str]:
     """The folder of the run's finished adapter, and a note if a newer checkpoint exists.
 
-    chosen: `step-000120`, `120`, `best` for the lowest validation loss, or `latest` for the newest
+    chosen: `step-000120`, `120`, `best` for the best validation, or `latest` for the newest
         complete checkpoint.
     by_folder: the user chooses a checkpoint by its folder, not with --checkpoint.
 

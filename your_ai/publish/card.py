@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from your_ai import __version__
 from your_ai.config import DEMO, GENERATING, OBJECTIVES_WITH, SFT, TrainConfig, is_used
 from your_ai.config import REWARD as REWARD_MODEL
-from your_ai.dashboard.history import finite, read
+from your_ai.dashboard.best_validation import best_of
+from your_ai.dashboard.history import read
 from your_ai.dashboard.metric_table import REWARD, is_rewarded, other_values, plain
 from your_ai.dashboard.shares import match_share
 from your_ai.dashboard.view import duration, validation_name, validation_text
@@ -394,15 +395,12 @@ def figure_rows(figures: CardFigures, config: TrainConfig | None) -> list[tuple[
         ("trainable parameters", f"{figures.parameters:,}" if figures.parameters else ""),
         progress_row(steps),
     ]
-    best = min(finite(figures.validations), key=lambda v: v.loss, default=None)
+    best = best_of(figures.validations)
     if best is not None:
         text = f"{validation_text(best, best.loss)} at step {best.step:,}"
         rows.append((f"best {validation_name(best)}", text))
-    chosen = [found for found in figures.validations if found.best][-1:]
-    for name, value in other_values(chosen[0]).items() if chosen else ():
-        rows.append(
-            (f"best {cell(without_module(name))}", f"{value:.4g} at step {chosen[0].step:,}")
-        )
+    for name, value in other_values(best).items() if best is not None and best.best else ():
+        rows.append((f"best {cell(without_module(name))}", f"{value:.4g} at step {best.step:,}"))
     if figures.matches:
         shares = " before, ".join(match_share(match) for match in figures.matches)
         tested = counted(figures.matches[-1].rows, "test row")

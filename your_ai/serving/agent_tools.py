@@ -108,6 +108,7 @@ class WatchedRun(BaseModel, frozen=True, use_attribute_docstrings=True):
     validation_loss: float | None
     """Loss of the last validation."""
     best_validation_loss: float | None
+    """Loss of the best validation, by --best-metric."""
     checkpoint: str | None
     """Newest checkpoint, e.g. step-000120."""
     adapter: str | None
@@ -456,6 +457,7 @@ def watched(found: RunFolder, last: int) -> WatchedRun:
         lines += [] if line is None else [message_line(line)]
     now = run_list.state_of(found, running, state, [each.event for each in records])
     step, validation, gauges = state.step, state.validation, state.gauges
+    best = state.best_validation
     return WatchedRun(
         run=found.name,
         state=now,
@@ -470,7 +472,7 @@ def watched(found: RunFolder, last: int) -> WatchedRun:
         limit_bytes=state.limit and state.limit.limit_bytes,
         validation_step=validation and validation.step,
         validation_loss=validation and run_list.number(validation.loss),
-        best_validation_loss=run_list.number(state.best_validation),
+        best_validation_loss=best and run_list.number(best.loss),
         checkpoint=newest_checkpoint(found),
         adapter=str(found.adapter) if found.adapter.is_dir() else None,
         error=reason_of_death(found, state) if now == "died" else "",

@@ -58,15 +58,15 @@ class RunRow:
     steps: int | None = None
     last_loss: float | None = None
     best_loss: float | None = None
-    """Lowest running mean of the loss; None if the run trains on rewards."""
+    """Lowest running mean of the training loss; None if the run trains on rewards."""
     last_reward: float | None = None
     """The mean reward of the last step, if the run trains on rewards."""
     best_mean_reward: float | None = None
     """The highest running mean of the reward."""
     best_validation: float | None = None
-    """The lowest validation loss; None if validations measure rewards."""
+    """The loss of the best validation; None if validations measure rewards."""
     best_reward: float | None = None
-    """The highest mean reward of a validation, if that is what validations measure."""
+    """The mean reward of the best validation, if that is what validations measure."""
     peak_bytes: int | None = None
     """Peak memory of the training process."""
     limit_bytes: int | None = None
@@ -171,9 +171,9 @@ def row_of(folder: RunFolder) -> RunRow | None:
     state = fold_all(ViewState(), records)
     at = last_of(happened, events.Started, events.Step, events.Skipped)
     total = last_of(happened, events.Started, events.Step)
-    best = number(state.best_validation)
-    validations = (state.first_validation, state.validation)
-    is_reward = any(v is not None and v.reward is not None for v in validations)
+    checked = state.best_validation
+    best = None if checked is None else number(checked.loss)
+    is_reward = checked is not None and checked.reward is not None
     on_rewards = state.step is not None and is_rewarded(state.step.metrics)
     row = RunRow(
         name=folder.name,
@@ -288,8 +288,8 @@ COLUMNS: dict[str, Callable[[RunRow, float], str]] = {
     "state": lambda row, now: row.state,
     "step": lambda row, now: UNKNOWN if row.step is None else f"{row.step}/{row.steps or '?'}",
     "loss": lambda row, now: loss_or_reward(row.last_loss, row.last_reward),
-    "best": lambda row, now: loss_or_reward(row.best_loss, row.best_mean_reward),
-    "validation": lambda row, now: loss_or_reward(row.best_validation, row.best_reward),
+    "best": lambda row, now: loss_or_reward(row.best_validation, row.best_reward),
+    "best mean": lambda row, now: loss_or_reward(row.best_loss, row.best_mean_reward),
     "peak of limit": lambda row, now: peak_of_limit(row),
     "worked": lambda row, now: known(row.seconds, duration),
     "changed": lambda row, now: known(row.changed_at, lambda at: ago(now - at)),
@@ -298,7 +298,7 @@ COLUMNS: dict[str, Callable[[RunRow, float], str]] = {
 }
 BY_IMPORTANCE = (
     *("run", "state", "step", "loss", "peak of limit", "changed"),
-    *("best", "worked", "model", "validation", "size"),
+    *("best", "worked", "model", "best mean", "size"),
 )
 TO_THE_LEFT = ("run", "state", "model")
 
