@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.memory.test_estimate import any_facts, any_training
 from tests.speeds import CORE, KNOWN
 from your_ai.errors import UserError
+from your_ai.memory.coefficients import PACKAGED
 from your_ai.memory.corrections import Corrections
 from your_ai.memory.estimate import Plan, Training, read_bytes
 from your_ai.memory.estimate_generation import RolloutSizes
@@ -203,7 +204,8 @@ def test_streamed_plans_are_tried_with_fewer_and_fewer_blocks_in_memory():
     (staged,) = (o for o in every if o.plan == Plan("staged", 2048))
     assert staged.needed_bytes - 2 * 123 * MB < found[0].needed_bytes < staged.needed_bytes
     alone = next(o for o in every if o.plan == Plan("streamed", 2048, blocks_ahead=0))
-    assert MB < alone.estimate.components["weights"] <= 123 * MB + MB
+    one = PACKAGED.streamed["alone"] * 123 * MB  # measured peaks say a little more than a block
+    assert MB < alone.estimate.components["weights"] <= one + MB < 1.2 * 123 * MB
     assert alone.needed_bytes < found[-1].needed_bytes
 
 
@@ -651,7 +653,7 @@ def test_evaluation_needs_less_memory_than_training():
     """It has no gradients, optimizer and backward pass, but it reads a block ahead."""
     forward = replace(DEMAND, forward=True)
     ahead = [option.needed_bytes for option in options(DEMAND) if option.plan.blocks_ahead]
-    assert least_of(forward) < 0.9 * min(ahead)
+    assert least_of(forward) < min(ahead)
     assert choose(forward, least_of(forward)).option.plan.engine == "streamed"
 
 

@@ -107,6 +107,9 @@ def staged_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
     matrix = largest_matrix_bytes(facts)
     table = coefficients.backward_lora if adapts_widest(workload) else coefficients.backward
     of_slice = table["slice"] if facts.quantized else table["dense_slice"]
+    weights = min(part * facts.hidden * number, matrix)  # of a layer in a slice of the MLP
+    if facts.quantized:
+        weights = min(weights, DEQUANTIZED_SLICE_BYTES)
     mlp = table["part"] * n * part * number
     mlp += table["dense"] * n * wide * number * (not facts.quantized)
     return (
@@ -114,7 +117,7 @@ def staged_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
         + routed_bytes(facts, rows, tokens)
         + table["lora"] * n * lora * number
         + table["hidden"] * (n * (facts.hidden + facts.passed) * number)
-        + of_slice * min(3 * part * facts.hidden * number, 3 * matrix)
+        + of_slice * 3 * weights
         + dora_bytes(workload, n, "staged")
         + gemma_bytes(workload, rows, tokens, "staged")
     )
