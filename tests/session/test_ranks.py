@@ -27,6 +27,7 @@ from your_ai.session.ranks import (
     free_ports,
     launched_rank,
     lost_in,
+    refused_in,
 )
 from your_ai.session.supervisor import Life, after_death
 
@@ -126,6 +127,18 @@ def test_the_status_of_rank_0_comes_from_its_report(tmp_path):
     assert group.result == (USER, 0)
     group.end()
     assert group.first.process.returncode == -9
+
+
+def test_mlx_launch_that_starts_nothing_is_the_users_to_mend(tmp_path):
+    group = launched(tmp_path)
+    group.end()
+    assert group.result == (PEER_LOST, 0)  # it was killed
+    group.first.process = subprocess.Popen([sys.executable, "-c", "exit(2)"])
+    group.first.process.wait()
+    assert group.result == (USER, 0)
+    said = "usage: mlx.launch [-h]\nmlx.launch: error: The hostfile is malformed: b\n"
+    assert refused_in(said) == "The hostfile is malformed: b"
+    assert refused_in(f"error: no data\n{said}") == ""
 
 
 def test_mlx_launch_is_killed_if_rank_0_is_gone(tmp_path, monkeypatch):

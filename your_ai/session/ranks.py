@@ -25,14 +25,14 @@ import psutil
 from your_ai.config import TrainConfig
 from your_ai.errors import RunError, UserError
 from your_ai.files import read_text
-from your_ai.gates.text import size_text
+from your_ai.gates.text import shown, size_text
 from your_ai.memory.demand import PYTHON_BYTES, RING_BYTES
 from your_ai.memory.limit import MachineMemory, find_limit
-from your_ai.run.child import POLL_S, Child, started
-from your_ai.run.exits import DONE, PEER_LOST
+from your_ai.run.child import POLL_S, Child, errors_in, started
+from your_ai.run.exits import DONE, PEER_LOST, USER
 from your_ai.run.folder import RunFolder, owner
 from your_ai.run.heartbeat import LOST
-from your_ai.session.machines import FIRST_PORT, Machines, free_first_port, launch_command
+from your_ai.session.machines import FIRST_PORT, LAUNCHER, Machines, free_first_port, launch_command
 
 REPORT = "ranks.status"  # in the run folder: the exit status of rank 0, for the supervisor
 REPORT_BYTES = 1000
@@ -152,11 +152,12 @@ class LaunchedGroup:
 
     @property
     def result(self) -> tuple[int, int]:
-        """The status that rank 0 wrote. If it wrote none, it was killed."""
+        """The status that rank 0 wrote. If it wrote none, it was killed, or never started."""
         try:
             return int(json.loads(read_text(self.report, REPORT_BYTES))["status"]), 0
         except (OSError, ValueError, LookupError, TypeError):
-            return PEER_LOST, 0
+            refused = not self.was_running and (self.first.process.poll() or 0) > 0
+            return (USER if refused else PEER_LOST), 0
 
 
 def cause_of(statuses: Sequence[int], killed: set[int]) -> int:
@@ -183,6 +184,14 @@ def lost_in(output: str, names: Sequence[str] = ()) -> str:
         where = f" on {names[int(found[1])]}" if int(found[1]) < len(names) else ""
         return f"rank {found[1]}{where}: it ended with code {found[2]}"
     return (named or told or [""])[0].removeprefix(LOST)
+
+
+def refused_in(output: str) -> str:
+    """Why `mlx.launch` started no rank: its last line, if no process of ours reported an error."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    if errors_in(output) or not lines:
+        return ""
+    return shown(lines[-1].removeprefix(f"{LAUNCHER}: error: "))
 
 
 def failed_in(output: str) -> str:

@@ -51,14 +51,21 @@ from your_ai.run.parent import watch_parent
 from your_ai.run.stopping import SHOW_STACK, SIGNALS, Interrupted, recorded_signals
 from your_ai.session.computer import looked_after
 from your_ai.session.machines import (
+    LAUNCHER,
     Machines,
+    check_programs,
     check_reachable,
-    launcher,
     machines_of,
     paths_to_sync,
     sync,
 )
-from your_ai.session.ranks import check_processes, failed_in, lost_in, started_group
+from your_ai.session.ranks import (
+    check_processes,
+    failed_in,
+    lost_in,
+    refused_in,
+    started_group,
+)
 from your_ai.session.stalls import STARTING, Patience, StallWatch, patience_of
 from your_ai.trackers.upload import tracked
 
@@ -159,7 +166,7 @@ def supervise(
             )
             records, offset = events.tail(folder.events, offset)
             life = summarize_process(life, level, status, [record.event for record in records])
-            lost = named = ""
+            said = lost = named = ""
             if not is_alone:
                 said = read_log(log, log_start)
                 names = [] if machines is None else [host.ssh for host in machines.hosts]
@@ -168,6 +175,8 @@ def supervise(
             life = replace(life, stalled=stalled, rank=named, lost=lost)
             if status == DONE:
                 return DONE
+            if status == USER and machines is not None and (reason := refused_in(said)):
+                raise UserError(f"{machines.option}: {LAUNCHER} started nothing ({reason})")
             if status in (FAILED, USER):
                 raise reported_error(folder, status, read_log(log, log_start))
             if stop_signal(status) is not None:
@@ -391,7 +400,7 @@ def settings_of(folder: RunFolder, settings: str) -> TrainConfig:
 
 def prepare_machines(machines: Machines, config: TrainConfig, folder: RunFolder) -> None:
     """Check that all hosts can be reached, and copy what they need, if asked to."""
-    launcher()
+    check_programs(machines)
     check_reachable(machines)
     if config.sync != "off":
         note(folder, "copying to the other hosts")
