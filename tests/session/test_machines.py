@@ -175,6 +175,13 @@ def test_a_host_that_cannot_be_reached_is_named():
     assert run[0][-2:] == ["mac2", "true"]
 
 
+def test_a_host_without_your_ai_is_named():
+    said = iter([(0, ""), (127, "bash: /x/python: No such file or directory")])
+    given = Tools(lambda command: next(said), lambda name: name)
+    with pytest.raises(UserError, match=r"mac2 has no your_ai for .*No such file.*same path"):
+        check_reachable(TWO, given)
+
+
 def test_what_is_missing_is_named(monkeypatch, tmp_path):
     with pytest.raises(UserError, match="ssh is missing"):
         check_reachable(TWO, tools(missing="ssh")[0])

@@ -280,17 +280,26 @@ def check_programs(machines: Machines, tools: Tools | None = None) -> None:
 
 
 def check_reachable(machines: Machines, tools: Tools | None = None) -> None:
-    """Raise UserError naming the first host that ssh cannot reach without a password."""
+    """Raise UserError naming the first host that ssh cannot reach without a password, or where
+    your_ai is not installed at the same path as here."""
     tools, option = tools or Tools(), machines.option
     if tools.which("ssh") is None:
         raise UserError(f"{option}: ssh is missing, which starts the processes on the other hosts")
     for host in machines.hosts[1:]:
         options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={REACH_S}"]
-        status, said = tools.run(["ssh", *options, host.ssh, "true"])
+        ssh = ["ssh", *options, host.ssh]
+        status, said = tools.run([*ssh, "true"])
         if status:
             reason = shown(said) or f"ssh status {status}"
             raise UserError(
                 f"{option}: {host.ssh} cannot be reached ({reason}); try: ssh {host.ssh} true"
+            )
+        status, said = tools.run([*ssh, f"{shlex.quote(sys.executable)} -c 'import your_ai'"])
+        if status:
+            reason = shown(said) or f"status {status}"
+            raise UserError(
+                f"{option}: {host.ssh} has no your_ai for {sys.executable} ({reason}); install it "
+                "at the same path on every host"
             )
 
 
