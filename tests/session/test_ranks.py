@@ -15,7 +15,7 @@ from your_ai.config import TrainConfig
 from your_ai.errors import UserError
 from your_ai.run.child import Child
 from your_ai.run.exits import DONE, OUT_OF_MEMORY, PEER_LOST, USER
-from your_ai.run.folder import RunFolder
+from your_ai.run.folder import SUPERVISOR_LOCK, RunFolder, locked
 from your_ai.run.heartbeat import write_report
 from your_ai.session import ranks
 from your_ai.session.ranks import (
@@ -129,6 +129,16 @@ def test_the_status_of_rank_0_comes_from_its_report(tmp_path):
     assert group.first.process.returncode == -9
 
 
+def test_the_supervisor_is_not_taken_for_rank_0(tmp_path):
+    """It holds a lock of the run, too, and would send the signal to itself."""
+    group = launched(tmp_path)
+    with locked(group.folder, SUPERVISOR_LOCK):
+        group.look()
+        assert not group.was_running
+        group.pass_on([signal.SIGUSR1], patience=2)  # there is no rank 0 yet
+        assert group.first.process.wait(5) == -signal.SIGKILL
+
+
 def test_mlx_launch_that_starts_nothing_is_the_users_to_mend(tmp_path):
     group = launched(tmp_path)
     group.end()
@@ -144,7 +154,7 @@ def test_mlx_launch_that_starts_nothing_is_the_users_to_mend(tmp_path):
 def test_mlx_launch_is_killed_if_rank_0_is_gone(tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "GRACE_S", 0.1)
     group, holder = launched(tmp_path), 1234
-    monkeypatch.setattr(ranks, "owner", lambda _: holder)
+    monkeypatch.setattr(ranks, "owner", lambda *_: holder)
     group.look()
     holder = None
     deadline = time.monotonic() + 5
@@ -156,7 +166,7 @@ def test_mlx_launch_is_killed_if_rank_0_is_gone(tmp_path, monkeypatch):
 
 def test_a_signal_goes_to_rank_0_and_the_third_kills_all(tmp_path, monkeypatch):
     group, sent = launched(tmp_path), []
-    monkeypatch.setattr(ranks, "owner", lambda _: 1234)
+    monkeypatch.setattr(ranks, "owner", lambda *_: 1234)
     monkeypatch.setattr(ranks.os, "kill", lambda pid, number: sent.append((pid, number)))
     group.pass_on([signal.SIGTERM], patience=2)
     group.pass_on([signal.SIGTERM, signal.SIGTERM, signal.SIGTERM], patience=2)

@@ -30,7 +30,7 @@ from your_ai.memory.demand import PYTHON_BYTES, RING_BYTES
 from your_ai.memory.limit import MachineMemory, find_limit
 from your_ai.run.child import POLL_S, Child, errors_in, started
 from your_ai.run.exits import DONE, PEER_LOST, USER
-from your_ai.run.folder import RunFolder, owner
+from your_ai.run.folder import LOCK, RunFolder, owner
 from your_ai.run.heartbeat import LOST
 from your_ai.session.machines import FIRST_PORT, LAUNCHER, Machines, free_first_port, launch_command
 
@@ -117,7 +117,7 @@ class LaunchedGroup:
     ends_at: float | None = None
 
     def pass_on(self, received: Sequence[int], patience: int) -> None:
-        pid = owner(self.folder)
+        pid = owner(self.folder, [LOCK])
         for number in received[self.passed_on :]:
             if self.passed_on >= patience:
                 self.kill()
@@ -132,7 +132,7 @@ class LaunchedGroup:
 
     def look(self) -> None:
         """Kill all if rank 0 is gone, and mlx.launch has had time to end the others."""
-        is_running = owner(self.folder) is not None
+        is_running = owner(self.folder, [LOCK]) is not None
         self.was_running |= is_running
         if is_running or not self.was_running:
             self.ends_at = None
@@ -149,6 +149,8 @@ class LaunchedGroup:
     def end(self) -> None:
         self.kill()
         self.first.process.wait()
+        if self.first.process.stdin is not None:
+            self.first.process.stdin.close()
 
     @property
     def result(self) -> tuple[int, int]:
@@ -279,8 +281,9 @@ def launched_group(
     command = [*arguments, "--memory-of-ranks", limits, *own]
     command = launch_command(machines, place, command, port)
     try:
+        # mlx.launch reads its input all the time, and takes a processor for that at its end
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
         )
     except OSError as error:
         raise RunError(f"{command[0]}: cannot be started ({error.strerror})") from error
