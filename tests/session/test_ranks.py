@@ -25,6 +25,7 @@ from your_ai.session.ranks import (
     check_processes,
     failed_in,
     free_ports,
+    is_users_error,
     launched_rank,
     lost_in,
     refused_in,
@@ -56,6 +57,15 @@ def test_the_log_says_which_rank_was_lost():
     said = "bash: python: No such file or directory\n[WARN] Node with rank 1 exited with code 127"
     assert lost_in(said, ["mac1", "mac2"]) == "rank 1 on mac2: it ended with code 127"
     assert lost_in("nothing") == ""
+
+
+def test_an_error_before_the_ranks_have_met_is_the_users():
+    said = (
+        "error: rank 1 on mac2: a port is in use there\n[WARN] Node with rank 1 exited with code "
+    )
+    assert is_users_error(f"{said}2 \n")
+    assert not is_users_error(f"{said}1 \n")
+    assert not is_users_error("[WARN] Node with rank 1 exited with code 2 \n")
 
 
 def test_the_log_says_whose_error_ended_all():

@@ -38,6 +38,7 @@ from your_ai.training.distributed import (
     PIECE_BYTES,
     Ranks,
     digest_of,
+    join,
 )
 
 
@@ -403,3 +404,17 @@ def test_two_processes_train_the_adapter_of_one_even_if_one_is_killed(configure,
     assert died.reason == "rank 1 killed by SIGKILL after step 5; continuing from step 4"
     assert digest_of(adapter(killed)) == digest_of(adapter(two))
     assert left_of(two) == left_of(killed) == []
+
+
+def test_a_port_in_use_is_named_with_its_host(tmp_path, monkeypatch):
+    place = tmp_path / "ring.json"
+    place.write_text('[["127.0.0.1:4601"], ["127.0.0.2:4602"]]')
+    monkeypatch.setenv("MLX_HOSTFILE", str(place))
+    monkeypatch.setenv("MLX_RANK", "1")
+
+    def init(**_: object) -> None:
+        raise RuntimeError("[ring] Couldn't bind socket (error: 98)")
+
+    monkeypatch.setattr(mx.distributed, "init", init)
+    with pytest.raises(UserError, match=r"rank 1 on .*: a port is in use there, of 127.0.0.2:4602"):
+        join(5.0)

@@ -188,6 +188,13 @@ def lost_in(output: str, names: Sequence[str] = ()) -> str:
     return (named or told or [""])[0].removeprefix(LOST)
 
 
+def is_users_error(output: str) -> bool:
+    """Whether `mlx.launch` ended because a rank reported an error of the user before it could
+    tell the others."""
+    found = LAUNCHER_SAYS.search(output)
+    return found is not None and int(found[2]) == USER and bool(errors_in(output))
+
+
 def refused_in(output: str) -> str:
     """Why `mlx.launch` started no rank: its last line, if no process of ours reported an error."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]

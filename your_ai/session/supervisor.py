@@ -62,6 +62,7 @@ from your_ai.session.machines import (
 from your_ai.session.ranks import (
     check_processes,
     failed_in,
+    is_users_error,
     lost_in,
     refused_in,
     started_group,
@@ -170,6 +171,8 @@ def supervise(
             if not is_alone:
                 said = read_log(log, log_start)
                 names = [] if machines is None else [host.ssh for host in machines.hosts]
+                if status == PEER_LOST and is_users_error(said):
+                    raise reported_error(folder, USER, said)
                 lost = lost_in(said, names) if status == PEER_LOST else ""
                 named = failed_in(said) or f"rank {rank}"
             life = replace(life, stalled=stalled, rank=named, lost=lost)
