@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -145,6 +146,9 @@ def test_the_supervisor_is_not_taken_for_rank_0(tmp_path):
     with locked(group.folder, SUPERVISOR_LOCK):
         group.look()
         assert not group.was_running
+        assert group.pid == group.first.process.pid
+        with locked(group.folder):
+            assert group.pid == os.getpid()
         group.pass_on([signal.SIGUSR1], patience=2)  # there is no rank 0 yet
         assert group.first.process.wait(5) == -signal.SIGKILL
 

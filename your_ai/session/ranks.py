@@ -59,6 +59,11 @@ class RankGroup:
         return self.children[0]
 
     @property
+    def pid(self) -> int:
+        """The process of rank 0."""
+        return self.first.process.pid
+
+    @property
     def statuses(self) -> list[int | None]:
         return [child.process.poll() for child in self.children]
 
@@ -115,6 +120,11 @@ class LaunchedGroup:
     was_running: bool = False
     """Whether rank 0 has held the lock of the run folder."""
     ends_at: float | None = None
+
+    @property
+    def pid(self) -> int:
+        """The process of rank 0; before it has locked the run, that of mlx.launch."""
+        return owner(self.folder, [LOCK]) or self.first.process.pid
 
     def pass_on(self, received: Sequence[int], patience: int) -> None:
         pid = owner(self.folder, [LOCK])
