@@ -10,6 +10,7 @@ import pytest
 
 from your_ai.config import build
 from your_ai.errors import UserError
+from your_ai.run.host import WATCHDOG
 from your_ai.session import machines
 from your_ai.session.machines import (
     Machine,
@@ -125,6 +126,13 @@ def test_usual_names_are_hosts(tmp_path, name):
     hosts = [host("a"), host(name, "127.0.0.2", rdma=None)]
     place = hostfile(tmp_path, {"hosts": hosts})
     assert machines_of(build({"hostfile": place}, "test")).hosts[1].ssh == name
+
+
+def test_the_gpu_watchdog_is_relaxed_on_every_host(monkeypatch):
+    monkeypatch.setenv(WATCHDOG, "1")
+    assert json.loads(TWO.as_json())["envs"] == [f"{WATCHDOG}=1"]
+    own = replace(TWO, envs=(f"{WATCHDOG}=0",))
+    assert json.loads(own.as_json())["envs"] == [f"{WATCHDOG}=0"]
 
 
 def test_a_host_is_resolved_as_ssh_reads_it():

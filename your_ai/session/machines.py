@@ -22,6 +22,7 @@ from your_ai.config import TrainConfig
 from your_ai.errors import UserError
 from your_ai.files import read_text
 from your_ai.gates.text import nearest, shortened, shown
+from your_ai.run.host import WATCHDOG
 
 LAUNCHER = "mlx.launch"
 HERE = "127.0.0.1"  # what `mlx.launch` starts without ssh
@@ -66,7 +67,10 @@ class Machines:
             {"ssh": host.ssh, "ips": list(host.ips), "rdma": list(host.rdma)} for host in self.hosts
         ]
         hosts[0]["ssh"] = HERE
-        return json.dumps({"backend": self.backend, "envs": list(self.envs), "hosts": hosts})
+        envs, relaxed = list(self.envs), os.environ.get(WATCHDOG)
+        if relaxed is not None and not any(each.startswith(f"{WATCHDOG}=") for each in envs):
+            envs.append(f"{WATCHDOG}={relaxed}")
+        return json.dumps({"backend": self.backend, "envs": envs, "hosts": hosts})
 
 
 @dataclass(frozen=True)
