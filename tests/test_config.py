@@ -242,6 +242,24 @@ def test_resume_may_change_the_number_of_steps_but_not_the_seed():
         resumed(saved, {"seed": "2"})
 
 
+@pytest.mark.parametrize(
+    ("flags", "ways"),
+    [
+        ({"processes": "1"}, (1, ())),
+        ({"processes": "3"}, (3, ())),
+        ({"hosts": "c,d"}, (1, ("c", "d"))),
+        ({"supervise": False}, (1, ())),  # under mlx.launch
+        ({"processes": "2", "supervise": True}, (2, ())),
+        ({}, (1, ("a", "b"))),
+    ],
+)
+def test_on_resume_a_new_way_to_start_processes_replaces_the_old_one(flags, ways):
+    saved = TrainConfig(data="d", hosts=("a", "b"), sync="data")
+    found = resumed(saved, flags)
+    assert (found.processes, found.hosts) == ways
+    assert found.sync == ("data" if found.hosts else "off")
+
+
 @pytest.mark.parametrize(("objective", "beta"), [("dpo", 0.1), ("simpo", 2.0)])
 def test_a_refused_resume_names_the_default_in_effect(objective, beta):
     saved = TrainConfig(data="d", objective=objective)

@@ -8,6 +8,7 @@ from tests.commands.test_help_page import ALL, COMMANDS
 from tests.conftest import call
 from your_ai.commands.options import given_settings, is_listed
 from your_ai.config import FIELDS, flag
+from your_ai.errors import UserError
 
 
 def test_every_option_with_values_separated_by_commas_can_be_repeated():
@@ -49,3 +50,8 @@ def test_a_value_of_each_repetition_is_read(own_folder, capsys):
     assert "fusd" in capsys.readouterr().err
     assert call("runs", "prune", "--states", "dead", "--states", "died") == 2
     assert "dead" in capsys.readouterr().err
+
+
+def test_an_empty_hostfile_is_not_taken_for_none():
+    with pytest.raises(UserError, match="--hostfile: is empty"):
+        given_settings({"hostfile": ""})

@@ -30,7 +30,7 @@ from your_ai.run.events import EventLog
 from your_ai.run.folder import RUNS, SUPERVISOR_LOCK, RunFolder, is_running, locked
 from your_ai.serving.agent_gate import AgentGate, Permissions
 from your_ai.serving.agent_server import make_server
-from your_ai.serving.agent_tools import AgentTools
+from your_ai.serving.agent_tools import AgentTools, summary_of
 from your_ai.session import background, run_list
 from your_ai.session.background import BackgroundRun
 
@@ -308,6 +308,15 @@ def test_finished_run_is_watched_evaluated_and_reported(run, monkeypatch, capsys
         assert "already finished" in found["error"]
 
     in_process(work)
+
+
+def test_summary_of_a_run_in_progress_does_not_say_that_it_ended(run):
+    lines = run.events.read_text().splitlines(keepends=True)
+    last = max(i for i, line in enumerate(lines) if '"event": "step"' in line)
+    run.events.write_text("".join(lines[: last + 1]))
+    assert "before it was finished" in summary_of(run)
+    with locked(run):
+        assert summary_of(run).startswith("finishing; step 4/4  loss ")
 
 
 def test_evaluation_reads_nothing_outside(run, tmp_path_factory):

@@ -10,11 +10,15 @@ import pytest
 
 from your_ai.config import build
 from your_ai.errors import UserError
+from your_ai.run.host import WATCHDOG
 from your_ai.session import machines
 from your_ai.session.machines import (
     Machine,
     Machines,
     Tools,
+    address_of,
+    check_first,
+    check_programs,
     check_reachable,
     free_first_port,
     launch_command,
@@ -48,7 +52,11 @@ def host(name: str, ip: str = "127.0.0.1", **more) -> dict:
 
 
 def test_a_hostfile_of_mlx_launch_is_read_with_limits(tmp_path):
-    content = {"backend": "ring", "envs": ["A=1"], "hosts": [host("a"), host("b", max_memory=16)]}
+    content = {
+        "backend": "ring",
+        "envs": ["A=1"],
+        "hosts": [host("a"), host("b", "127.0.0.2", max_memory=16)],
+    }
     found = machines_of(build({"hostfile": hostfile(tmp_path, content)}, "test"))
     assert [h.max_memory for h in found.hosts] == [None, 16]
     written = json.loads(found.as_json())
@@ -71,6 +79,22 @@ def test_a_hostfile_of_mlx_launch_is_read_with_limits(tmp_path):
         ({"hosts": [{"ssh": "a", "ips": "127.0.0.1"}, host("b")]}, "ips must be a list"),
         ({"hosts": [host("a"), host("b", "10.0.0.1; touch x")]}, "10.0.0.1; touch x is no"),
         ({"hosts": [host("a"), {"ssh": "b", "ips": []}]}, "b has no ips"),
+        (
+            {"hosts": [host("mac"), host("MAC.", "127.0.0.2")]},
+            "MAC. is there twice, as mac as well",
+        ),
+        ({"hosts": [host("a"), host("b")]}, "b is there twice, as a as well"),
+        ({"hosts": [host("a"), host("b", "10.0.0.2")]}, "a has the address 127.0.0.1, at which b"),
+        ({"hosts": [host("a", "::1"), host("b", "::2")]}, "needs an IPv4 address"),
+        ({"hosts": [host("a"), host("b", "127.0.0.2:80")]}, "needs an IPv4 address"),
+        (
+            {"hosts": [{"ssh": "a", "ips": ["127.0.0.1", "127.0.0.3"]}, host("b", "127.0.0.2")]},
+            "equally many ips for the ring of MLX; b has 1, and a has 2",
+        ),
+        (
+            {"hosts": [host("a", max_memory_gb=3), host("b")]},
+            "unknown key max_memory_gb; did you mean max_memory",
+        ),
         ({"hosts": [host("a"), host("b"), "c"]}, "a host must be"),
         ({"envs": "A=1", "hosts": [host("a"), host("b")]}, "envs must be a list"),
         ({"envs": ["A"], "hosts": [host("a"), host("b")]}, "envs must be a list"),
@@ -99,13 +123,40 @@ def test_names_that_a_shell_could_read_as_more_are_no_hosts(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["mac1", "mac-2.local", "ann@10.0.0.2", "fe80::1%en0", "möwe"])
 def test_usual_names_are_hosts(tmp_path, name):
-    place = hostfile(tmp_path, {"hosts": [host("a"), host(name, "fe80::2%en0")]})
+    hosts = [host("a"), host(name, "127.0.0.2", rdma=None)]
+    place = hostfile(tmp_path, {"hosts": hosts})
     assert machines_of(build({"hostfile": place}, "test")).hosts[1].ssh == name
+
+
+def test_the_gpu_watchdog_is_relaxed_on_every_host(monkeypatch):
+    monkeypatch.setenv(WATCHDOG, "1")
+    assert json.loads(TWO.as_json())["envs"] == [f"{WATCHDOG}=1"]
+    own = replace(TWO, envs=(f"{WATCHDOG}=0",))
+    assert json.loads(own.as_json())["envs"] == [f"{WATCHDOG}=0"]
+
+
+def test_a_host_is_resolved_as_ssh_reads_it():
+    for name in ("localhost", "ann@localhost", "ssh://ann@localhost:22", "127.1"):
+        assert address_of(name) == "127.0.0.1"
+
+
+def test_this_machine_is_not_another_host_as_well(monkeypatch):
+    monkeypatch.setattr(machines, "is_mine", lambda ip: ip.startswith("10.0.0."))
+    given = Machines((Machine("mac", ("10.0.0.1",)), Machine("mac.local", ("10.0.0.2",))))
+    with pytest.raises(UserError, match=r"mac\.local is this machine, as mac is"):
+        check_first(given)
+
+
+def test_a_hostfile_may_begin_with_a_byte_order_mark(tmp_path):
+    content = "\ufeff" + json.dumps([host("a"), host("b", "127.0.0.2")])
+    assert len(machines_of(build({"hostfile": hostfile(tmp_path, content)}, "test")).hosts) == 2
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"hosts": ""}, "an empty name is no host"),
+        ({"hosts": "a,,b"}, "an empty name is no host"),
         ({"hosts": ("a", "b", "a")}, "a is there twice"),
         ({"hosts": ("a", "b"), "processes": 2}, "cannot be combined"),
         ({"sync": "data"}, "only works with --hosts"),
@@ -132,9 +183,18 @@ def test_a_host_that_cannot_be_reached_is_named():
     assert run[0][-2:] == ["mac2", "true"]
 
 
+def test_a_host_without_your_ai_is_named():
+    said = iter([(0, ""), (127, "bash: /x/python: No such file or directory")])
+    given = Tools(lambda command: next(said), lambda name: name)
+    with pytest.raises(UserError, match=r"mac2 has no your_ai for .*No such file.*same path"):
+        check_reachable(TWO, given)
+
+
 def test_what_is_missing_is_named(monkeypatch, tmp_path):
     with pytest.raises(UserError, match="ssh is missing"):
         check_reachable(TWO, tools(missing="ssh")[0])
+    with pytest.raises(UserError, match="mpirun is missing"):
+        check_programs(replace(TWO, backend="mpi"), tools(missing="mpirun")[0])
     with pytest.raises(UserError, match="rsync is missing"):
         sync(TWO, ["/data"], tools(missing="rsync")[0])
     monkeypatch.setattr(machines.sys, "executable", str(tmp_path / "python"))

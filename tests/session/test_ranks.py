@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from your_ai.config import TrainConfig
 from your_ai.errors import UserError
 from your_ai.run.child import Child
 from your_ai.run.exits import DONE, OUT_OF_MEMORY, PEER_LOST, USER
-from your_ai.run.folder import RunFolder
+from your_ai.run.folder import SUPERVISOR_LOCK, RunFolder, locked
 from your_ai.run.heartbeat import write_report
 from your_ai.session import ranks
 from your_ai.session.ranks import (
@@ -25,8 +26,10 @@ from your_ai.session.ranks import (
     check_processes,
     failed_in,
     free_ports,
+    is_users_error,
     launched_rank,
     lost_in,
+    refused_in,
 )
 from your_ai.session.supervisor import Life, after_death
 
@@ -55,6 +58,15 @@ def test_the_log_says_which_rank_was_lost():
     said = "bash: python: No such file or directory\n[WARN] Node with rank 1 exited with code 127"
     assert lost_in(said, ["mac1", "mac2"]) == "rank 1 on mac2: it ended with code 127"
     assert lost_in("nothing") == ""
+
+
+def test_an_error_before_the_ranks_have_met_is_the_users():
+    said = (
+        "error: rank 1 on mac2: a port is in use there\n[WARN] Node with rank 1 exited with code "
+    )
+    assert is_users_error(f"{said}2 \n")
+    assert not is_users_error(f"{said}1 \n")
+    assert not is_users_error("[WARN] Node with rank 1 exited with code 2 \n")
 
 
 def test_the_log_says_whose_error_ended_all():
@@ -128,10 +140,35 @@ def test_the_status_of_rank_0_comes_from_its_report(tmp_path):
     assert group.first.process.returncode == -9
 
 
+def test_the_supervisor_is_not_taken_for_rank_0(tmp_path):
+    """It holds a lock of the run, too, and would send the signal to itself."""
+    group = launched(tmp_path)
+    with locked(group.folder, SUPERVISOR_LOCK):
+        group.look()
+        assert not group.was_running
+        assert group.pid == group.first.process.pid
+        with locked(group.folder):
+            assert group.pid == os.getpid()
+        group.pass_on([signal.SIGUSR1], patience=2)  # there is no rank 0 yet
+        assert group.first.process.wait(5) == -signal.SIGKILL
+
+
+def test_mlx_launch_that_starts_nothing_is_the_users_to_mend(tmp_path):
+    group = launched(tmp_path)
+    group.end()
+    assert group.result == (PEER_LOST, 0)  # it was killed
+    group.first.process = subprocess.Popen([sys.executable, "-c", "exit(2)"])
+    group.first.process.wait()
+    assert group.result == (USER, 0)
+    said = "usage: mlx.launch [-h]\nmlx.launch: error: The hostfile is malformed: b\n"
+    assert refused_in(said) == "The hostfile is malformed: b"
+    assert refused_in(f"error: no data\n{said}") == ""
+
+
 def test_mlx_launch_is_killed_if_rank_0_is_gone(tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "GRACE_S", 0.1)
     group, holder = launched(tmp_path), 1234
-    monkeypatch.setattr(ranks, "owner", lambda _: holder)
+    monkeypatch.setattr(ranks, "owner", lambda *_: holder)
     group.look()
     holder = None
     deadline = time.monotonic() + 5
@@ -143,7 +180,7 @@ def test_mlx_launch_is_killed_if_rank_0_is_gone(tmp_path, monkeypatch):
 
 def test_a_signal_goes_to_rank_0_and_the_third_kills_all(tmp_path, monkeypatch):
     group, sent = launched(tmp_path), []
-    monkeypatch.setattr(ranks, "owner", lambda _: 1234)
+    monkeypatch.setattr(ranks, "owner", lambda *_: 1234)
     monkeypatch.setattr(ranks.os, "kill", lambda pid, number: sent.append((pid, number)))
     group.pass_on([signal.SIGTERM], patience=2)
     group.pass_on([signal.SIGTERM, signal.SIGTERM, signal.SIGTERM], patience=2)

@@ -15,6 +15,7 @@ import pytest
 
 from tests.conftest import events_of, train
 from tests.data.test_batches import make_examples
+from your_ai.config import TrainConfig
 from your_ai.data.batches import make_schedule
 from your_ai.engine.gradients import HeldGradients, gradients_in
 from your_ai.engine.scoring import ScoredTexts, scored_by_all
@@ -26,7 +27,7 @@ from your_ai.memory.facts import BlockFacts, ModelFacts, facts_of
 from your_ai.memory.governor import MemoryAction
 from your_ai.memory.workload import Plan, Training
 from your_ai.objectives.objective import Totals
-from your_ai.run import events
+from your_ai.run import events, host
 from your_ai.run.folder import RunFolder, create
 from your_ai.run.stopping import Stop
 from your_ai.session.supervisor import supervise
@@ -38,7 +39,9 @@ from your_ai.training.distributed import (
     PIECE_BYTES,
     Ranks,
     digest_of,
+    join,
 )
+from your_ai.training.train import awake_elsewhere
 
 
 class Together:
@@ -403,3 +406,36 @@ def test_two_processes_train_the_adapter_of_one_even_if_one_is_killed(configure,
     assert died.reason == "rank 1 killed by SIGKILL after step 5; continuing from step 4"
     assert digest_of(adapter(killed)) == digest_of(adapter(two))
     assert left_of(two) == left_of(killed) == []
+
+
+def test_the_macs_of_other_ranks_are_kept_awake(monkeypatch):
+    monkeypatch.setattr(host, "is_mac", lambda: True)
+    begun: list[str] = []
+
+    def begin(*command: str) -> None:
+        begun.append(command[0])
+
+    monkeypatch.setattr(host, "begun", begin)
+    other = Ranks(1, 2, ("mac1", "mac2"))
+    for ranks, config in (
+        (ALONE, TrainConfig()),
+        (other, TrainConfig(allow_sleep=True)),
+        (other, TrainConfig()),
+    ):
+        before = len(begun)
+        with awake_elsewhere(ranks, config):
+            assert len(begun) - before == (ranks is other and not config.allow_sleep)
+
+
+def test_a_port_in_use_is_named_with_its_host(tmp_path, monkeypatch):
+    place = tmp_path / "ring.json"
+    place.write_text('[["127.0.0.1:4601"], ["127.0.0.2:4602"]]')
+    monkeypatch.setenv("MLX_HOSTFILE", str(place))
+    monkeypatch.setenv("MLX_RANK", "1")
+
+    def init(**_: object) -> None:
+        raise RuntimeError("[ring] Couldn't bind socket (error: 98)")
+
+    monkeypatch.setattr(mx.distributed, "init", init)
+    with pytest.raises(UserError, match=r"rank 1 on .*: a port is in use there, of 127.0.0.2:4602"):
+        join(5.0)

@@ -19,6 +19,7 @@ from your_ai.config import (
     negated,
     parts_of,
 )
+from your_ai.errors import UserError
 from your_ai.gates.console import echo_error
 
 if TYPE_CHECKING:
@@ -126,6 +127,11 @@ def joined(texts: Sequence[str]) -> str:
 def given_settings(flags: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that were given; the values of an option that was repeated are one list."""
     found = {name: value for name, value in flags.items() if value is not None}
+    if found.get("hostfile") == "":
+        raise UserError(
+            "--hostfile: is empty; name a file, or leave the option out to train on this machine "
+            "alone"
+        )
     for name in filter(is_listed, found):
         texts = found[name]
         found[name] = (

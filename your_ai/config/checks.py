@@ -12,6 +12,7 @@ from your_ai.config.names import (
     EXACT_MATCH,
     LOSS,
     OBJECTIVES_WITH,
+    RANK_WAYS,
     REWARD,
     REWARD_METRICS,
     SFT,
@@ -146,7 +147,7 @@ def check(config: TrainConfig) -> None:
 
 def check_ranks(config: TrainConfig) -> None:
     """Raise UserError for settings that do not fit several processes or hosts."""
-    ways = [n for n in ("processes", "hosts", "hostfile") if not has_default(config, n)]
+    ways = [n for n in RANK_WAYS if not has_default(config, n)]
     if len(ways) > 1:
         raise UserError(f"{flag(ways[0])}: cannot be combined with {flag(ways[1])}")
     twice = [host for host in config.hosts if config.hosts.count(host) > 1]

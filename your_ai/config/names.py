@@ -14,6 +14,7 @@ SFT, GRPO, REWARD, SOFT = "sft", "grpo", "reward", "soft"
 GENERATING = (GRPO, SOFT)  # their steps train completions that the model samples itself
 PREFERENCE_LEARNING_RATE = 2e-5  # the default of other objectives; docs/objectives.md says why
 LEARNING_RATES = {REWARD: 1e-4}  # of objectives with a default of their own
+RANK_WAYS = ("processes", "hosts", "hostfile")  # each starts several processes; a run has one
 LOSS, EXACT_MATCH = "loss", "exact_match"  # values of --best-metric
 # Values of --best-metric for pairs and labels -> the metric of a validation, higher is better.
 REWARD_METRICS = {"accuracy": "rewards/accuracies", "margin": "rewards/margins"}

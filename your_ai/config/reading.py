@@ -21,6 +21,7 @@ from your_ai.config.names import (
     DEMO,
     LEARNING_RATES,
     PREFERENCE_LEARNING_RATE,
+    RANK_WAYS,
     SFT,
     flag,
 )
@@ -217,7 +218,8 @@ def quoting_dumper() -> type[yaml.SafeDumper]:
 def resumed(saved: TrainConfig, flags: Mapping[str, Any]) -> TrainConfig:
     """Apply flags to the saved config of a run that is resumed.
 
-    A new limit in steps replaces one in epochs, and the other way round.
+    A new limit in steps replaces one in epochs, and the other way round. So does a new choice of
+    processes or hosts; who starts the processes with mlx.launch replaces the run's choice.
     Raises UserError if a flag would change what the run computes, or is a setting of another
     objective.
     """
@@ -232,6 +234,11 @@ def resumed(saved: TrainConfig, flags: Mapping[str, Any]) -> TrainConfig:
     if len(limits := flags.keys() & LENGTHS) == 1:
         (other,) = LENGTHS - limits
         changes = {} if getattr(saved, other) == AUTO else {other: None}
+    ways = {name for name in RANK_WAYS if flags.get(name)}
+    if len(ways) == 1 or (not ways and flags.get("supervise") is False):
+        changes |= {name: FIELDS[name].default for name in RANK_WAYS if name not in ways}
+        if not ways & {"hosts", "hostfile"}:
+            changes["sync"] = FIELDS["sync"].default
     for name, value in flags.items():
         value = coerce(name, value, flag(name))
         if value in (getattr(saved, name), in_effect(saved, name)):

@@ -29,6 +29,11 @@ def coerce(name: str, value: Any, label: str) -> Any:
     if kind == tuple[str, ...]:
         parts = parts_of(name, value) if isinstance(value, str) else value
         if isinstance(parts, (list, tuple)) and all(isinstance(p, str) for p in parts):
+            if name == "hosts" and not all(p.strip() for p in parts):
+                raise UserError(
+                    f"{label}: an empty name is no host; name this machine and at least one "
+                    "other, or leave the option out to train on this machine alone"
+                )
             return tuple(p.strip() for p in parts if p.strip())
     elif kind is bool:
         if isinstance(value, bool):

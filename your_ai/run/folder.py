@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -291,13 +291,14 @@ def locked(folder: RunFolder, name: str = LOCK, what: str = "run") -> Iterator[N
                 os.ftruncate(file.fileno(), 0)
 
 
-def owner(folder: RunFolder) -> int | None:
+def owner(folder: RunFolder, locks: Sequence[str] = (SUPERVISOR_LOCK, LOCK)) -> int | None:
     """The pid of the supervisor or training process of the run; None if there is none.
 
+    locks: whose owner; LOCK alone is the training process's, of several that of rank 0.
     0 if the pid is unknown. This takes a shared lock for a moment, which is harmless because
     `locked` tries several times.
     """
-    for name in (SUPERVISOR_LOCK, LOCK):
+    for name in locks:
         try:
             file = open_regular(folder.path / name)
         except OSError:

@@ -32,19 +32,23 @@ class MemoryUser:
 
 
 def memory_user(folder: RunFolder) -> MemoryUser:
-    """What a run in progress may use, by its events and settings."""
-    state = fold_all(ViewState(), events.tail(folder.events)[0])
-    held = None if state.gauges is None else state.gauges.process_bytes
+    """What a run in progress may use, by its events and settings: of all its processes."""
+    state, config = fold_all(ViewState(), events.tail(folder.events)[0]), folder.read_config()
+    held = (0 if state.gauges is None else state.gauges.process_bytes or 0) * config.processes
     if state.limit is not None:
-        return MemoryUser(folder.name, state.limit.limit_bytes, held or 0)
-    gb = folder.read_config().max_memory
-    return MemoryUser(folder.name, None if gb is None else int(gb * GB), held or 0)
+        return MemoryUser(folder.name, state.limit.limit_bytes * config.processes, held)
+    gb = config.max_memory
+    limit = None if gb is None else int(gb * GB) * config.processes
+    return MemoryUser(folder.name, limit, held)
 
 
 def share_gb(
-    machine: MachineMemory, others: Iterable[MemoryUser], asked_gb: float | None
+    machine: MachineMemory,
+    others: Iterable[MemoryUser],
+    asked_gb: float | None,
+    processes: int = 1,
 ) -> float | None:
-    """The limit in GB for one more process; None: what `train` finds by itself.
+    """The limit in GB for each of so many more processes; None: what `train` finds by itself.
 
     asked_gb: the limit that was asked for. Raises UserError if the others leave too little.
     """
@@ -56,14 +60,15 @@ def share_gb(
     empty = replace(machine, available_bytes=None if available is None else available + held)
     capacity = detect(empty).limit_bytes
     taken = [capacity if o.limit_bytes is None else o.limit_bytes for o in others]
-    left_gb = math.floor((capacity - sum(taken)) / GB * 100) / 100
+    left_gb = math.floor((capacity - sum(taken)) / processes / GB * 100) / 100
     if left_gb >= (LEAST_GB if asked_gb is None else asked_gb):
         return left_gb if asked_gb is None else asked_gb
     using = ", ".join(
         f"{other.name} may use {size_text(limit)}"
         for other, limit in zip(others, taken, strict=True)
     )
-    wanted = "" if asked_gb is None else f", and this needs {asked_gb:g} GB"
+    each = f" for each of {processes} processes" if processes > 1 else ""
+    wanted = "" if asked_gb is None else f", and this needs {asked_gb:g} GB{each}"
     raise UserError(
         f"not enough memory: {using} of the {size_text(capacity)} that are there{wanted}; wait for "
         "it, stop it, or start both with a smaller max_memory"

@@ -354,7 +354,8 @@ class AgentTools:
         return started, settings.max_memory, []
 
     def _with_share(self, settings: TrainConfig) -> TrainConfig:
-        share = share_gb(memory_here(), self._users(), settings.max_memory)
+        asked_gb, processes = settings.max_memory, settings.processes
+        share = share_gb(memory_here(), self._users(), asked_gb, processes)
         return settings if share is None else replace(settings, max_memory=share)
 
     def _users(self) -> list[MemoryUser]:
@@ -515,7 +516,13 @@ def stopped(found: RunFolder) -> StoppedRun:
 
 
 def summary_of(found: RunFolder) -> str:
-    """The summary that the command line prints after a run."""
+    """The summary that the command line prints after a run; of one in progress, what it does."""
+    running = is_running(found)  # before the events, so that a run that ends has its last
     state = fold_all(ViewState(), events.tail(found.events)[0])
+    if running:
+        if (step := state.step) is None:
+            return f"{state.doing_text}; no step is done yet"
+        done = view.step_text(step, state.tokens_per_s or 0.0, state.seconds_left)
+        return f"{state.doing_text}; {done}"
     parts = view.summary(state, found.reference, told=False)
     return "\n".join(part for part in parts if isinstance(part, str))

@@ -21,14 +21,18 @@ from typing import Any
 from your_ai.config import TrainConfig
 from your_ai.errors import UserError
 from your_ai.files import read_text
-from your_ai.gates.text import shortened, shown
+from your_ai.gates.text import nearest, shortened, shown
+from your_ai.run.host import WATCHDOG
 
+LAUNCHER = "mlx.launch"
 HERE = "127.0.0.1"  # what `mlx.launch` starts without ssh
 FIRST_PORT = 32323  # of mlx.launch
 PORTS_TRIED = 50
 HOSTFILE_BYTES = 1 << 20
 REACH_S = 10  # for ssh to connect
 HOST = re.compile(r"[\w.:\[][\w.:@%+/\[\]-]*")  # a name, an address, user@host or ssh://host:port
+LIMIT_KEY = "max_memory"
+HOST_KEYS = ("ssh", "ips", "rdma", LIMIT_KEY)
 BACKENDS = ("ring", "jaccl", "jaccl-ring", "mpi", "nccl")
 
 
@@ -63,7 +67,10 @@ class Machines:
             {"ssh": host.ssh, "ips": list(host.ips), "rdma": list(host.rdma)} for host in self.hosts
         ]
         hosts[0]["ssh"] = HERE
-        return json.dumps({"backend": self.backend, "envs": list(self.envs), "hosts": hosts})
+        envs, relaxed = list(self.envs), os.environ.get(WATCHDOG)
+        if relaxed is not None and not any(each.startswith(f"{WATCHDOG}=") for each in envs):
+            envs.append(f"{WATCHDOG}={relaxed}")
+        return json.dumps({"backend": self.backend, "envs": envs, "hosts": hosts})
 
 
 @dataclass(frozen=True)
@@ -102,25 +109,91 @@ def machines_of(config: TrainConfig) -> Machines | None:
     option = found.option
     if len(found.hosts) < 2:
         raise UserError(f"{option}: names one host; name this machine and at least one other")
+    check_different(found.hosts, option)
+    if found.backend == "ring":
+        check_ring(found)
     if found.backend != "mpi":
-        first = found.hosts[0]
-        if not any(is_mine(ip) for ip in first.ips):
-            raise UserError(
-                f"{option}: the first host must be this machine, which owns the run folder; "
-                f"{shortened(first.ssh)} is not"
-            )
+        check_first(found)
     return found
+
+
+def check_different(hosts: Sequence[Machine], option: str) -> None:
+    """Raise UserError for a host that is there twice, under the same or another name."""
+    known: dict[str, Machine] = {}
+    for host in hosts:
+        for place in (host.ssh.casefold().removesuffix("."), *host.ips):
+            other = known.setdefault(place, host)
+            if other is not host:
+                as_what = "" if other.ssh == host.ssh else f", as {shortened(other.ssh)} as well"
+                raise UserError(
+                    f"{option}: {shortened(host.ssh)} is there twice{as_what}; for several "
+                    "processes on one machine use --processes"
+                )
+
+
+def check_first(machines: Machines) -> None:
+    """Raise UserError if the first host is another machine, or the others cannot connect to it.
+
+    All may have addresses of this machine only, to try several hosts without any.
+    """
+    first, *others = machines.hosts
+    option, name = machines.option, shortened(first.ssh)
+    if not any(is_mine(ip) for ip in first.ips):
+        raise UserError(
+            f"{option}: the first host must be this machine, which owns the run folder; "
+            f"{name} is not"
+        )
+    for other in others:
+        if all(is_loopback(ip) for ip in other.ips):
+            continue
+        if is_loopback(first.ips[0]):
+            raise UserError(
+                f"{option}: {name} has the address {first.ips[0]}, at which {shortened(other.ssh)} "
+                "does not reach this machine; give its name or address in your network"
+            )
+        if any(is_mine(ip) for ip in other.ips):
+            raise UserError(
+                f"{option}: {shortened(other.ssh)} is this machine, as {name} is; for several "
+                "processes on one machine use --processes"
+            )
+
+
+def check_ring(machines: Machines) -> None:
+    """Raise UserError for addresses that the ring of MLX does not take."""
+    for host in machines.hosts:
+        name = shortened(host.ssh)
+        if not host.ips:
+            raise UserError(
+                f"{machines.option}: {name} has no ips, over which the ranks communicate"
+            )
+        for ip in host.ips:
+            if ":" in ip:
+                raise UserError(
+                    f"{machines.option}: {name}: the ring of MLX needs an IPv4 address without a "
+                    f"port, and {shortened(ip)} is none"
+                )
+        if len(host.ips) != len(machines.hosts[0].ips):
+            raise UserError(
+                f"{machines.option}: all hosts need equally many ips for the ring of MLX; "
+                f"{name} has {len(host.ips)}, and {shortened(machines.hosts[0].ssh)} has "
+                f"{len(machines.hosts[0].ips)}"
+            )
+
+
+def is_loopback(ip: str) -> bool:
+    return ip == "localhost" or ip == "::1" or ip.startswith("127.")
 
 
 def from_file(name: str) -> Machines:
     """Read a hostfile in the format of `mlx.launch`, with `max_memory` per host in addition."""
     option = f"--hostfile {shortened(name)}"
     try:
-        content = json.loads(read_text(Path(os.path.expanduser(name)), HOSTFILE_BYTES))
+        text = read_text(Path(os.path.expanduser(name)), HOSTFILE_BYTES)
+        content = json.loads(text.removeprefix("\ufeff"))
         if isinstance(content, list):
             content = {"hosts": content}
         hosts = tuple(machine_of(host) for host in content["hosts"])
-        backend, envs = content.get("backend") or "ring", content.get("envs", [])
+        backend, envs = content.get("backend") or "ring", content.get("envs") or []
         if not (is_texts(envs) and all("=" in each for each in envs)):
             raise ValueError("envs must be a list of NAME=VALUE")
     except OSError as error:
@@ -135,9 +208,6 @@ def from_file(name: str) -> Machines:
             f"{option}: backend {shown(backend)} is unknown; use one of {', '.join(BACKENDS)}"
         )
     check_names(hosts, option)
-    for host in hosts:
-        if backend == "ring" and not host.ips:
-            raise UserError(f"{option}: {host.ssh} has no ips, over which the ranks communicate")
     return Machines(hosts, backend, tuple(envs), option)
 
 
@@ -145,8 +215,11 @@ def machine_of(content: Any) -> Machine:
     """A host of a hostfile. Raises ValueError, TypeError or LookupError if it is none."""
     if not isinstance(content, dict):
         raise ValueError("a host must be an object")
-    limit = content.get("max_memory")
-    name, ips, rdma = content["ssh"], content.get("ips", []), content.get("rdma", [])
+    for key in content:
+        if key not in HOST_KEYS and nearest(key, [LIMIT_KEY]):  # other keys are for other programs
+            raise ValueError(f"unknown key {shortened(key)}; did you mean {LIMIT_KEY}?")
+    limit = content.get(LIMIT_KEY)
+    name, ips, rdma = content["ssh"], content.get("ips") or [], content.get("rdma") or []
     if not (isinstance(name, str) and is_texts(ips)):
         raise ValueError("ssh must be text, and ips must be a list of texts")
     is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
@@ -160,27 +233,26 @@ def is_texts(content: Any) -> bool:
 
 
 def check_names(hosts: Sequence[Machine], option: str) -> None:
-    """Raise UserError for a host that is there twice, and for a name or an address that ssh would
-    take for an option, or a shell for more than a word."""
-    names = [host.ssh for host in hosts]
-    for name in (*names, *(ip for host in hosts for ip in host.ips)):
+    """Raise UserError for a name or an address that ssh would take for an option, or a shell for
+    more than a word."""
+    for name in (place for host in hosts for place in (host.ssh, *host.ips)):
         if not HOST.fullmatch(name) or "@-" in name:
             raise UserError(f"{option}: {shown(name) or 'an empty name'} is no host")
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(
-                f"{option}: {shortened(name)} is there twice; for several processes on one "
-                "machine use --processes"
-            )
 
 
 def address_of(name: str) -> str:
-    """The address of a host. Raises UserError if the name is not known."""
+    """The IPv4 address of a host, given as for ssh. Raises UserError if the name is not known."""
     check_names([Machine(name)], "--hosts")
+    place = name.removeprefix("ssh://").rpartition("@")[2]
+    if name.startswith("ssh://"):
+        place = place.partition("/")[0].partition(":")[0]
     try:
-        found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+        found = socket.getaddrinfo(place, None, socket.AF_INET, socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise UserError(f"--hosts: {shortened(name)} is not known ({error})") from error
+        raise UserError(
+            f"--hosts: {shortened(name)} has no IPv4 address that is known here ({error}); a name "
+            "from ssh's configuration needs a --hostfile with its address"
+        ) from error
     return str(found[0][4][0])
 
 
@@ -196,25 +268,42 @@ def is_mine(ip: str) -> bool:
 
 def launcher(tools: Tools | None = None) -> str:
     """The path of mlx.launch. Raises UserError if it is missing."""
-    beside = Path(sys.executable).with_name("mlx.launch")
-    found = str(beside) if beside.exists() else (tools or Tools()).which("mlx.launch")
+    beside = Path(sys.executable).with_name(LAUNCHER)
+    found = str(beside) if beside.exists() else (tools or Tools()).which(LAUNCHER)
     if found is None:
         raise UserError("--hosts: mlx.launch is missing; install it with: pip install mlx")
     return found
 
 
+def check_programs(machines: Machines, tools: Tools | None = None) -> None:
+    """Raise UserError if a program that starts the ranks is missing here."""
+    tools = tools or Tools()
+    launcher(tools)
+    if machines.backend == "mpi" and tools.which("mpirun") is None:
+        raise UserError(f"{machines.option}: mpirun is missing, which backend mpi needs")
+
+
 def check_reachable(machines: Machines, tools: Tools | None = None) -> None:
-    """Raise UserError naming the first host that ssh cannot reach without a password."""
+    """Raise UserError naming the first host that ssh cannot reach without a password, or where
+    your_ai is not installed at the same path as here."""
     tools, option = tools or Tools(), machines.option
     if tools.which("ssh") is None:
         raise UserError(f"{option}: ssh is missing, which starts the processes on the other hosts")
     for host in machines.hosts[1:]:
         options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={REACH_S}"]
-        status, said = tools.run(["ssh", *options, host.ssh, "true"])
+        ssh = ["ssh", *options, host.ssh]
+        status, said = tools.run([*ssh, "true"])
         if status:
             reason = shown(said) or f"ssh status {status}"
             raise UserError(
                 f"{option}: {host.ssh} cannot be reached ({reason}); try: ssh {host.ssh} true"
+            )
+        status, said = tools.run([*ssh, f"{shlex.quote(sys.executable)} -c 'import your_ai'"])
+        if status:
+            reason = shown(said) or f"status {status}"
+            raise UserError(
+                f"{option}: {host.ssh} has no your_ai for {sys.executable} ({reason}); install it "
+                "at the same path on every host"
             )
 
 

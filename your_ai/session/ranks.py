@@ -25,14 +25,14 @@ import psutil
 from your_ai.config import TrainConfig
 from your_ai.errors import RunError, UserError
 from your_ai.files import read_text
-from your_ai.gates.text import size_text
+from your_ai.gates.text import shown, size_text
 from your_ai.memory.demand import PYTHON_BYTES, RING_BYTES
 from your_ai.memory.limit import MachineMemory, find_limit
-from your_ai.run.child import POLL_S, Child, started
-from your_ai.run.exits import DONE, PEER_LOST
-from your_ai.run.folder import RunFolder, owner
+from your_ai.run.child import POLL_S, Child, errors_in, started
+from your_ai.run.exits import DONE, PEER_LOST, USER
+from your_ai.run.folder import LOCK, RunFolder, owner
 from your_ai.run.heartbeat import LOST
-from your_ai.session.machines import FIRST_PORT, Machines, free_first_port, launch_command
+from your_ai.session.machines import FIRST_PORT, LAUNCHER, Machines, free_first_port, launch_command
 
 REPORT = "ranks.status"  # in the run folder: the exit status of rank 0, for the supervisor
 REPORT_BYTES = 1000
@@ -57,6 +57,11 @@ class RankGroup:
     @property
     def first(self) -> Child:
         return self.children[0]
+
+    @property
+    def pid(self) -> int:
+        """The process of rank 0."""
+        return self.first.process.pid
 
     @property
     def statuses(self) -> list[int | None]:
@@ -116,8 +121,13 @@ class LaunchedGroup:
     """Whether rank 0 has held the lock of the run folder."""
     ends_at: float | None = None
 
+    @property
+    def pid(self) -> int:
+        """The process of rank 0; before it has locked the run, that of mlx.launch."""
+        return owner(self.folder, [LOCK]) or self.first.process.pid
+
     def pass_on(self, received: Sequence[int], patience: int) -> None:
-        pid = owner(self.folder)
+        pid = owner(self.folder, [LOCK])
         for number in received[self.passed_on :]:
             if self.passed_on >= patience:
                 self.kill()
@@ -132,7 +142,7 @@ class LaunchedGroup:
 
     def look(self) -> None:
         """Kill all if rank 0 is gone, and mlx.launch has had time to end the others."""
-        is_running = owner(self.folder) is not None
+        is_running = owner(self.folder, [LOCK]) is not None
         self.was_running |= is_running
         if is_running or not self.was_running:
             self.ends_at = None
@@ -149,14 +159,17 @@ class LaunchedGroup:
     def end(self) -> None:
         self.kill()
         self.first.process.wait()
+        if self.first.process.stdin is not None:
+            self.first.process.stdin.close()
 
     @property
     def result(self) -> tuple[int, int]:
-        """The status that rank 0 wrote. If it wrote none, it was killed."""
+        """The status that rank 0 wrote. If it wrote none, it was killed, or never started."""
         try:
             return int(json.loads(read_text(self.report, REPORT_BYTES))["status"]), 0
         except (OSError, ValueError, LookupError, TypeError):
-            return PEER_LOST, 0
+            refused = not self.was_running and (self.first.process.poll() or 0) > 0
+            return (USER if refused else PEER_LOST), 0
 
 
 def cause_of(statuses: Sequence[int], killed: set[int]) -> int:
@@ -183,6 +196,21 @@ def lost_in(output: str, names: Sequence[str] = ()) -> str:
         where = f" on {names[int(found[1])]}" if int(found[1]) < len(names) else ""
         return f"rank {found[1]}{where}: it ended with code {found[2]}"
     return (named or told or [""])[0].removeprefix(LOST)
+
+
+def is_users_error(output: str) -> bool:
+    """Whether `mlx.launch` ended because a rank reported an error of the user before it could
+    tell the others."""
+    found = LAUNCHER_SAYS.search(output)
+    return found is not None and int(found[2]) == USER and bool(errors_in(output))
+
+
+def refused_in(output: str) -> str:
+    """Why `mlx.launch` started no rank: its last line, if no process of ours reported an error."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    if errors_in(output) or not lines:
+        return ""
+    return shown(lines[-1].removeprefix(f"{LAUNCHER}: error: "))
 
 
 def failed_in(output: str) -> str:
@@ -270,8 +298,9 @@ def launched_group(
     command = [*arguments, "--memory-of-ranks", limits, *own]
     command = launch_command(machines, place, command, port)
     try:
+        # mlx.launch reads its input all the time, and takes a processor for that at its end
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
         )
     except OSError as error:
         raise RunError(f"{command[0]}: cannot be started ({error.strerror})") from error

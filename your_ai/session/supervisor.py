@@ -51,14 +51,22 @@ from your_ai.run.parent import watch_parent
 from your_ai.run.stopping import SHOW_STACK, SIGNALS, Interrupted, recorded_signals
 from your_ai.session.computer import looked_after
 from your_ai.session.machines import (
+    LAUNCHER,
     Machines,
+    check_programs,
     check_reachable,
-    launcher,
     machines_of,
     paths_to_sync,
     sync,
 )
-from your_ai.session.ranks import check_processes, failed_in, lost_in, started_group
+from your_ai.session.ranks import (
+    check_processes,
+    failed_in,
+    is_users_error,
+    lost_in,
+    refused_in,
+    started_group,
+)
 from your_ai.session.stalls import STARTING, Patience, StallWatch, patience_of
 from your_ai.trackers.upload import tracked
 
@@ -159,15 +167,21 @@ def supervise(
             )
             records, offset = events.tail(folder.events, offset)
             life = summarize_process(life, level, status, [record.event for record in records])
-            lost = named = ""
+            said = lost = named = ""
             if not is_alone:
                 said = read_log(log, log_start)
                 names = [] if machines is None else [host.ssh for host in machines.hosts]
-                lost = lost_in(said, names) if status == PEER_LOST else ""
+                if status == PEER_LOST and is_users_error(said):
+                    raise reported_error(folder, USER, said)
+                if status == PEER_LOST:
+                    silent = "" if machines is None else f"{LAUNCHER}, or rank 0"
+                    lost = lost_in(said, names) or silent
                 named = failed_in(said) or f"rank {rank}"
             life = replace(life, stalled=stalled, rank=named, lost=lost)
             if status == DONE:
                 return DONE
+            if status == USER and machines is not None and (reason := refused_in(said)):
+                raise UserError(f"{machines.option}: {LAUNCHER} started nothing ({reason})")
             if status in (FAILED, USER):
                 raise reported_error(folder, status, read_log(log, log_start))
             if stop_signal(status) is not None:
@@ -220,32 +234,35 @@ def run_children(
             time.sleep(POLL_S)  # a blocking wait would miss signals that another thread receives
             if not stalled and time.monotonic() - looked_at >= watch.patience.look_s:
                 looked_at = time.monotonic()
-                stalled = end_if_stalled(child, folder, log, watch)
+                stalled = end_if_stalled(child, group.pid, folder, log, watch)
         group.end()
         status, rank = group.result
     return status, stalled, rank
 
 
-def end_if_stalled(child: Child, folder: RunFolder, log: BinaryIO, watch: StallWatch) -> str:
+def end_if_stalled(
+    child: Child, pid: int, folder: RunFolder, log: BinaryIO, watch: StallWatch
+) -> str:
     """Kill a training process that no longer gets on; return how it stalled.
 
+    pid: the training process's, which `child` is or has started.
     It writes its stack first, if it can. A signal to stop would not do: it could not save.
     """
     look(folder, watch)
     if not watch.is_stalled:
         return ""
     process, what = child.process, watch.describe()
-    state = host.process_state(process.pid)
+    state = host.process_state(pid)
     if state == "debugged":
         watch.waited_s = 0.0
         if not watch.told_of_debugger:
-            text = f"{what}: a debugger has stopped process {process.pid}; waiting for it"
+            text = f"{what}: a debugger has stopped process {pid}; waiting for it"
             note(folder, text)
         watch.told_of_debugger = True
         return ""
     if state == "stopped":
         stack = "it was stopped by a signal, so it cannot show its stack"
-    elif has_shown_stack(child, log, what, watch):
+    elif has_shown_stack(child, pid, log, what, watch):
         stack = f"its stack is in {folder.path / LOG}"
     else:
         stack = "it did not answer with its stack"
@@ -269,14 +286,16 @@ def look(folder: RunFolder, watch: StallWatch) -> None:
             note(folder, away)
 
 
-def has_shown_stack(child: Child, log: BinaryIO, what: str, watch: StallWatch) -> bool:
+def has_shown_stack(child: Child, pid: int, log: BinaryIO, what: str, watch: StallWatch) -> bool:
     """Ask a process for the stacks of its threads; whether they are in the log soon."""
     if watch.what == STARTING:
         return False  # it may not listen for the signal yet
     with contextlib.suppress(OSError):  # the disk is full
         log.write(f"{what}; the stacks of its threads:\n".encode())
     start = log.seek(0, os.SEEK_END)
-    child.process.send_signal(SHOW_STACK)
+    if child.process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, SHOW_STACK)
     deadline, before = time.monotonic() + watch.patience.dump_s, b""
     while time.monotonic() < deadline and child.process.poll() is None:
         time.sleep(2 * POLL_S)
@@ -391,7 +410,7 @@ def settings_of(folder: RunFolder, settings: str) -> TrainConfig:
 
 def prepare_machines(machines: Machines, config: TrainConfig, folder: RunFolder) -> None:
     """Check that all hosts can be reached, and copy what they need, if asked to."""
-    launcher()
+    check_programs(machines)
     check_reachable(machines)
     if config.sync != "off":
         note(folder, "copying to the other hosts")

@@ -520,6 +520,14 @@ def asked_backend() -> str | None:
     return "mpi" if int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1 else None
 
 
+def own_address(backend: str) -> str:
+    """Where this rank listens, as far as that is known."""
+    if backend != "ring":
+        return f"backend {backend}"
+    with open(os.environ["MLX_HOSTFILE"], encoding="utf-8") as file:
+        return ", ".join(json.load(file)[int(os.environ["MLX_RANK"])])
+
+
 def address_of_first(backend: str) -> str:
     """Where rank 0 can be reached by the others."""
     if backend == "ring":
@@ -541,10 +549,14 @@ def join(timeout_s: float) -> Ranks:
     try:
         group = mx.distributed.init(strict=True, backend=backend)
     except (RuntimeError, ValueError) as error:
+        where = f"rank {os.environ.get('MLX_RANK', '?')} on {platform.node()}"
         reason = " ".join(str(error).split())
         if "bind" in reason:
-            reason += "; a port is in use: choose others with mlx.launch --starting-port"
-        raise UserError(f"--hosts: the ranks cannot connect ({reason})") from error
+            raise UserError(
+                f"{where}: a port is in use there, of {own_address(backend)}; end the program that "
+                "uses it, or choose other ports with mlx.launch --starting-port"
+            ) from error
+        raise UserError(f"{where}: cannot connect to the other ranks ({reason})") from error
     if group.size() == 1:
         return ALONE
     found = Ranks(group.rank(), group.size(), ("",) * group.size(), shares=(1.0,) * group.size())

@@ -11,7 +11,7 @@ from your_ai.run.folder import RunFolder
 from your_ai.run.stopping import Stop
 from your_ai.training.distributed import PeerLost, Ranks, join, telling_others
 from your_ai.training.memory_actions import within_limit
-from your_ai.training.train import OUT_OF_ROOM, train_until_done
+from your_ai.training.train import OUT_OF_ROOM, awake_elsewhere, train_until_done
 
 
 def train_launched(folder: RunFolder | None, config: TrainConfig, stop: Stop) -> int:
@@ -35,5 +35,8 @@ def train_rank(ranks: Ranks, folder: RunFolder | None, config: TrainConfig, stop
         if ranks.size == 1:
             return train_until_done(mine, config, stop)
         limited = ranks.with_own_limit(config)
-        with within_limit(mine, limited, partial(ranks.fail, *OUT_OF_ROOM)) as begin_guard:
+        with (
+            awake_elsewhere(ranks, config),
+            within_limit(mine, limited, partial(ranks.fail, *OUT_OF_ROOM)) as begin_guard,
+        ):
             return train_until_done(mine, config, stop, 0, begin_guard, ranks)

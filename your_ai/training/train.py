@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -40,7 +41,7 @@ from your_ai.nets import model
 from your_ai.objectives.chosen import needs_reference
 from your_ai.objectives.objective import Totals
 from your_ai.rng import derive_seed
-from your_ai.run import checkpoint, events, exits, requests
+from your_ai.run import checkpoint, events, exits, host, requests
 from your_ai.run.checkpoint import TrainState
 from your_ai.run.folder import RunFolder, find, locked
 from your_ai.run.heartbeat import LOST, end_process, write_report
@@ -498,6 +499,11 @@ def train_under_plan(
     return wanted
 
 
+def awake_elsewhere(ranks: Ranks, config: TrainConfig) -> contextlib.AbstractContextManager[None]:
+    """Keep the Mac of another rank than 0 awake; that of rank 0 is the supervisor's care."""
+    return host.kept_awake(os.getpid(), not ranks.is_first and not config.allow_sleep)
+
+
 def main() -> None:
     """Train one run; print errors as one line on stderr."""
     parser = argparse.ArgumentParser(prog="python -m your_ai.training")
@@ -513,7 +519,7 @@ def main() -> None:
     faulthandler.register(SHOW_STACK)
     ranks = ALONE
     try:
-        with stop_signals() as stop:
+        with stop_signals() as stop, contextlib.ExitStack() as keeps_awake:
             if given.parent_fd is not None:
                 watch_parent(given.parent_fd)
             settings = build(json.loads(given.settings), "--settings") if given.settings else None
@@ -527,6 +533,8 @@ def main() -> None:
                     ranks.limit_gb = json.loads(given.memory_of_ranks)[ranks.rank]
                 if given.parent_pid is not None and ranks.is_first:
                     watch_pid(given.parent_pid)
+                if given.parent_fd is None:
+                    keeps_awake.enter_context(awake_elsewhere(ranks, config))
                 folder, last_word = (
                     ranks.folder_of(folder, config),
                     partial(ranks.fail, *OUT_OF_ROOM),
