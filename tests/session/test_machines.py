@@ -204,8 +204,9 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path):
 
 def test_sync_copies_to_the_same_places(tmp_path):
     given, run = tools()
-    sync(TWO, [str(tmp_path)], given)
-    assert run[1][-2:] == [f"{tmp_path}/", f"mac2:{tmp_path}/"]
+    sync(TWO, [str(tmp_path), "/my data"], given)
+    assert run[1] == ["rsync", "-a", "--", f"{tmp_path}/", f"mac2:{tmp_path}/"]
+    assert run[3] == ["rsync", "-a", "-s", "--", "/my data", "mac2:/my data"]
 
 
 def test_a_port_in_use_is_not_taken(monkeypatch):

@@ -319,9 +319,11 @@ def sync(machines: Machines, paths: Sequence[str], tools: Tools | None = None) -
         for path in paths:
             slash = "/" if os.path.isdir(path) else ""
             parent = os.path.dirname(path)
+            # the rsync of macOS, 2.6.9, has no -s, which a name that the shell reads needs
+            protect = ["-s"] if shlex.quote(path) != path else []
             for command in (
                 ["ssh", host.ssh, f"mkdir -p {shlex.quote(parent)}"],
-                ["rsync", "-a", "-s", "--", f"{path}{slash}", f"{host.ssh}:{path}{slash}"],
+                ["rsync", "-a", *protect, "--", f"{path}{slash}", f"{host.ssh}:{path}{slash}"],
             ):
                 status, said = tools.run(command)
                 if status:
