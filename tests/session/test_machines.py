@@ -13,6 +13,7 @@ from your_ai.errors import UserError
 from your_ai.run.host import WATCHDOG
 from your_ai.session import machines
 from your_ai.session.machines import (
+    PASSED_ON,
     Machine,
     Machines,
     Tools,
@@ -24,6 +25,7 @@ from your_ai.session.machines import (
     launch_command,
     launcher,
     machines_of,
+    paths_to_sync,
     sync,
 )
 
@@ -61,7 +63,7 @@ def test_a_hostfile_of_mlx_launch_is_read_with_limits(tmp_path):
     assert [h.max_memory for h in found.hosts] == [None, 16]
     written = json.loads(found.as_json())
     assert [h["ssh"] for h in written["hosts"]] == ["127.0.0.1", "b"]  # the first without ssh
-    assert written["envs"] == ["A=1"]
+    assert written["envs"][0] == "A=1"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,12 @@ def test_usual_names_are_hosts(tmp_path, name):
     assert machines_of(build({"hostfile": place}, "test")).hosts[1].ssh == name
 
 
-def test_the_gpu_watchdog_is_relaxed_on_every_host(monkeypatch):
+def test_all_hosts_get_the_places_of_models_and_what_the_gpu_needs(monkeypatch):
+    for name in PASSED_ON:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("YOUR_AI_HOME", "/my models")
+    assert json.loads(TWO.as_json())["envs"] == ["YOUR_AI_HOME=/my models"]
+    monkeypatch.delenv("YOUR_AI_HOME")
     monkeypatch.setenv(WATCHDOG, "1")
     assert json.loads(TWO.as_json())["envs"] == [f"{WATCHDOG}=1"]
     own = replace(TWO, envs=(f"{WATCHDOG}=0",))
@@ -204,8 +211,28 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path):
 
 def test_sync_copies_to_the_same_places(tmp_path):
     given, run = tools()
-    sync(TWO, [str(tmp_path)], given)
-    assert run[1][-2:] == [f"{tmp_path}/", f"mac2:{tmp_path}/"]
+    sync(TWO, [str(tmp_path), "/my data"], given)
+    assert run[1] == ["rsync", "-aL", "--", f"{tmp_path}/", f"mac2:{tmp_path}/"]
+    assert run[3] == ["rsync", "-aL", "-s", "--", "/my data", "mac2:/my data"]
+
+
+def test_sync_copies_what_the_other_ranks_read(tmp_path):
+    """A file that is converted, and a model of the hub's cache, whose files are links."""
+    rows = tmp_path / "rows.csv"
+    rows.write_text("prompt,completion\n" + "a,b\n" * 30)
+    settings = {"hosts": ("a", "b"), "sync": "all", "data": str(rows), "model": "o/m"}
+    for place, copied in (
+        ("models--o--m/snapshots/1f", "models--o--m"),
+        ("models/m", "models/m"),
+    ):
+        (tmp_path / place).mkdir(parents=True)
+        found = paths_to_sync(build(settings, "test"), tmp_path / place)
+        assert found == [str(rows), str(tmp_path / copied)]
+    given, run = tools()
+    sync(TWO, [str(tmp_path / "models--o--m")], given)
+    assert run[1][1] == "-a"  # with its links
+    demo = {"hosts": ("a", "b"), "sync": "all", "model": "demo", "data": "demo"}
+    assert paths_to_sync(build(demo, "test"), tmp_path) == []
 
 
 def test_a_port_in_use_is_not_taken(monkeypatch):

@@ -84,16 +84,30 @@ def find_splits(
     layout = layout_of(
         config.columns, config.prompt_template, labeled=kind == "labels", prompts=kind == "prompts"
     )
-    sources = sources_of(config.data, to_train)
-    if config.valid not in ("", FOLDER):
-        sources = [replace(s, splits=without(s.splits, "valid")) for s in sources]
-    if config.valid not in ("", FOLDER, NONE):
-        sources += validation_sources(config.valid)
+    sources = all_sources(config, to_train)
     holds_out = to_train and config.valid == "" and not any("valid" in s.splits for s in sources)
     limit = RowLimit(config.max_row_bytes)
     if (plain := plain_files(sources, config, limit)) is not None and not holds_out:
         return Splits(plain)
     return converted(sources, layout, config, holds_out, limit, progress)
+
+
+def all_sources(config: TrainConfig, to_train: bool = True) -> list[Source]:
+    """What --data and --valid name. Raises UserError."""
+    sources = sources_of(config.data, to_train)
+    if config.valid not in ("", FOLDER):
+        sources = [replace(s, splits=without(s.splits, "valid")) for s in sources]
+    if config.valid not in ("", FOLDER, NONE):
+        sources += validation_sources(config.valid)
+    return sources
+
+
+def source_files(config: TrainConfig) -> list[Path]:
+    """The files that --data and --valid name, as they are named, before they are converted."""
+    if config.data in DEMO_DATA:  # installed with your_ai
+        return []
+    named = [path for s in all_sources(config) for files in s.splits.values() for path in files]
+    return list(dict.fromkeys(named))
 
 
 def checked_settings(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from your_ai.config import TrainConfig
+from your_ai.config import DEMO, TrainConfig
 from your_ai.errors import UserError
 from your_ai.files import read_text
 from your_ai.gates.text import nearest, shortened, shown
@@ -33,6 +33,10 @@ REACH_S = 10  # for ssh to connect
 HOST = re.compile(r"[\w.:\[][\w.:@%+/\[\]-]*")  # a name, an address, user@host or ssh://host:port
 LIMIT_KEY = "max_memory"
 HOST_KEYS = ("ssh", "ips", "rdma", LIMIT_KEY)
+# Environment variables that all ranks get from this machine, unless the hostfile sets them: where
+# models are, and what the GPU needs.
+PASSED_ON = (WATCHDOG, "YOUR_AI_HOME", "HF_HOME", "HF_HUB_CACHE")
+HUB_REPOSITORY = re.compile(r"(models|datasets)--.+")  # a folder in the Hugging Face cache
 BACKENDS = ("ring", "jaccl", "jaccl-ring", "mpi", "nccl")
 
 
@@ -67,9 +71,9 @@ class Machines:
             {"ssh": host.ssh, "ips": list(host.ips), "rdma": list(host.rdma)} for host in self.hosts
         ]
         hosts[0]["ssh"] = HERE
-        envs, relaxed = list(self.envs), os.environ.get(WATCHDOG)
-        if relaxed is not None and not any(each.startswith(f"{WATCHDOG}=") for each in envs):
-            envs.append(f"{WATCHDOG}={relaxed}")
+        named = {each.partition("=")[0] for each in self.envs}
+        own = [name for name in PASSED_ON if name in os.environ and name not in named]
+        envs = [*self.envs, *(f"{name}={os.environ[name]}" for name in own)]
         return json.dumps({"backend": self.backend, "envs": envs, "hosts": hosts})
 
 
@@ -319,9 +323,12 @@ def sync(machines: Machines, paths: Sequence[str], tools: Tools | None = None) -
         for path in paths:
             slash = "/" if os.path.isdir(path) else ""
             parent = os.path.dirname(path)
+            # macOS has an rsync without -s, which a name that the shell reads needs
+            protect = ["-s"] if shlex.quote(path) != path else []
+            links = "-a" if HUB_REPOSITORY.fullmatch(os.path.basename(path)) else "-aL"
             for command in (
                 ["ssh", host.ssh, f"mkdir -p {shlex.quote(parent)}"],
-                ["rsync", "-a", "-s", "--", f"{path}{slash}", f"{host.ssh}:{path}{slash}"],
+                ["rsync", links, *protect, "--", f"{path}{slash}", f"{host.ssh}:{path}{slash}"],
             ):
                 status, said = tools.run(command)
                 if status:
@@ -332,17 +339,26 @@ def sync(machines: Machines, paths: Sequence[str], tools: Tools | None = None) -
 
 
 def paths_to_sync(config: TrainConfig, model: Path) -> list[str]:
-    """What --sync copies: the files of the data, and with `all` the model's folder."""
-    from your_ai.data.sources import find_splits
+    """What --sync copies: the files that --data and --valid name, which every rank reads as they
+    are, and with `all` the model's folder."""
+    from your_ai.data.sources import source_files
 
     if config.sync == "off":
         return []
-    found = [str(path.resolve()) for path in find_splits(config).files.values()]
+    found = source_files(config)
     if config.prompt_template:
-        found.append(os.path.realpath(config.prompt_template))
-    if config.sync == "all":
-        found.append(str(model.resolve()))
-    return list(dict.fromkeys(found))
+        found.append(Path(config.prompt_template).expanduser())
+    if config.sync == "all" and config.model != DEMO:  # installed with your_ai
+        found.append(model)
+    return list(dict.fromkeys(os.path.abspath(in_hub_cache(path) or path) for path in found))
+
+
+def in_hub_cache(path: Path) -> Path | None:
+    """The folder of a whole repository, if the path is in one of the Hugging Face cache.
+
+    Files there are links to others in that folder.
+    """
+    return next((each for each in path.parents if HUB_REPOSITORY.fullmatch(each.name)), None)
 
 
 def free_first_port(ip: str) -> int:
