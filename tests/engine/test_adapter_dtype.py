@@ -12,6 +12,7 @@ from your_ai.engine import mlp, tiles
 from your_ai.engine.build import build_engine
 from your_ai.engine.gradients import HeldGradients, SpilledGradients
 from your_ai.engine.weights import tensors_of
+from your_ai.memory import layer_sizes
 from your_ai.memory.estimate_kept import everything
 from your_ai.nets import attention, model
 
@@ -23,7 +24,7 @@ def small_pieces(monkeypatch):
     """Use small slices, so that short rows are cut like long ones."""
     monkeypatch.setattr(attention, "CPU_TOKENS", 32)
     monkeypatch.setattr(mlp, "FEWEST_FEATURES", 32)
-    monkeypatch.setattr(mlp, "STEP", 32)
+    monkeypatch.setattr(layer_sizes, "SLICE_STEP", 32)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from your_ai.engine.compiled import Graphs, GraphShape
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import tensors_of
+from your_ai.memory import layer_sizes
 from your_ai.nets import model
 
 KERNELS = True  # which are what is tested
@@ -232,7 +233,7 @@ def test_drop_frees_the_block_templates_of_programs(
 ):
     """A template that keeps traced arrays would form a cycle with its graph, never freed."""
     monkeypatch.setattr(mlp, "FEWEST_FEATURES", 64)
-    monkeypatch.setattr(mlp, "STEP", 64)
+    monkeypatch.setattr(layer_sizes, "SLICE_STEP", 64)
     templates: list[weakref.ref] = []
     skeleton = where.skeleton
 
