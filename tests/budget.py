@@ -307,7 +307,8 @@ def line_of(found: Outcome) -> str:
     size = "x".join(str(case.model[n]) for n in ("hidden_size", "num_hidden_layers", "vocab_size"))
     most = max(found.held_mb, found.most_mb)
     share = f"{100 * most / found.limit_mb:.0f}%" if found.limit_mb else "-"
-    error = f"{100 * (found.estimate_mb / most - 1):+.0f}%" if most and found.estimate_mb else "-"
+    live = found.peak_mb + found.beside_mb  # MLX's cache fills what the limit leaves
+    error = f"{100 * (found.estimate_mb / live - 1):+.0f}%" if found.estimate_mb else "-"
     return (
         f"{case.seed:>6} {'FAULT' if found.fault else 'ok':5} limit {found.limit_mb:6.0f} most "
         f"{most:6.0f} {share:>5} est {error:>5} mlx {found.peak_mb:.0f} beside "

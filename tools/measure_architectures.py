@@ -67,7 +67,10 @@ def peak_of(config: dict[str, Any], plan: str, rows: int, tokens: int, rank: int
         keys = add_adapters(opened.network, trained).dropout_keys
         engine = "staged" if plan == "kept" else plan
         kept = Kept(linear=len(opened.network.layers) if plan == "kept" else 0)
-        built = build_engine(opened.network, keys, engine, tensors=opened.tensors, kept=kept)
+        spill = Path(made) if engine == "streamed" else None
+        built = build_engine(
+            opened.network, keys, engine, tensors=opened.tensors, kept=kept, spill=spill
+        )
         assert built.plan == engine, built.notices
         batch = batch_of(rows, tokens)
         gc.collect()

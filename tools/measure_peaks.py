@@ -1,6 +1,8 @@
 """Measure again the peaks in memory_measurements.json that the engines of today can give.
 
-    python tools/measure_peaks.py [ENGINE...]     staged and streamed by default
+    python tools/measure_peaks.py [ENGINE[:KIND]...]     staged and streamed by default
+
+KIND: gradients, step or evaluation; all of them by default.
 
 Only models whose sizes are those of a shape of doctor/shapes.py are measured. Do so after a change
 of an engine, then fit: estimates that are fitted to older engines are too high or too low.
@@ -28,13 +30,14 @@ SIZES = {"hidden": "hidden_size", "vocabulary": "vocab_size", "blocks": "num_hid
 BITS = 4  # of quantized weights
 
 
-def main(engines: list[str]) -> None:
+def main(wanted: list[str]) -> None:
     content = json.loads(MEASUREMENTS.read_text(encoding="utf-8"))
     columns = {name: content[name] for name in ("device", "columns")}
     peaks = fit_memory.from_json(content)
     groups: dict[str, list[int]] = {}  # of those that a process measures; graphs stay in one
     for place, peak in enumerate(peaks):
-        if peak.engine in engines and shape_of(peak.facts) is not None:
+        names = {peak.engine, f"{peak.engine}:{peak.kind}"}
+        if names & {*wanted} and shape_of(peak.facts) is not None:
             key = repr((peak.engine, peak.kind, peak.facts, peak.training, peak.kept))
             groups.setdefault(key, []).append(place)
     for places in groups.values():

@@ -128,6 +128,14 @@ def read_at(file: int, size: int, offset: int) -> bytes:
     return b"".join(parts)
 
 
+def read_into(file: int, buffer: memoryview, offset: int) -> int:
+    """Fill a buffer of bytes from `offset`; return how many there were before the file ended."""
+    done = 0
+    while done < len(buffer) and (count := os.preadv(file, [buffer[done:]], offset + done)):
+        done += count
+    return done
+
+
 def write_at(file: int, data: memoryview, offset: int) -> None:
     """Write all of `data`. A nearly full disk accepts a part before it reports an error."""
     while data:

@@ -8,7 +8,7 @@ import pytest
 from tests.conftest import TINY, make_model
 from tests.engine.test_fused import encode, load, relative_error
 from your_ai.data.batches import make_schedule
-from your_ai.engine import mlp, tiles
+from your_ai.engine import tiles
 from your_ai.engine.build import build_engine
 from your_ai.engine.gradients import HeldGradients, SpilledGradients
 from your_ai.engine.weights import tensors_of
@@ -23,7 +23,7 @@ ROUNDED = 2.0**-8  # relative error of two roundings to bfloat16
 def small_pieces(monkeypatch):
     """Use small slices, so that short rows are cut like long ones."""
     monkeypatch.setattr(attention, "CPU_TOKENS", 32)
-    monkeypatch.setattr(mlp, "FEWEST_FEATURES", 32)
+    monkeypatch.setattr(layer_sizes, "FEWEST_FEATURES", 32)
     monkeypatch.setattr(layer_sizes, "SLICE_STEP", 32)
 
 

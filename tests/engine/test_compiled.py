@@ -232,7 +232,7 @@ def test_drop_frees_the_block_templates_of_programs(
     made, without_kernels, monkeypatch, plan, where
 ):
     """A template that keeps traced arrays would form a cycle with its graph, never freed."""
-    monkeypatch.setattr(mlp, "FEWEST_FEATURES", 64)
+    monkeypatch.setattr(layer_sizes, "FEWEST_FEATURES", 64)
     monkeypatch.setattr(layer_sizes, "SLICE_STEP", 64)
     templates: list[weakref.ref] = []
     skeleton = where.skeleton

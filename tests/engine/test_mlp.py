@@ -17,6 +17,7 @@ from tests.nets.test_attention import relative_error
 from your_ai.engine import dequantized, mlp
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.mlp import SlicedMLP, can_be_sliced
+from your_ai.memory import layer_sizes
 from your_ai.nets.dora import DoRA, dora_layers, norms_of, use_norms
 from your_ai.nets.model import DropoutKeys, KeyedDropout, TokenKeys
 from your_ai.nets.parts import put
@@ -116,12 +117,12 @@ def test_slices_equal_the_whole_mlp(bits, bias, dropout, fewest, batch):
     drawn = TokenKeys(rows, mx.arange(9, dtype=mx.uint32)[None])
     expected = gradients(network, keys, x, drawn)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mlp, "FEWEST_FEATURES", fewest)
+        patch.setattr(layer_sizes, "FEWEST_FEATURES", fewest)
         found = gradients(SlicedMLP.from_base(network, keys), keys, x, drawn)
+        keys.set(drawn)
+        y = SlicedMLP.from_base(network, keys)(x)
     for ours, theirs in zip(found, expected, strict=True):
         assert relative_error(ours, theirs) < 1e-5
-    keys.set(drawn)
-    y = SlicedMLP.from_base(network, keys)(x)
     assert relative_error(y, network(x)) < 1e-5
 
 
@@ -132,7 +133,7 @@ def test_slices_of_mlps_with_few_adapters_or_none_equal_the_whole(monkeypatch, b
     dict.update(network, {n: network[n].linear for n in network.children() if n not in trained})
     x = mx.random.normal((2, 9, HIDDEN))
     expected = gradients(network, keys, x)
-    monkeypatch.setattr(mlp, "FEWEST_FEATURES", 128)
+    monkeypatch.setattr(layer_sizes, "FEWEST_FEATURES", 128)
     found = gradients(SlicedMLP.from_base(network, keys), keys, x)
     assert len(found) == 1 + 2 * len(trained)
     for ours, theirs in zip(found, expected, strict=True):
@@ -147,7 +148,7 @@ def test_slices_with_dora_equal_the_whole_mlp(monkeypatch, bits, bias, dropout, 
     x = mx.random.normal((2, 9, HIDDEN))
     drawn = TokenKeys(mx.arange(2, dtype=mx.uint32)[:, None], mx.arange(9, dtype=mx.uint32)[None])
     expected = gradients(network, keys, x, drawn)
-    monkeypatch.setattr(mlp, "FEWEST_FEATURES", 128)
+    monkeypatch.setattr(layer_sizes, "FEWEST_FEATURES", 128)
     sliced = SlicedMLP.from_base(network, keys)
     layers = dora_layers(network) if are_given else []
     with use_norms(layers, norms_of(layers)):
@@ -195,20 +196,33 @@ def test_slicing_lowers_peak_memory(is_trained):
 def test_projections_in_turn_lower_the_peak_memory_of_the_forward_pass(monkeypatch):
     """By two of the outputs of an inward projection, if weights are dequantized in slices."""
     monkeypatch.setattr(dequantized, "DEQUANTIZED_SLICE_BYTES", 1 << 16)
-    network, keys = adapted(4, False, 0.0, inner=2048)
+    network, keys = adapted(4, False, 0.0, inner=1024)
     x = mx.random.normal((1, 256, HIDDEN))
+    sliced, whole = (forward_peak(n, x) for n in (SlicedMLP.from_base(network, keys), network))
+    output_bytes = 4 * 256 * 1024
+    assert sliced < whole - 1.5 * output_bytes
 
-    def peak(network: nn.Module) -> int:
-        mx.eval(network.parameters(), network(x))  # compiles, meanwhile MLX would run ahead
-        before, found = mx.get_active_memory(), []
-        for _ in range(9):  # how far MLX runs ahead depends on the moment
-            mx.reset_peak_memory()
-            mx.eval(network(x))
-            found.append(mx.get_peak_memory() - before)
-        return sorted(found)[4]
 
-    output_bytes = 4 * 256 * 2048
-    assert peak(SlicedMLP.from_base(network, keys)) < peak(network) - 1.5 * output_bytes
+@pytest.mark.memory
+def test_slices_lower_the_peak_memory_of_the_forward_pass(monkeypatch):
+    """Against the same MLP in one slice; of dense weights, a slice would be a copy."""
+    monkeypatch.setattr(dequantized, "DEQUANTIZED_SLICE_BYTES", 1 << 16)
+    network, keys = adapted(4, False, 0.0, inner=8192)
+    sliced, x = SlicedMLP.from_base(network, keys), mx.random.normal((1, 256, HIDDEN))
+    found = forward_peak(sliced, x)
+    monkeypatch.setattr(mlp, "forward_features", lambda hidden: 8192)
+    assert found < forward_peak(sliced, x) / 2
+
+
+def forward_peak(network: nn.Module, x: mx.array) -> int:
+    """Bytes of a forward pass at its peak."""
+    mx.eval(network.parameters(), network(x))  # compiles, meanwhile MLX would run ahead
+    before, found = mx.get_active_memory(), []
+    for _ in range(9):  # how far MLX runs ahead depends on the moment
+        mx.reset_peak_memory()
+        mx.eval(network(x))
+        found.append(mx.get_peak_memory() - before)
+    return sorted(found)[4]
 
 
 @pytest.mark.parametrize(

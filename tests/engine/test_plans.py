@@ -14,7 +14,7 @@ from tests.conftest import TINY, make_model
 from tests.engine.test_fused import encode, engine_loss, load, relative_error
 from your_ai.config import TrainConfig
 from your_ai.data.batches import make_schedule
-from your_ai.engine import mlp, weights
+from your_ai.engine import weights
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.prefix import MemoryStore
@@ -51,7 +51,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(attention, "QUERY_BLOCK", 24)
     monkeypatch.setattr(attention, "LEAN_QUERY_BLOCK", 16)
     monkeypatch.setattr(attention, "FEWEST_QUERIES", 8)
-    monkeypatch.setattr(mlp, "FEWEST_FEATURES", 32)
+    monkeypatch.setattr(layer_sizes, "FEWEST_FEATURES", 32)
     monkeypatch.setattr(layer_sizes, "SLICE_STEP", 32)
 
 
@@ -178,6 +178,11 @@ def test_spilled_inputs_give_bit_identical_gradients(tmp_path, tiny_model, plan)
     for name, grad in grads.items():
         assert mx.array_equal(grad, expected_grads[name]), name
     assert spill.is_dir()
+
+
+def test_inputs_of_blocks_that_keep_something_stay_in_memory(tmp_path, tiny_model):
+    by_plan(tiny_model, tmp_path, "kept", spill=tmp_path / "spill", lora_layers="all")
+    assert not (tmp_path / "spill").exists()
 
 
 def test_streamed_prefix_cache_is_filled_block_by_block(tmp_path, tiny_model, monkeypatch):

@@ -45,21 +45,40 @@ def test_appended_arrays_use_no_memory(tmp_path):
     assert mx.get_active_memory() - before < 2 * 256 * 256 * 4
 
 
-@pytest.mark.parametrize(("call", "done"), [("pwrite", "written"), ("pread", "read")])
+@pytest.mark.parametrize(("call", "done"), [("pwrite", "written"), ("preadv", "read")])
 def test_disk_errors_are_reported(tmp_path, monkeypatch, call, done):
     stack = Spilled(tmp_path)
-    if call == "pread":
+    if call == "preadv":
         stack.append(mx.ones((1, 4, 4)))
 
     def fail(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, call, fail)
-    with pytest.raises(RunError, match=rf"{done} \(No space left.*--spill"):
-        stack.pop() if call == "pread" else stack.append(mx.ones((1, 4, 4)))
+    with pytest.raises(RunError, match=rf"{done} \(No space left"):
+        stack.pop() if call == "preadv" else stack.append(mx.ones((1, 4, 4)))
 
 
 def test_folder_that_cannot_be_created_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="without --spill"):
+    with pytest.raises(RunError, match="block inputs cannot be written"):
         Spilled(tmp_path / "file" / "spill").append(mx.ones((1, 4, 4)))
+
+
+def test_file_that_ended_early_is_reported(tmp_path):
+    stack = Spilled(tmp_path)
+    stack.append(mx.ones((1, 4, 4)))
+    stack._file.truncate()
+    with pytest.raises(RunError, match=r"cannot be read \(the file ended early\)"):
+        stack.pop()
+
+
+@pytest.mark.memory
+def test_popped_arrays_are_in_memory_once(tmp_path):
+    stack = Spilled(tmp_path)
+    stack.append(mx.ones((1, 256, 256)))
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    array = stack.pop() + 0
+    mx.eval(array)
+    assert mx.get_peak_memory() - before <= 2 * array.nbytes

@@ -7,10 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from mlx_lm.models import gemma3n
 
+from your_ai.engine.mlp import can_be_sliced
 from your_ai.memory.coefficients import PACKAGED
 from your_ai.memory.estimate import Plan, Training, Workload, estimate, weights_bytes
-from your_ai.memory.facts import facts_of_config
+from your_ai.memory.estimate_kinds import slices_mlp
+from your_ai.memory.facts import facts_of_config, sparse_blocks
 from your_ai.memory.workload import Kept
 
 PEAKS = Path(__file__).parents[2] / "tools" / "architecture_peaks.json"
@@ -44,3 +47,17 @@ def test_a_large_block_beside_small_ones_is_streamed_with_one_of_them():
     beside = large.weights_bytes + int((count - 1) * kind.weights_bytes) + facts.rest_bytes
     assert weights_bytes(between, "streamed") == beside < apart
     assert weights_bytes(replace(between, order=(0, 1, 1, 0)), "streamed") == int(apart)
+
+
+def test_sparse_mlps_are_those_that_the_engine_does_not_slice():
+    config = RECORDED["models"]["gemma3n"]["config"]
+    facts = facts_of_config(config, 4)
+    network = gemma3n.Model(gemma3n.ModelArgs.from_dict(config))
+    sliced = [can_be_sliced(block.mlp) for block in network.layers]
+    assert sliced == [slices_mlp(facts.alone[kind]) for kind in facts.order]
+    assert sliced == [False, False, True, True, True, True]
+
+
+@pytest.mark.parametrize("pattern", [None, [], "0.95", 0.95, ["0.95"], [None, [0.95]], {"0": 1}])
+def test_other_patterns_of_sparsity_are_of_no_block(pattern):
+    assert sparse_blocks({"activation_sparsity_pattern": pattern}) == frozenset()

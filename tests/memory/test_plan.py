@@ -202,7 +202,8 @@ def test_streamed_plans_are_tried_with_fewer_and_fewer_blocks_in_memory():
         reads = [read_bytes(LLAMA, DEMAND.training, o.plan) for o in (more, less)]
         assert reads[0] < reads[1]
     (staged,) = (o for o in every if o.plan == Plan("staged", 2048))
-    assert staged.needed_bytes - 2 * 123 * MB < found[0].needed_bytes < staged.needed_bytes
+    on_disk = staged.estimate.components["block inputs"]
+    assert 0 < staged.needed_bytes - on_disk - found[0].needed_bytes < 2 * 123 * MB
     alone = next(o for o in every if o.plan == Plan("streamed", 2048, blocks_ahead=0))
     one = PACKAGED.streamed["alone"] * 123 * MB  # measured peaks say a little more than a block
     assert MB < alone.estimate.components["weights"] <= one + MB < 1.2 * 123 * MB

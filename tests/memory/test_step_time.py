@@ -98,7 +98,9 @@ def test_spilled_block_inputs_are_written_and_read():
     inputs, gradients = 2 * 4 * N * 64 * 4, 2 * adapter_bytes(MODEL, EVERY)
     spilled = terms(Plan("staged", N, spill=True))["spilling"]["spilled"]
     assert spilled == inputs + gradients + 2 * optimizer_bytes(MODEL, EVERY)
-    assert terms(Plan("streamed", N))["spilling"] == {"spilled": gradients}
+    assert terms(Plan("streamed", N))["spilling"] == {"spilled": inputs + gradients}
+    kept = Plan("streamed", N, kept=Kept(attention=1))
+    assert terms(kept)["spilling"] == {"spilled": gradients}
 
 
 def test_only_targets_meet_the_vocabulary():

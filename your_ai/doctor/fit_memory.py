@@ -29,7 +29,7 @@ FITTED: dict[tuple[str, str], tuple[str, ...]] = {
     ("kept", "training"): ("kept",),
     ("tiled", "training"): ("tiles",),
     ("fused", "evaluation"): ("evaluation", "evaluation_unsliced", "scores"),
-    ("staged", "evaluation"): ("evaluation", "evaluation_unsliced", "scores"),
+    ("staged", "evaluation"): ("forward", "forward_lora", "scores"),
 }
 TOO_LOW = 2.0  # an estimate that is too low counts as much more than one that is too high
 SMALL_BYTES = 2_000_000  # differences far below this do not matter

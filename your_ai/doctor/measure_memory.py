@@ -162,9 +162,11 @@ def measure_engine(
         lora_experts=training.experts,
     )
     adapters = model.add_adapters(opened.network, config)
+    on_disk = Path(tempfile.gettempdir()) if Plan(engine, 0, kept=kept).gradients_on_disk else None
     built = build_engine(
-        opened.network, adapters.dropout_keys, engine, tensors=opened.tensors, kept=kept
-    )
+        opened.network, adapters.dropout_keys, engine,
+        tensors=opened.tensors, kept=kept, spill=on_disk,
+    )  # fmt: skip
     if built.notices:
         raise RunError(built.notices[-1])
 
@@ -196,10 +198,10 @@ def measure_engine(
         else:
             if update is None:  # from here on, its states are in memory
                 update = update_of(opened.network, config)
-            with tempfile.TemporaryDirectory(prefix="your_ai-gradients-") as place:
-                gradients = gradients_in(Path(place) if plan.gradients_on_disk else None)
-                mx.eval(built.engine.add_gradients(batch, 1.0, 0, gradients))
-                update(gradients, 1.0, config.learning_rate)
+            gradients = gradients_in(on_disk)
+            mx.eval(built.engine.add_gradients(batch, 1.0, 0, gradients))
+            update(gradients, 1.0, config.learning_rate)
+            del gradients
         mx.synchronize()
         yield peak(kind, shape, mx.get_peak_memory() - before_bytes)
         built.engine.drop()

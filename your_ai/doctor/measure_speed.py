@@ -223,17 +223,17 @@ def prepared(folder: Path, dtype: mx.Dtype, case: SpeedCase) -> TimedSteps:
         lora_rank=case.rank, lora_layers=case.blocks, lora_targets=case.targets, max_grad_norm=0
     )
     adapters = model.add_adapters(opened.network, config)
+    plan = Plan(case.engine, 0, case.spill, kept=Kept(linear=case.kept))
     built = build_engine(
         opened.network,
         adapters.dropout_keys,
         case.engine,
         tensors=opened.tensors,
-        spill=folder if case.spill else None,
-        kept=Kept(linear=case.kept),
+        spill=folder if plan.gradients_on_disk else None,
+        kept=plan.kept,
     )
     if built.notices:
         raise RunError(built.notices[-1])
-    plan = Plan(case.engine, 0, case.spill)
     adamw = optimizer.build_optimizer(
         config, opened.network.trainable_parameters(), folder if plan.states_on_disk else None
     )

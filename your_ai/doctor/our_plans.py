@@ -264,7 +264,7 @@ def prepare_ours(
         packing=contender == "packed",
         tensors=opened.tensors,
         make_store=(lambda _: MemoryStore()) if contender == "prefix" else None,
-        spill=temporary if wanted.spill else None,
+        spill=temporary if wanted.gradients_on_disk else None,
         kept=wanted.kept,
         resident=wanted.resident,
         blocks_ahead=wanted.blocks_ahead,

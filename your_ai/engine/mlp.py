@@ -1,10 +1,11 @@
-"""A gated MLP whose backward pass runs in slices of its inner features.
+"""A gated MLP that runs in slices of its inner features.
 
 down(act(gate(x)) * up(x)) is a sum over inner features, so each slice of features can be
-computed alone. Only the activations of one slice (about ten arrays) are in memory at a time,
-and its weights are dequantized once for all tokens. When the backward pass recomputes a block,
-the output of the MLP is usually not needed, so nothing is computed twice and slicing costs no
-extra arithmetic. The forward pass needs only three such arrays, so it is not sliced.
+computed alone. Only the activations of one slice (about ten arrays in the backward pass) are in
+memory at a time, and its weights are dequantized once for all tokens. When the backward pass
+recomputes a block, the output of the MLP is usually not needed, so nothing is computed twice and
+slicing costs no extra arithmetic. The forward pass needs only three such arrays, so its slices
+are larger; without quantization it is whole, because a slice of a weight is a copy.
 
 Shapes: B rows, T tokens per row, D hidden size, F inner features, n features per slice.
 """
@@ -20,8 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 
 from your_ai.engine.dequantized import DequantizedLinear
-from your_ai.memory.layer_sizes import slice_width
-from your_ai.memory.sizes import FEWEST_FEATURES
+from your_ai.memory.layer_sizes import backward_features, forward_features, slice_width
 from your_ai.nets.dora import NORMS, DoRA
 from your_ai.nets.model import DropoutKeys, KeyedDropout
 from your_ai.nets.parts import Arrays, arrays_of, put, skeleton
@@ -48,8 +48,8 @@ class SlicedMLP(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """x: (B, T, D) -> (B, T, D)"""
-        inner = inner_features(self)
-        slices = slices_of(inner, max(FEWEST_FEATURES, x.shape[-1] // 2))
+        inner, hidden = inner_features(self), x.shape[-1]
+        slices = slices_of(inner, backward_features(hidden))
         if len(slices) == 1 or not knows_its_norms(self):
             return self._base.__call__(self, x)
         arrays = arrays_of(self)
@@ -73,12 +73,21 @@ class SlicedMLP(nn.Module):
             return kept(run)
 
         functions = [function_of(part) for part in slices]
-        whole = function_of(slice(0, inner))
+        ahead = slices_of(inner, forward_features(hidden) if is_quantized(self) else inner)
+        shares = [function_of(part) for part in ahead]
 
         def of(part: slice, trained: list[mx.array]) -> list[mx.array]:
             return list(cut(dict(zip(names, trained, strict=True)), part, inner).values())
 
-        forward = mx.custom_function(lambda x, *trained: whole(x, *trained))
+        def output(x: mx.array, *trained: mx.array) -> mx.array:
+            total: list[mx.array] = []
+            for part, function in zip(ahead, shares, strict=True):
+                given = mx.depends([x], total)[0] if total else x
+                found = function(given, *of(part, list(trained))).astype(mx.float32)
+                total = [total[0] + found] if total else [found]
+            return total[0].astype(x.dtype)
+
+        forward = mx.custom_function(output)
 
         @forward.vjp
         def backward(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, ...]:
@@ -167,8 +176,17 @@ def is_separable(mlp: nn.Module) -> bool:
 
 
 def inner_features(mlp: nn.Module) -> int:
+    return inward_layer(mlp).weight.shape[0]
+
+
+def is_quantized(mlp: nn.Module) -> bool:
+    return "scales" in inward_layer(mlp)
+
+
+def inward_layer(mlp: nn.Module) -> nn.Module:
+    """A linear layer of the model itself."""
     layer = mlp[INWARD[0]]
-    return (layer.linear if "linear" in layer else layer).weight.shape[0]
+    return layer.linear if "linear" in layer else layer
 
 
 def axis_of(path: str) -> int | None:

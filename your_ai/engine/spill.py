@@ -3,17 +3,18 @@ states of the optimizer."""
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import tempfile
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
 import mlx.core as mx
-import numpy as np
 
 from your_ai.errors import RunError
-from your_ai.files import read_at, write_at
+from your_ai.files import read_into, write_at
 
 COPIED_BYTES = 1 << 20  # of a file, at a time
 ALIGNMENT = 8  # of a safetensors header
@@ -46,13 +47,12 @@ class ArrayFile:
 
     folder: the folder of the file; created when the first array is written.
     contents: what the arrays are, for errors.
-    advice: what a user may do about a full disk, besides to free some space.
 
     All methods raise RunError if the file cannot be written or read.
     """
 
-    def __init__(self, folder: Path, contents: str, advice: str = "") -> None:
-        self.folder, self.contents, self.advice = folder, contents, advice
+    def __init__(self, folder: Path, contents: str) -> None:
+        self.folder, self.contents = folder, contents
         self._file: BinaryIO | None = None
 
     def write(self, array: mx.array, offset: int) -> None:
@@ -68,13 +68,16 @@ class ArrayFile:
             raise self._failure("written", error) from error
 
     def read(self, shape: tuple[int, ...], dtype: mx.Dtype, offset: int) -> mx.array:
-        data = self.read_bytes(dtype.size * int(np.prod(shape)), offset)
-        return mx.array(np.frombuffer(data, np.uint8)).view(dtype).reshape(shape)
+        data = mx.zeros(dtype.size * math.prod(shape), mx.uint8)
+        self.read_into(memoryview(data), offset)
+        return data.view(dtype).reshape(shape)
 
-    def read_bytes(self, size: int, offset: int) -> bytes:
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill a buffer of bytes."""
         assert self._file is not None
         try:
-            return read_at(self._file.fileno(), size, offset)
+            if read_into(self._file.fileno(), buffer, offset) < len(buffer):
+                raise OSError(errno.EIO, "the file ended early")
         except OSError as error:
             raise self._failure("read", error) from error
 
@@ -86,7 +89,7 @@ class ArrayFile:
     def _failure(self, done: str, error: OSError) -> RunError:
         return RunError(
             f"{self.folder}: {self.contents} cannot be {done} ({error.strerror}); free some disk "
-            f"space, then resume the run{self.advice}"
+            "space, then resume the run"
         )
 
 
@@ -94,7 +97,7 @@ class Spilled:
     """A stack of arrays in a file. Raises RunError if the file cannot be written or read."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = ArrayFile(folder, "block inputs", ", or train without --spill")
+        self._file = ArrayFile(folder, "block inputs")
         self._held: list[tuple[tuple[int, ...], mx.Dtype]] = []
         self._bytes = 0
 
@@ -114,7 +117,7 @@ class Spilled:
 
     def below_top(self, count: int) -> mx.array:
         """The array with `count` others above it; it stays on the stack."""
-        sizes = [dtype.size * int(np.prod(shape)) for shape, dtype in self._held[-1 - count :]]
+        sizes = [dtype.size * math.prod(shape) for shape, dtype in self._held[-1 - count :]]
         shape, dtype = self._held[-1 - count]
         return self._file.read(shape, dtype, self._bytes - sum(sizes))
 
@@ -135,7 +138,7 @@ class Place(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.dtype.size * int(np.prod(self.shape))
+        return self.dtype.size * math.prod(self.shape)
 
 
 class NamedArrays:
@@ -179,5 +182,6 @@ class NamedArrays:
         with path.open("wb") as file:
             file.write(len(header).to_bytes(8, "little") + header)
             for start in range(0, self._bytes, COPIED_BYTES):
-                size = min(COPIED_BYTES, self._bytes - start)
-                file.write(self._file.read_bytes(size, start))
+                part = memoryview(bytearray(min(COPIED_BYTES, self._bytes - start)))
+                self._file.read_into(part, start)
+                file.write(part)

@@ -105,7 +105,8 @@ class Staged:
 
     store: a cache of the hidden states below the first trained block, so that the frozen blocks
         run only once per text.
-    inputs: the stack that keeps the inputs of the trained blocks.
+    inputs: the stack of the inputs of the trained blocks, where blocks keep nothing else; where
+        they do, it is in memory.
     graphs: the cache of compiled graphs.
     lean: save memory at the cost of time.
     neftune: noise on the embeddings in training; not with a store.
@@ -191,11 +192,12 @@ class Staged:
         """Call `add` with the gradients of each block, the last first, and then of the head."""
         rows = self._rows(batch, step_seed)
         hidden = self._below(batch, rows)
-        self.inputs.clear()
         kept = self.kept_at(rows.shape.rows, rows.shape.tokens)
+        inputs = Stack() if kept else self.inputs
+        inputs.clear()
         keeps = [Keeps.of(kept, place) for place in reversed(range(len(self.blocks)))]
         results: list[list[mx.array]] = []
-        self._run([hidden], [rows], self.trained, self.inputs, results, keeps)
+        self._run([hidden], [rows], self.trained, inputs, results, keeps)
         scale = mx.array(scale, mx.float32)
         sums, cotangents, of_head = self._at_head(batch, rows, hidden, scale)
         mx.eval(sums, cotangents, of_head)
@@ -207,11 +209,11 @@ class Staged:
             if tiled is not None:
                 cotangents = cut(cotangents, tiled.tiles)
                 where = (rows.extras_of(index), rows.shape.max_segment_tokens)
-                given = (arrays, trained, self.inputs, *where)
+                given = (arrays, trained, inputs, *where)
                 grads = tiled.backward(*given, cotangents, lowest)
             else:
                 extras, cotangent = rows.extras_of(index), joined(cotangents)
-                given = (arrays, trained, self.inputs.pop(), extras, cotangent)
+                given = (arrays, trained, inputs.pop(), extras, cotangent)
                 program = self.programs.of(index, rows.shape)
                 if keeps[index]:
                     program = self.programs.keeping(index, rows.shape, keeps[index])

@@ -28,7 +28,7 @@ from mlx.utils import tree_flatten
 from your_ai.engine.reading import Part, ReadClock, hint
 from your_ai.engine.streamed_experts import only_routed
 from your_ai.errors import RunError, UserError, is_memory_error
-from your_ai.files import read_at
+from your_ai.files import read_into
 from your_ai.gates.untrusted import read_header
 from your_ai.memory.facts import VOCABULARY
 from your_ai.nets.dora import compute_magnitudes
@@ -83,18 +83,18 @@ class FileTensor:
         """Read `count` rows; runs: (first row, number of rows) of each part."""
         offset, kind, shape = self.place
         width = math.prod(shape[1:]) * kind.size
+        data = mx.zeros(count * width, mx.uint8)
+        buffer, done = memoryview(data), 0
         try:
             with self.file.open("rb") as opened:
-                parts = [
-                    read_at(opened.fileno(), rows * width, offset + start * width)
-                    for start, rows in runs
-                ]
+                for start, rows in runs:
+                    part = buffer[done : done + rows * width]
+                    done += read_into(opened.fileno(), part, offset + start * width)
         except OSError as error:
             raise gone(self.file, error.strerror) from error
-        data = np.frombuffer(b"".join(parts), np.uint8)
-        if len(data) != count * width:
+        if done != count * width:
             raise gone(self.file, "it is now shorter")
-        array = mx.array(data).view(kind).reshape(count, *shape[1:]).astype(self.dtype)
+        array = data.view(kind).reshape(count, *shape[1:]).astype(self.dtype)
         mx.eval(array)  # so that the bytes of the file can be freed
         return array
 

@@ -50,7 +50,7 @@ class Coefficients:
     head: Table
     """Staged engines, vocabulary head."""
     evaluation: Table
-    """Evaluation without gradients."""
+    """Fused engine, evaluation without gradients; of a staged one, it is its forward pass."""
     evaluation_unsliced: Table
     """The same if every weight is dequantized in one slice."""
     scores: Table

@@ -28,7 +28,7 @@ from your_ai.memory.estimate_adapters import (
 from your_ai.memory.estimate_blocks import (
     adapts_widest,
     dora_bytes,
-    evaluation_block_bytes,
+    fused_evaluation_bytes,
     gemma_bytes,
     kept_backward_bytes,
     kept_forward_bytes,
@@ -305,7 +305,7 @@ def staged_phases(
     facts, training, coefficients = workload.facts, workload.training, workload.coefficients
     number, n = facts.float_bytes, rows * tokens
     hidden = n * (facts.hidden + facts.passed) * number
-    inputs = 0 if plan.spill else hidden
+    inputs = 0 if plan.inputs_on_disk else hidden
     parts = workload.parts
     forward = max(staged_forward_bytes(each, rows, tokens) for each, *_ in parts)
     backward = max(staged_backward_bytes(each, rows, tokens) for each, _, count in parts if count)
@@ -432,7 +432,8 @@ def forward_phases(
     logits = logits_bytes(workload, n)
     engine = "fused" if plan.engine == "fused" else "staged"
     parts = workload.parts
-    blocks = max(evaluation_block_bytes(each, engine, rows, tokens) for each, *_ in parts)
+    of_block = fused_evaluation_bytes if engine == "fused" else staged_forward_bytes
+    blocks = max(of_block(each, rows, tokens) for each, *_ in parts)
     head_slice = min(HEAD_SLICE_BYTES, workload.vocabulary * facts.hidden * number)
     losses, table = head_bytes(workload, n), coefficients.scores
     predictions = table["logits"] * logits + table[engine] * head_slice

@@ -6,6 +6,7 @@ Shapes: as in `estimate`.
 from __future__ import annotations
 
 from your_ai.memory.estimate_kinds import (
+    forward_width,
     is_mixer_alone,
     kind_bytes,
     mixing_bytes,
@@ -19,11 +20,16 @@ from your_ai.memory.estimate_tiles import (
     tiled_forward_bytes,
 )
 from your_ai.memory.facts import layers_named
-from your_ai.memory.layer_sizes import head_step, largest_matrix_bytes, slice_width, widest_outputs
+from your_ai.memory.layer_sizes import (
+    backward_features,
+    head_step,
+    largest_matrix_bytes,
+    slice_width,
+    widest_outputs,
+)
 from your_ai.memory.memoized import memoized
 from your_ai.memory.sizes import (
     DEQUANTIZED_SLICE_BYTES,
-    FEWEST_FEATURES,
     HEAD_ROWS,
     QUERY_BLOCK,
     SCORE_BYTES,
@@ -52,7 +58,7 @@ def kept_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
     facts, training, table = workload.facts, workload.training, workload.coefficients.kept
     number, n, wide = facts.float_bytes, rows * tokens, widest_outputs(facts)
     if is_mixer_alone(facts):  # its arrays that are as wide as its projections count with it
-        wide = min(wide, max(FEWEST_FEATURES, facts.hidden // 2))
+        wide = min(wide, backward_features(facts.hidden))
     lora = sum(i for i, _ in layers_named(facts, training.targets, training.experts))
     scores = min(SCORE_BYTES, 4 * rows * facts.heads * tokens * min(tokens, QUERY_BLOCK))
     matrix = largest_matrix_bytes(facts)
@@ -77,7 +83,7 @@ def staged_forward_bytes(workload: Workload, rows: int, tokens: int) -> float:
         of_tile = staged_forward_bytes(workload, rows, tile_tokens(rows, tokens))
         return tiled_forward_bytes(workload, rows, tokens, of_tile)
     facts, coefficients = workload.facts, workload.coefficients
-    number, n, wide = facts.float_bytes, rows * tokens, widest_outputs(facts)
+    number, n, wide = facts.float_bytes, rows * tokens, forward_width(facts)
     matrix = largest_matrix_bytes(facts)
     table = coefficients.forward_lora if adapts_widest(workload) else coefficients.forward
     return (
@@ -100,7 +106,7 @@ def staged_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
     number, n, wide = facts.float_bytes, rows * tokens, widest_outputs(facts)
     part, most = wide, wide
     if slices_mlp(facts):
-        part = slice_width(wide, max(FEWEST_FEATURES, facts.hidden // 2))
+        part = slice_width(wide, backward_features(facts.hidden))
         most = max(part, facts.hidden)  # inputs of an adapter that exist together
     adapted = layers_named(facts, training.targets, training.experts)
     lora = sum(min(inputs, most) for inputs, _ in adapted)
@@ -124,27 +130,18 @@ def staged_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
 
 
 @memoized
-def evaluation_block_bytes(workload: Workload, engine: str, rows: int, tokens: int) -> float:
-    """Bytes of a block without gradients, of a model whose blocks have the same sizes."""
-    if engine == "staged" and is_tiled(workload, rows, tokens):
-        of_tile = evaluation_block_bytes(workload, engine, rows, tile_tokens(rows, tokens))
-        return tiled_forward_bytes(workload, rows, tokens, of_tile)
+def fused_evaluation_bytes(workload: Workload, rows: int, tokens: int) -> float:
+    """Bytes of a block without gradients, of a fused model whose blocks have the same sizes."""
     facts, coefficients = workload.facts, workload.coefficients
-    tokens *= rows
-    number, wide, adapted = facts.float_bytes, widest_outputs(facts), adapts_widest(workload)
-    if largest_matrix_bytes(facts) > DEQUANTIZED_SLICE_BYTES:
-        table, hidden = coefficients.evaluation, tokens * facts.hidden * number
-        return (
-            (table["wide"] + table["lora"] * adapted) * tokens * wide * number
-            + (table["hidden"] + table["fused"] * (engine == "fused")) * hidden
-            + table["slice"] * DEQUANTIZED_SLICE_BYTES
-        )
-    table = coefficients.evaluation_unsliced
-    arrays = table[f"{engine}_wide"]
-    if engine == "staged":
-        arrays += table["lora"] * adapted + table["dense"] * (not facts.quantized)
-    return arrays * tokens * wide * number + table[f"{engine}_logits"] * logits_bytes(
-        workload, tokens
+    number, n, wide = facts.float_bytes, rows * tokens, widest_outputs(facts)
+    if largest_matrix_bytes(facts) <= DEQUANTIZED_SLICE_BYTES:
+        table = coefficients.evaluation_unsliced
+        return table["wide"] * n * wide * number + table["logits"] * logits_bytes(workload, n)
+    table = coefficients.evaluation
+    return (
+        (table["wide"] + table["lora"] * adapts_widest(workload)) * n * wide * number
+        + table["hidden"] * n * facts.hidden * number
+        + table["slice"] * DEQUANTIZED_SLICE_BYTES
     )
 
 

@@ -17,6 +17,6 @@ def spilled_bytes(facts: ModelFacts, training: Training, plan: Plan, tokens: int
         found += float32_bytes(facts, training)
     if plan.states_on_disk:
         found += optimizer_bytes(facts, training)
-    if plan.spill:
+    if plan.inputs_on_disk:
         found += training.blocks * tokens * (facts.hidden + facts.passed) * facts.float_bytes
     return found

@@ -8,6 +8,7 @@ gemma4_text, gemma3n), on the CPU in float32 at 1,024 tokens.
 from __future__ import annotations
 
 from your_ai.memory.facts import ModelFacts
+from your_ai.memory.layer_sizes import forward_features, slice_width, widest_outputs
 from your_ai.memory.memoized import memoized
 from your_ai.memory.mixer_facts import ATTENTION, MLA, SLIDING
 from your_ai.memory.mixer_sizes import mixers_bytes
@@ -73,4 +74,19 @@ def slices_mlp(facts: ModelFacts) -> bool:
     """Whether the MLP of such blocks is computed in slices of features, or they have none."""
     names = {name for kind in facts.kinds for name in kind.linears}
     found = {name.partition(".")[0] for name in names} & set(MLPS)
-    return all({f"{mlp}.{layer}" for layer in SLICED_LAYERS} <= names for mlp in found)
+    gated = all({f"{mlp}.{layer}" for layer in SLICED_LAYERS} <= names for mlp in found)
+    return gated and not any(kind.sparse for kind in facts.kinds)
+
+
+@memoized
+def forward_width(facts: ModelFacts) -> int:
+    """Outputs of the widest layer, or slice of an MLP, in the forward pass of a block."""
+    if not (facts.quantized and slices_mlp(facts)):
+        return widest_outputs(facts)
+    about = forward_features(facts.hidden)
+    outputs = (
+        slice_width(o, about) if name.partition(".")[0] in MLPS else o
+        for kind in facts.kinds
+        for name, (_, o) in kind.linears.items()
+    )
+    return max(outputs, default=0)

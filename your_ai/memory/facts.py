@@ -60,6 +60,8 @@ class BlockFacts:
     """Norms over all D features; at least 2."""
     mixers: tuple[MixerFacts, ...] = ()
     """What mixes the tokens; empty for a block that only has an MLP."""
+    sparse: bool = False
+    """Whether an activation of its MLP depends on all features, so that slices of it do, too."""
 
 
 @dataclass(frozen=True)
@@ -245,18 +247,19 @@ def facts_from(
     count = max(by_block, default=-1) + 1
     if count > MOST_BLOCKS:
         raise ValueError(f"a tensor is in block {count - 1}, and no model has so many")
-    windows = windows_of(text, count)
+    windows, sparse = windows_of(text, count), sparse_blocks(text)
     kinds: dict[Any, int] = {}
     found, order = [], []
     for index in range(count):
         tensors = by_block.get(index, [])
         own = quantization_of(config, tensors)
         key = (frozenset((name_in_block(e), e.shape) for e in tensors), str(own),
-               windows[index] if has_attention(tensors) else 0)  # fmt: skip
+               windows[index] if has_attention(tensors) else 0, index in sparse)  # fmt: skip
         if key not in kinds:
             size = sum(tensor_bytes(e, float_bytes, quantize, group_size) for e in tensors)
             kinds[key] = len(found)
-            found.append(block_facts(tensors, config, text, size, windows[index], hidden))
+            block = block_facts(tensors, config, text, size, windows[index], hidden)
+            found.append(replace(block, sparse=index in sparse))
         order.append(kinds[key])
     return ModelFacts(
         passed=passed_on(tuple(found), text, hidden),
@@ -282,6 +285,14 @@ def name_in_block(entry: Entry) -> str:
 
 def has_attention(entries: list[Entry]) -> bool:
     return any(QUERIES.search(name_in_block(e).removesuffix(".weight")) for e in entries)
+
+
+def sparse_blocks(text: dict[str, Any]) -> frozenset[int]:
+    """The blocks that only keep the largest activations of a token's MLP, as some of Gemma 3n."""
+    pattern = text.get("activation_sparsity_pattern")
+    if not isinstance(pattern, list):
+        return frozenset()
+    return frozenset(i for i, share in enumerate(pattern) if isinstance(share, float) and share)
 
 
 def block_facts(

@@ -71,7 +71,8 @@ class Plan:
     micro_tokens: int
     """Maximum tokens, with padding, of a micro-batch of more than one row."""
     spill: bool = False
-    """Keep the inputs of blocks, the gradients and the states of the optimizer on disk."""
+    """Keep the states of the optimizer on disk, and the gradients and the inputs of blocks under
+    any engine; a streamed plan always keeps these two there."""
     wave: int = 0
     """Completions that are generated together; 0 if the run generates none."""
     kept: Kept = NOTHING
@@ -87,6 +88,12 @@ class Plan:
     def gradients_on_disk(self) -> bool:
         """Whether the gradients of a block are written to disk as soon as they are there."""
         return self.engine == "streamed" or self.spill
+
+    @property
+    def inputs_on_disk(self) -> bool:
+        """Whether the inputs of blocks are on disk between their passes: the gradients are, and
+        nothing that is larger is kept in memory."""
+        return self.gradients_on_disk and not self.kept
 
     @property
     def states_on_disk(self) -> bool:

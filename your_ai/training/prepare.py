@@ -260,7 +260,7 @@ def prepare(
             opened.tensors,
             make_store,
             objective=objective,
-            spill=folder if plan.spill else None,
+            spill=folder if plan.gradients_on_disk else None,
             graphs=graphs,
             neftune_alpha=config.neftune_alpha,
             temperature=config.temperature,
