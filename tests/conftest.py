@@ -29,6 +29,7 @@ from your_ai import cli
 from your_ai.config import DEMO_DATA, TrainConfig, build, to_yaml
 from your_ai.data import sources
 from your_ai.files import packaged
+from your_ai.generation.generate import prompt_tokens
 from your_ai.hub import find
 from your_ai.memory.budget import python_bytes
 from your_ai.run import events, folder
@@ -251,6 +252,11 @@ def write_site(place: Path, source: str) -> Path:
 def chat(question: str, answer: str, **more: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {"messages": messages, **more}
+
+
+def chat_prompt(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of `text` as the first turn of a chat, up to the answer."""
+    return prompt_tokens(tokenizer, [{"role": "user", "content": text}])
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:

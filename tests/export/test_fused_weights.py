@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model, save_config
 
-from tests.conftest import make_model
+from tests.conftest import chat_prompt, make_model
 from tests.export.fused_runs import assert_same_bytes, drawn_run, fused_by_mlx_lm, weights_of
 from your_ai.errors import UserError
 from your_ai.export import fused_weights as weights
@@ -137,9 +137,9 @@ def test_an_unquantized_base_is_fused_like_mlx_lm(tmp_path, data_folder):
 def test_the_fused_model_gives_the_greedy_answers_of_the_run(tmp_path, data_folder, to):
     trained = run_of(tmp_path, data_folder, ("llama", False), 4)
     network, tokenizer = generate.load_run(trained)
-    prompt = generate.chat_prompt(tokenizer, "Question 3")
+    prompt = chat_prompt(tokenizer, "Question 3")
     fused, its_tokenizer = mlx_lm.load(str(written(trained, tmp_path / "out", to)))
-    assert generate.chat_prompt(its_tokenizer, "Question 3") == prompt
+    assert chat_prompt(its_tokenizer, "Question 3") == prompt
     answers = [
         mlx_lm.generate(model, tokenizer, prompt, max_tokens=12) for model in (network, fused)
     ]

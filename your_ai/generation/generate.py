@@ -312,11 +312,6 @@ def context_tokens(base: Path) -> int | None:
     return found if found > 0 else None
 
 
-def chat_prompt(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of `text` as a user turn; without a chat template, of the plain text."""
-    return prompt_tokens(tokenizer, [{"role": "user", "content": text}])
-
-
 def prompt_tokens(
     tokenizer: Any, messages: list[Message], where: str = "the conversation"
 ) -> list[int]:

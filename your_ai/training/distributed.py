@@ -100,8 +100,6 @@ class Ranks:
     """What this rank gave to collective operations since `begin_step`."""
     waited_s: float = 0.0
     """How long they took, with the wait for slower ranks."""
-    reductions: int = 0
-    """How many of them summed gradients."""
     figures: list[float] | None = None
     """What `note_step` noted, until `agree` gives it to the others."""
     all_figures: list[list[float] | None] = field(default_factory=list)
@@ -116,7 +114,7 @@ class Ranks:
 
     def begin_step(self, index: int) -> None:
         """Begin step `index` (from 0)."""
-        self.sent_bytes, self.waited_s, self.reductions = 0, 0.0, 0
+        self.sent_bytes, self.waited_s = 0, 0.0
         for step, shares in self.changes:
             if step <= index:
                 self.shares = shares
@@ -261,7 +259,6 @@ class Ranks:
             mine = (name for name in names if name in own)
             sums = self.sum(in_float32(names, grads.take(mine), trained))
             grads.add(sums)  # and forgets them, before the next are read
-        self.reductions += 1
         every = [sum(values) for values in zip(*(part[2] for part in parts), strict=True)]
         return whole, every
 
