@@ -535,10 +535,8 @@ def main() -> None:
                     watch_pid(given.parent_pid)
                 if given.parent_fd is None:
                     keeps_awake.enter_context(awake_elsewhere(ranks, config))
-                folder, last_word = (
-                    ranks.folder_of(folder, config),
-                    partial(ranks.fail, *OUT_OF_ROOM),
-                )
+                folder = ranks.folder_of(folder, config)
+                last_word = partial(ranks.fail, *OUT_OF_ROOM)
                 limited = ranks.with_own_limit(config) if ranks.size > 1 else config
                 with within_limit(folder, limited, last_word) as begin_guard:
                     status = train_until_done(folder, config, stop, given.level, begin_guard, ranks)
