@@ -43,7 +43,6 @@ from your_ai.nets.saved_adapter import (
 from your_ai.rng import derive_seed
 from your_ai.run.folder import find
 
-STDIN = "-"
 TEMPLATE_BYTES = 1 << 30  # maximum memory of a chat template
 PROMPT_CHARACTERS = 4_000_000  # maximum length of one prompt
 TEMPLATE_TOKENS = 200  # upper estimate of the tokens a chat template adds per message

@@ -22,6 +22,7 @@ from your_ai.config import DEMO_DATA, FOLDER, NONE, TrainConfig, to_yaml
 from your_ai.dashboard.report import write_plots
 from your_ai.errors import UserError
 from your_ai.evaluation import record
+from your_ai.export.peft import ADAPTER_MODEL
 from your_ai.gates.untrusted import JSON_BYTES, links_outside, read_bytes, read_json
 from your_ai.hub.find import REPO
 from your_ai.modelfiles.targets import write_error
@@ -46,7 +47,6 @@ from your_ai.run.checkpoint import step_of as checkpoint_step
 from your_ai.run.folder import RUNS, RunFolder
 
 CURVES = "curves"
-PEFT_ADAPTERS = "adapter_model.safetensors"
 LIBRARIES = ("mlx", "peft", "transformers")
 CONFIGS = ("config.json", ADAPTER_CONFIG)
 # The settings of an adapter that mlx-lm and your_ai read. mlx-lm's trainer writes all of its
@@ -57,7 +57,7 @@ ADAPTER_KEYS = (
 )
 # The files that show the kind of a folder, and the other files that are sent.
 MARKS: dict[CardKind, str] = {
-    "peft": PEFT_ADAPTERS,
+    "peft": ADAPTER_MODEL,
     "adapter": ADAPTERS,
     "model": "model*.safetensors",
     "gguf": "*.gguf",
