@@ -21,6 +21,7 @@ from your_ai.export.fused_folder import fuse
 from your_ai.export.fused_weights import fused_lazily
 from your_ai.generation import generate
 from your_ai.hub.check import check_model
+from your_ai.modelfiles.repack import MLX_PARTS
 from your_ai.nets.saved_adapter import Trained
 
 TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -190,7 +191,7 @@ def test_a_small_change_survives_8_bits_only_with_random_rounding(
         shown = whole = 0.0
         for path in trained.adapter.layers:
             before, after = (
-                mx.dequantize(*(a[f"{path}.{n}"] for n in weights.PACKED), 32, bits)
+                mx.dequantize(*(a[f"{path}.{n}"] for n in MLX_PARTS), 32, bits)
                 for a, bits in ((base, 4), (arrays, 8))
             )
             change = dense[f"{path}.weight"] - before
