@@ -101,6 +101,11 @@ def is_hash(value: object) -> bool:
     return isinstance(value, str) and HASH.fullmatch(value) is not None
 
 
+def is_number(value: object) -> bool:
+    """Whether a value of JSON or YAML is a number, also an infinite one; true and false are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def is_large(path: Path, most: int) -> bool:
     """Whether a path is not a regular file, or has more than `most` bytes. Raises OSError."""
     status = path.stat()
