@@ -112,15 +112,17 @@ def test_a_rank_without_rows_contributes_zeros_and_all_get_the_same_sums(dtype):
         assert grads == {"a": pytest.approx([3 * third] * 3, rel=1e-6), "b": [3.0] * 2}
 
 
-def test_arrays_of_rank_0_replace_others_bit_for_bit():
-    def as_array() -> mx.array:  # of the thread that uses it
-        return mx.array([-0.0, float("nan"), 1e-45], mx.float32)
+def odd_array() -> mx.array:
+    """Belongs to the thread that uses it."""
+    return mx.array([-0.0, float("nan"), 1e-45], mx.float32)
 
+
+def test_arrays_of_rank_0_replace_others_bit_for_bit():
     def work(ranks: Ranks):
-        found = ranks.same_arrays({"x": as_array() if ranks.is_first else mx.ones((3,))})
+        found = ranks.same_arrays({"x": odd_array() if ranks.is_first else mx.ones((3,))})
         return digest_of(found)
 
-    assert set(Together(2).run(work)) == {digest_of({"x": as_array()})}
+    assert set(Together(2).run(work)) == {digest_of({"x": odd_array()})}
 
 
 def test_arrays_of_rank_0_keep_their_names_in_whatever_order_a_rank_has_them():
@@ -136,10 +138,7 @@ def test_arrays_of_rank_0_keep_their_names_in_whatever_order_a_rank_has_them():
 
 
 def test_equal_arrays_are_not_exchanged():
-    def as_array() -> mx.array:
-        return mx.array([-0.0, float("nan"), 1e-45], mx.float32)
-
-    assert Together(2).run(lambda ranks: ranks.same_arrays({"x": as_array()})) == [None, None]
+    assert Together(2).run(lambda ranks: ranks.same_arrays({"x": odd_array()})) == [None, None]
 
 
 def test_a_stop_or_an_action_of_one_rank_is_that_of_all():
