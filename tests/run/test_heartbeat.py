@@ -6,10 +6,12 @@ import queue
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from your_ai.errors import RunError
+from your_ai.run import heartbeat
 from your_ai.run.exits import PEER_LOST, USER
 from your_ai.run.heartbeat import Heartbeat, Link, Meeting, accept, connect, listen
 
@@ -48,13 +50,45 @@ def test_a_silent_process_is_noticed():
     assert rank == 1
 
 
+def test_a_rank_sends_beats():
+    link, theirs = linked(0)
+    beat, _ = beating(1, [link], timeout_s=1.0)
+    theirs.settimeout(3)
+    assert theirs.recv(2) == b".\n"
+    beat.leave()
+
+
+@pytest.mark.parametrize(
+    ("looks", "is_lost"),
+    [((1, 2, 3, 4, 5, 6), True), ((1, 60, 61, 62), False), ((1, 60, 61, 62, 63, 64, 65, 66), True)],
+)
+def test_a_process_that_was_stopped_does_not_take_the_others_for_silent(
+    monkeypatch, looks, is_lost
+):
+    """looks: the seconds at which it looks at its connections; it hears nothing for 5 s or more."""
+    link, _theirs = linked(0)
+    link.heard_at, lost, clock = 0.0, [], iter([1e-9, *looks])
+    beat = Heartbeat(1, NAMES, 5.0, [link], lambda loss, rank: lost.append(rank))
+
+    def monotonic() -> float:
+        now = next(clock, None)
+        if now is None:
+            beat._ended.set()
+        return now or looks[-1]
+
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(heartbeat, "select", SimpleNamespace(select=lambda *_: ([], [], [])))
+    beat._watch()
+    assert lost == [1] * is_lost
+
+
 def test_the_reason_of_an_error_arrives_with_its_host_and_status():
-    (first, second), names = socket.socketpair(), NAMES
+    first, second = socket.socketpair()
     _, lost = beating(0, [Link(1, first, time.monotonic())])
     failing, _ = beating(1, [Link(0, second, time.monotonic())])
     failing.fail("the model is another one", USER)
     loss, _ = lost.get(timeout=3)
-    assert loss.text == f"rank 1 on {names[1]}: the model is another one"
+    assert loss.text == "rank 1 on mac2: the model is another one"
     assert loss.status == USER
 
 

@@ -267,6 +267,11 @@ def test_a_slower_host_gets_less_from_then_on_and_after_a_restart():
     assert again.shares == (1.0, 1.0)
     again.begin_step(event.step)
     assert again.shares == (1.0, 0.5)
+    elsewhere = Ranks(0, 2, ("mac1", "mac3"))
+    elsewhere.of_first = lambda make: make()
+    elsewhere.recall(lambda: [event])
+    elsewhere.begin_step(event.step)
+    assert elsewhere.shares == (1.0, 1.0)
 
 
 def test_processes_of_one_machine_are_equally_fast():
