@@ -542,7 +542,7 @@ def copied(base: Path, config: TrainConfig, log: events.EventLog) -> Path:
     """
     bits = config.quantize
     doing = "repacking" if bits is None else "quantizing"
-    told = bits is not None
+    has_notice = bits is not None
 
     def text_of(progress: WriteProgress) -> str:
         done, total = size_text(progress.done_bytes), size_text(progress.total_bytes)
@@ -551,11 +551,11 @@ def copied(base: Path, config: TrainConfig, log: events.EventLog) -> Path:
     report = now_and_then(lambda text: log.write(events.Stage(text=text)), text_of)
     try:
         for progress in make_copy(base, bits, config.max_memory, config.force):
-            if not told:
+            if not has_notice:
                 size, place = size_text(progress.total_bytes), place_of_copy(base, bits)
                 text = f"AWQ or GPTQ weights are repacked for MLX once, {size} of disk: {place}"
                 log.write(events.Notice(text=text))
-                told = True
+                has_notice = True
             report(progress)
     except UserError:
         planned_budget(config, base)  # if memory is too small, this names the limit for all of it
