@@ -117,6 +117,27 @@ def test_a_stopped_process_is_killed_when_another_died(monkeypatch):
     assert group.result == (-9, 0)
 
 
+@pytest.mark.parametrize(("first", "patience"), [("pass", "LEAVE_S"), ("exit(1)", "GRACE_S")])
+def test_the_others_have_time_to_end_after_rank_0(monkeypatch, first, patience):
+    for name in ("LEAVE_S", "GRACE_S"):
+        monkeypatch.setattr(ranks, name, 0.0 if name == patience else 60.0)
+    codes = first, "import time; time.sleep(60)"
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for code in codes]
+    processes[0].wait()
+    RankGroup([Child(process, None) for process in processes]).end()
+    assert processes[1].returncode == -9
+
+
+def test_a_rank_that_ends_by_itself_after_rank_0_is_not_killed():
+    codes = "pass", "import time; time.sleep(0.3)"
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for code in codes]
+    processes[0].wait()
+    group = RankGroup([Child(process, None) for process in processes])
+    group.end()
+    assert group.statuses == [DONE, DONE]
+    assert group.killed == set()
+
+
 def test_the_rank_is_that_of_mlx_launch_or_mpi(monkeypatch):
     for name in ("MLX_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
