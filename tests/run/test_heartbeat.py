@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import socket
 import threading
@@ -13,7 +14,16 @@ import pytest
 from your_ai.errors import RunError
 from your_ai.run import heartbeat
 from your_ai.run.exits import PEER_LOST, USER
-from your_ai.run.heartbeat import Heartbeat, Link, Meeting, accept, connect, listen
+from your_ai.run.heartbeat import (
+    Heartbeat,
+    Link,
+    Loss,
+    Meeting,
+    accept,
+    connect,
+    end_process,
+    listen,
+)
 
 NAMES = ("mac1", "mac2", "mac3")
 
@@ -116,6 +126,35 @@ def test_ranks_meet_and_strangers_are_left_out():
     assert [link.rank for link in found] == [1]
     for link in (*mine, *found):
         link.socket.close()
+
+
+def test_rank_0_waits_for_the_others_as_long_as_agreed(monkeypatch):
+    listener, meeting = listen("127.0.0.1")
+    late = threading.Timer(0.1, lambda: connect(meeting, 1))
+    late.start()
+    assert [link.rank for link in accept(listener, meeting, 2)] == [1]
+    monkeypatch.setattr(heartbeat, "JOIN_S", 0.1)
+    listener, meeting = listen("127.0.0.1")
+    connect(meeting, 2)
+    with pytest.raises(RunError, match="rank 1 did not connect to rank 0"):
+        accept(listener, meeting, 3)
+
+
+@pytest.mark.parametrize(
+    ("status", "rank", "line", "written"),
+    [(PEER_LOST, 0, "lost: rank 1: x\n", PEER_LOST), (USER, 0, "error: rank 1: x\n", USER),
+     (USER, 1, "", None)],
+)  # fmt: skip
+def test_a_process_ends_with_the_status_of_a_loss(
+    monkeypatch, tmp_path, capfd, status, rank, line, written
+):
+    ended, report = [], tmp_path / "report"
+    monkeypatch.setattr(heartbeat.os, "_exit", ended.append)
+    end_process(Loss("rank 1: x", status), rank, report)
+    assert ended == [status]
+    assert capfd.readouterr().err == line
+    assert report.exists() == (written is not None)
+    assert written is None or json.loads(report.read_text()) == {"status": written}
 
 
 def test_a_rank_that_cannot_reach_the_first_says_so():

@@ -25,12 +25,14 @@ from your_ai.memory.demand import RING_BYTES
 from your_ai.memory.estimate_adapters import reduction_bytes
 from your_ai.memory.facts import BlockFacts, ModelFacts, facts_of
 from your_ai.memory.governor import MemoryAction
+from your_ai.memory.limit import MemoryLimit
 from your_ai.memory.workload import Plan, Training
 from your_ai.objectives.objective import Totals
 from your_ai.run import events, host
 from your_ai.run.folder import RunFolder, create
 from your_ai.run.stopping import Stop
 from your_ai.session.supervisor import supervise
+from your_ai.training import distributed
 from your_ai.training.distributed import (
     ALONE,
     FIRST_STEPS,
@@ -337,6 +339,24 @@ def test_what_communication_needs_is_counted_once(
     without = demand_of(configure(), facts, [64])
     assert found.reduces == reduces
     assert found.python_bytes - without.python_bytes == more_bytes
+
+
+@pytest.mark.parametrize(
+    ("hosts", "settings", "own_gb", "limit_gb"),
+    [
+        (("mac1", "mac1"), {}, None, 4),  # processes of mlx.launch share their machine
+        (("mac1", "mac2"), {}, None, None),
+        (("mac1", "mac1"), {"processes": 2}, None, None),  # which are divided elsewhere
+        (("mac1", "mac1"), {"max_memory": 3.0}, None, 3),
+        (("mac1", "mac2"), {"max_memory": 3.0}, 5, 5),
+    ],
+)
+def test_each_rank_has_a_limit_of_its_own(monkeypatch, hosts, settings, own_gb, limit_gb):
+    limit = MemoryLimit(8 * 10**9, "the machine")
+    monkeypatch.setattr(distributed, "limit_of", lambda _: limit)
+    ranks, config = Ranks(0, 2, hosts, limit_gb=own_gb), TrainConfig(data="d", **settings)
+    assert ranks.with_own_limit(config).max_memory == limit_gb
+    assert ranks.as_given(ranks.with_own_limit(config)).max_memory == config.max_memory
 
 
 # -- real processes, over the ring of MLX
