@@ -33,6 +33,7 @@ from your_ai.generation.generate import prompt_tokens
 from your_ai.hub import find
 from your_ai.memory.budget import python_bytes
 from your_ai.run import events, folder
+from your_ai.run.checkpoint import ADAPTERS
 from your_ai.run.events import Event
 from your_ai.run.folder import RUNS, RunFolder
 from your_ai.run.stopping import Stop
@@ -249,6 +250,10 @@ def write_site(place: Path, source: str) -> Path:
     return place
 
 
+class Killed(BaseException):
+    """Ends a run or a command at once, like kill -9."""
+
+
 def chat(question: str, answer: str, **more: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {"messages": messages, **more}
@@ -393,3 +398,11 @@ def events_of(run: RunFolder, *kinds: type) -> list[Event]:
 def losses_of(run: RunFolder) -> dict[int, float]:
     """The loss of each step; for a repeated step, the last one."""
     return {event.step: event.loss for event in events_of(run, events.Step)}
+
+
+def notices_of(run: RunFolder) -> list[str]:
+    return [event.text for event in events_of(run, events.Notice)]
+
+
+def adapter_of(run: RunFolder) -> bytes:
+    return (run.adapter / ADAPTERS).read_bytes()
