@@ -41,8 +41,8 @@ from your_ai.training.distributed import (
     PIECE_BYTES,
     Ranks,
     digest_of,
-    join,
 )
+from your_ai.training.joining import join
 from your_ai.training.train import awake_elsewhere
 
 

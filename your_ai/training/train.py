@@ -49,15 +49,8 @@ from your_ai.run.parent import watch_parent, watch_pid
 from your_ai.run.rollout_files import FOLDER as ROLLOUTS
 from your_ai.run.stopping import SHOW_STACK, Interrupted, Stop, stop_signals
 from your_ai.training import optimizer
-from your_ai.training.distributed import (
-    ALONE,
-    DEFAULT_TIMEOUT_S,
-    PeerLost,
-    Ranks,
-    agreed_settings,
-    join,
-    telling_others,
-)
+from your_ai.training.distributed import ALONE, PeerLost, Ranks
+from your_ai.training.joining import DEFAULT_TIMEOUT_S, agreed_settings, join, telling_others
 from your_ai.training.measure_peaks import calibrated
 from your_ai.training.memory_actions import (
     Governor,
