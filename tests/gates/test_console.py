@@ -175,7 +175,7 @@ WRITING = ("sys.stdout.write", "sys.stderr.write", "typer.echo", "click.echo", "
 
 def test_no_other_module_prints():
     """Text printed elsewhere would not be made printable."""
-    for path in set(PACKAGE.rglob("*.py")) - {Path(console.__file__)}:
+    for path in sorted({*PACKAGE.rglob("*.py")} - {Path(console.__file__)}):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call):
                 continue
