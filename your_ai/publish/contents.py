@@ -22,7 +22,6 @@ from your_ai.config import DEMO_DATA, FOLDER, NONE, TrainConfig, to_yaml
 from your_ai.dashboard.report import write_plots
 from your_ai.errors import UserError
 from your_ai.evaluation import record
-from your_ai.export.peft import ADAPTER_MODEL
 from your_ai.gates.untrusted import JSON_BYTES, links_outside, read_bytes, read_json
 from your_ai.hub.find import REPO
 from your_ai.modelfiles.targets import write_error
@@ -42,7 +41,15 @@ from your_ai.publish.card import (
 )
 from your_ai.publish.user_section import split
 from your_ai.run import events
-from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, CHECKSUMS, SCORE_HEAD, STATE, STEP_NAME
+from your_ai.run.checkpoint import (
+    ADAPTER_CONFIG,
+    ADAPTERS,
+    CHECKSUMS,
+    PEFT_ADAPTERS,
+    SCORE_HEAD,
+    STATE,
+    STEP_NAME,
+)
 from your_ai.run.checkpoint import step_of as checkpoint_step
 from your_ai.run.folder import RUNS, RunFolder
 
@@ -57,7 +64,7 @@ ADAPTER_KEYS = (
 )
 # The files that show the kind of a folder, and the other files that are sent.
 MARKS: dict[CardKind, str] = {
-    "peft": ADAPTER_MODEL,
+    "peft": PEFT_ADAPTERS,
     "adapter": ADAPTERS,
     "model": "model*.safetensors",
     "gguf": "*.gguf",
