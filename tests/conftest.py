@@ -29,9 +29,11 @@ from your_ai import cli
 from your_ai.config import DEMO_DATA, TrainConfig, build, to_yaml
 from your_ai.data import sources
 from your_ai.files import packaged
+from your_ai.generation.generate import prompt_tokens
 from your_ai.hub import find
 from your_ai.memory.budget import python_bytes
 from your_ai.run import events, folder
+from your_ai.run.checkpoint import ADAPTERS
 from your_ai.run.events import Event
 from your_ai.run.folder import RUNS, RunFolder
 from your_ai.run.stopping import Stop
@@ -248,9 +250,18 @@ def write_site(place: Path, source: str) -> Path:
     return place
 
 
+class Killed(BaseException):
+    """Ends a run or a command at once, like kill -9."""
+
+
 def chat(question: str, answer: str, **more: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {"messages": messages, **more}
+
+
+def chat_prompt(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of `text` as the first turn of a chat, up to the answer."""
+    return prompt_tokens(tokenizer, [{"role": "user", "content": text}])
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:
@@ -387,3 +398,11 @@ def events_of(run: RunFolder, *kinds: type) -> list[Event]:
 def losses_of(run: RunFolder) -> dict[int, float]:
     """The loss of each step; for a repeated step, the last one."""
     return {event.step: event.loss for event in events_of(run, events.Step)}
+
+
+def notices_of(run: RunFolder) -> list[str]:
+    return [event.text for event in events_of(run, events.Notice)]
+
+
+def adapter_of(run: RunFolder) -> bytes:
+    return (run.adapter / ADAPTERS).read_bytes()

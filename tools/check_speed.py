@@ -80,9 +80,10 @@ def main() -> None:
     asked = parser.parse_args()
     now = time.process_time if asked.core_seconds else time.perf_counter
     if asked.calibrate:
+        began = now()
         times = measured_times(now=now)
         path = keep_speed(calibrated(times), times)
-        print(f"calibrated in {now():.0f} s: {path}", flush=True)
+        print(f"calibrated in {now() - began:.0f} s: {path}", flush=True)
     known = speed_here()
     for name, bits, each in CASES:
         (shape,) = each.shapes
@@ -107,7 +108,7 @@ def main() -> None:
         if known.speed is None:
             print(f"{text}: {seconds:.3f} s; {known.note}", flush=True)
             continue
-        predicted = {term: known.speed.of(each) for term, each in terms.items()}
+        predicted = {term: known.speed.of(counts) for term, counts in terms.items()}
         total = sum(predicted.values())
         parts = ", ".join(f"{term} {value:.3f}" for term, value in predicted.items())
         print(f"{text}: {seconds:.3f} s, predicted {total:.3f} ({total / seconds - 1:+.0%})")

@@ -60,3 +60,8 @@ def explain(reason: str) -> str:
     if is_out_of_memory(reason):
         return f"out of memory ({reason}); lower --batch-size or --max-seq-length"
     return f"MLX failed ({reason}); --dtype float32 may help"
+
+
+def class_names(error: BaseException) -> set[str]:
+    """The names of an error's classes. Packages use httpx or, in later versions, httpx2."""
+    return {kind.__name__ for kind in type(error).__mro__}

@@ -87,6 +87,11 @@ def replace_text(path: Path, text: str) -> None:
         raise
 
 
+def is_plain_file(path: Path) -> bool:
+    """Whether a path is a file and not a link."""
+    return path.is_file() and not path.is_symlink()
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Open a file to read. Raises OSError also if it is not a regular file: a pipe would block."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import call, write_rows
+from tests.conftest import call, chat_prompt, write_rows
 from tests.generation.test_generate import Parrot, train_in
 from your_ai.commands import generating
 from your_ai.errors import UserError
@@ -40,7 +40,7 @@ def stdin(monkeypatch):
 
 def answers_of(run: RunFolder, *texts: str, adapted: bool = True) -> list[str]:
     network, tokenizer = generation.load_run(open_trained(str(run.path)), adapted)
-    prompts = [generation.chat_prompt(tokenizer, text) for text in texts]
+    prompts = [chat_prompt(tokenizer, text) for text in texts]
     return ["".join(generation.stream(network, tokenizer, p, 6)) for p in prompts]
 
 
@@ -83,7 +83,7 @@ def samples_of(run: RunFolder, texts: list[str], count: int) -> list[str]:
     """Each generated alone."""
     network, tokenizer = generation.load_run(open_trained(str(run.path)))
     sampling = Sampling(max_tokens=6, temperature=1, seed=5)
-    prompts = [generation.chat_prompt(tokenizer, text) for text in texts]
+    prompts = [chat_prompt(tokenizer, text) for text in texts]
     found = sampled(network, tokenizer, [(tokens, sampling) for tokens in prompts], count)
     return [one.text for one in found]
 
@@ -215,7 +215,7 @@ def test_answer_length_is_limited_by_the_context(demo_tokenizer):
 
 def test_control_characters_in_answers_are_not_printed(demo_tokenizer, capsys):
     parrot = Parrot(demo_tokenizer, "a\x1b[2Jb")
-    prompt = generation.chat_prompt(demo_tokenizer, "Say it")
+    prompt = chat_prompt(demo_tokenizer, "Say it")
     generating.show(respond(parrot, demo_tokenizer, prompt, Sampling()))
     assert capsys.readouterr().out == "a␛[2Jb\n"
 

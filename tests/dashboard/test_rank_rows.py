@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from your_ai.dashboard.page import ASCII, Page
 from your_ai.dashboard.rank_rows import rank_rows
 from your_ai.dashboard.screen import screen
@@ -51,5 +53,15 @@ def test_a_damaged_event_is_drawn_without_what_it_lacks():
         limit_bytes=[None],
         sent_bytes=0,
     )
-    assert len(texts(ViewState(ranks=odd))) == 2
+    lines = texts(ViewState(ranks=odd))
+    assert len(lines) == 2
+    assert not any("tokens/s" in text or "GB" in text or "waited" in text for text in lines)
+    unlimited = dataclasses.replace(EVENT, limit_bytes=[0, None], seconds=[0.0, 0.5], waited=[])
+    first, second = texts(ViewState(ranks=unlimited))
+    assert "8.00 GB" in first
+    assert "3.00 GB" in second
+    assert " of " not in first + second
+    assert "tokens/s" not in first  # no time passed
+    assert "200 tokens/s" in second
+    assert "waited 0 s (0%)" in second
     assert "\x1b" not in screen(ViewState(ranks=odd), "r", 80, 30, 0.0).plain

@@ -37,12 +37,12 @@ KEPT: list[Record] = []
 def recorded(request) -> list[Record]:
     """The events of a run of 12 steps that is stopped in step 5, killed after 9, and resumed."""
     if not KEPT:  # the tests only read them
-        KEPT.extend(request.getfixturevalue("recorded_anew"))
+        KEPT.extend(request.getfixturevalue("recorded_here"))
     return KEPT
 
 
 @pytest.fixture
-def recorded_anew(configure, data_folder, monkeypatch) -> list[Record]:
+def recorded_here(configure, data_folder, monkeypatch) -> list[Record]:
     write_rows(data_folder / "valid.jsonl", [chat(f"v{i}", "yes") for i in range(4)])
     write_rows(data_folder / "test.jsonl", [chat(f"t{i}", "yes") for i in range(2)])
     options = {"max_steps": 12, "eval_every": 3, "save_every": 4, "samples": 1,

@@ -90,7 +90,7 @@ def test_summary_of_a_stopped_run_says_how_to_resume():
 
 def test_summary_after_a_screen_repeats_the_notices():
     state = state_of(STARTED, events.Notice(text="mind"), step(4))
-    assert drawn(*view.summary(state, "r", told=False), width=100) == [
+    assert drawn(*view.summary(state, "r", events_shown=False), width=100) == [
         "note: mind",
         "ended after step 4 before it was finished. Continue with:",
         "  your_ai train --resume r",

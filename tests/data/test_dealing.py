@@ -27,7 +27,9 @@ def test_a_slower_rank_gets_less():
 
 def test_a_long_row_costs_its_attention_as_well():
     short, long = costs_of(np.array([100, 1000]), hidden=100)
-    assert long > 10 * short
+    assert (short, long) == (100 + 100**2 / 600, 1000 + 1000**2 / 600)
+    assert costs_of(np.array([100, 1000, 0, 1]), 100, rows_together=2)[0] == short + long
+    assert costs_of(np.array([0]), hidden=0) == 1 + 1 / 6
     assert dealt([long, *[short] * 10], (1.0, 1.0))[0] == [0]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from mlx.utils import tree_flatten
 from rich.console import Console
 
 from tests.conftest import call
+from tests.kernels import fuse
 from your_ai.doctor import bench, our_plans
 from your_ai.doctor.contest import Contest, contest_tokens
 from your_ai.doctor.peers import PEERS, run_peer
@@ -95,18 +98,34 @@ def test_ten_steps_of_each_plan_follow_mlx_lm(tmp_path, bits, plans):
         assert ours == pytest.approx(peers, rel=1e-4), plan
 
 
+@pytest.fixture
+def with_kernels() -> Iterator[None]:
+    """Fuse operations, as for the user: estimates are of such peaks."""
+    fuse(True)
+    yield
+    fuse(False)
+
+
 @pytest.mark.memory
-def test_a_plan_is_chosen_for_a_peak_of_mlx(tmp_path):
+def test_a_plan_is_chosen_for_a_peak_of_mlx(tmp_path, monkeypatch, with_kernels):
     """More memory gives a plan that keeps more, up to the fused one."""
+    monkeypatch.setitem(bench.SHAPES, "tiny", llama(128, 3, 8, 2, 256, 1024))
     folder = make_shape("tiny", 0, "float32", tmp_path)
     contest = contest_of(folder, seq_len=256, batch_size=2, supervised=1.0, steps=1)
-    losses = []
-    for room in (0.030, 0.038, 1):
+    most = our_plans.prepare_ours(contest, "auto@1").estimated_bytes
+    losses, estimated = [], []
+    for share in (0.6, 0.85, 2):
+        room = round(share * most / 1e9, 3)
+        gc.collect()  # the plan before
         ready = our_plans.prepare_ours(contest, f"auto@{room}")
         assert ready.estimated_bytes <= 1e9 * room
         losses.append(ready.step()[0])
         assert mx.get_peak_memory() < 1e9 * room
+        estimated.append(ready.estimated_bytes)
+        del ready
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+    assert estimated == sorted(set(estimated))
+    assert estimated[-1] == most
     with pytest.raises(UserError, match=r"--plan auto@0\.001: no plan fits"):
         our_plans.prepare_ours(contest, "auto@0.001")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
 from tests.conftest import make_model
+from tests.engine.test_fused import relative_error
 from your_ai.config import TrainConfig
 from your_ai.engine import dequantized
 from your_ai.engine.dequantized import (
@@ -19,11 +19,6 @@ from your_ai.engine.dequantized import (
 from your_ai.nets import model
 
 TOKENS = mx.array([[5, 300, 17, 42, 99, 260, 700]])
-
-
-def relative_error(ours: mx.array, theirs: mx.array) -> float:
-    a, b = np.array(ours, np.float64), np.array(theirs, np.float64)
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
 def quantized_linear(

@@ -12,14 +12,14 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 from tests.conftest import TINY, make_model
-from tests.engine.test_compiled import Made, short_batches
+from tests.engine.test_compiled import Made
 from tests.engine.test_fused import encode, engine_loss, load, relative_error
+from tests.engine.test_reload import loaded_with
 from your_ai.data.batches import make_schedule
 from your_ai.engine import dequantized
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.gradients import HeldGradients
-from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.weights import tensors_of
 from your_ai.nets import dora, model
 from your_ai.nets.dora import row_norms
@@ -56,14 +56,8 @@ def made(tmp_path: Path) -> Callable[..., Any]:
 
     def make(path: Path, plan: str, cached: bool = False, **settings: Any):
         settings = {"use_dora": True, "lora_layers": "all", **settings}
-        tensors = tensors_of(model.load_network(path, mx.float32)[0], path)
-        network, tokenizer, adapters = load(path, **settings)
-        dequantize_on_the_cpu(network)
-        make_store = (lambda _: MemoryStore()) if cached else None
-        keys = adapters.dropout_keys
-        built = build_engine(network, keys, plan, tensors=tensors, make_store=make_store)
-        assert built.plan == plan
-        return network, Made(built.engine, short_batches(tokenizer, tmp_path))
+        found = loaded_with(tmp_path, path, plan, cached, **settings)
+        return found.network, Made(found.engine, found.batches)
 
     return make
 

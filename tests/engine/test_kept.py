@@ -34,6 +34,15 @@ def block():
     return Block()
 
 
+def test_activations_are_kept_only_beside_the_outputs_of_linear_layers():
+    kept = Kept(linear=1, attention=2, activations=2)
+    assert [Keeps.of(kept, place) for place in range(3)] == [
+        Keeps(attention=True, linear=True, activations=True),
+        Keeps(attention=True),
+        Keeps(),
+    ]
+
+
 def test_all_outputs_but_the_last_are_kept(block):
     x = mx.random.normal((3, 4))
     expected, up = block(x), block.up(x)

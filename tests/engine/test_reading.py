@@ -5,17 +5,20 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-import time
+from types import SimpleNamespace
 
+from your_ai.engine import reading
 from your_ai.engine.reading import F_RDADVISE, ReadClock, hint
 
 
-def test_the_clock_counts_waiting_alone_and_begins_again():
+def test_the_clock_counts_waiting_alone_and_begins_again(monkeypatch):
+    now = iter([1.0, 3.0, 10.0, 10.5])
+    monkeypatch.setattr(reading, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     clock = ReadClock()
-    with clock.waiting():
-        time.sleep(0.02)
-    time.sleep(0.05)
-    assert 0.02 <= clock.take() < 0.06
+    for _ in range(2):
+        with clock.waiting():
+            pass
+    assert clock.take() == 2.5
     assert clock.take() == 0
 
 

@@ -48,16 +48,21 @@ def loaded(tmp_path: Path) -> Callable[..., Loaded]:
     """Makes a model with adapters and the engine of a plan, as in a run."""
 
     def make(path: Path, plan: str, cached: bool = False, **settings: Any) -> Loaded:
-        network, tokenizer, adapters = load(path, **settings)
-        tensors = tensors_of(model.load_network(path, mx.float32)[0], path)
-        dequantize_on_the_cpu(network)
-        make_store = (lambda _: MemoryStore()) if cached else None
-        keys = adapters.dropout_keys
-        built = build_engine(network, keys, plan, tensors=tensors, make_store=make_store)
-        assert built.plan == plan
-        return Loaded(network, built.engine, tensors, short_batches(tokenizer, tmp_path))
+        return loaded_with(tmp_path, path, plan, cached, **settings)
 
     return make
+
+
+def loaded_with(place: Path, path: Path, plan: str, cached: bool, **settings: Any) -> Loaded:
+    """place: where rows are written. path: of the model."""
+    network, tokenizer, adapters = load(path, **settings)
+    tensors = tensors_of(model.load_network(path, mx.float32)[0], path)
+    dequantize_on_the_cpu(network)
+    make_store = (lambda _: MemoryStore()) if cached else None
+    keys = adapters.dropout_keys
+    built = build_engine(network, keys, plan, tensors=tensors, make_store=make_store)
+    assert built.plan == plan
+    return Loaded(network, built.engine, tensors, short_batches(tokenizer, place))
 
 
 def step(loaded: Loaded) -> tuple[float, dict[str, mx.array]]:

@@ -73,13 +73,15 @@ def test_tiles_give_the_loss_and_gradients_of_whole_rows(
         assert relative_error(grad, expected_grads[name]) < 1e-5, name
 
 
-def test_tiles_are_deterministic_and_the_same_spilled(tmp_path, monkeypatch, tiny_model):
+def test_tiles_are_deterministic_and_the_same_spilled(tmp_path, monkeypatch, used, tiny_model):
     cut(monkeypatch)
     _, expected, _ = by_plan(tiny_model, tmp_path, "staged", lora_layers="all")
     for settings in ({}, {"spill": tmp_path / "spill"}):
         _, grads, _ = by_plan(tiny_model, tmp_path, "staged", lora_layers="all", **settings)
         for name, grad in grads.items():
             assert mx.array_equal(grad, expected[name]), name
+    assert used
+    assert all(used)
 
 
 def engine_of(folder, plan="staged", **settings):
@@ -115,26 +117,33 @@ def test_architectures_tile_as_the_estimate_says(tmp_path, monkeypatch, used, mo
     assert mx.array_equal(predictions, scores)
 
 
-def test_targets_of_all_tiles_come_back_in_their_order(tmp_path, monkeypatch):
+def test_targets_of_all_tiles_come_back_in_their_order(tmp_path, monkeypatch, used):
     folder, batch = write_model(tmp_path / "m", "llama"), batch_of(40)
     engine = engine_of(folder)
     wanted = np.array(engine.log_probabilities(batch)), engine.loss(batch).loss.item()
+    used.clear()
     cut(monkeypatch)
     monkeypatch.setattr("your_ai.engine.tiled_head.HEAD_ROWS", 48)
     engine = engine_of(folder)
     assert np.allclose(np.array(engine.log_probabilities(batch)), wanted[0], rtol=1e-4)
     assert engine.loss(batch).loss.item() == pytest.approx(wanted[1], rel=1e-5)
+    assert used
+    assert all(used)
 
 
-def test_a_prefix_cache_is_filled_and_used_with_tiles(tmp_path, monkeypatch, tiny_model):
-    settings = {"lora_layers": 1}
+def test_a_prefix_cache_is_filled_and_used_with_tiles(tmp_path, monkeypatch, used, tiny_model):
+    settings, store = {"lora_layers": 1}, MemoryStore()
     _, expected, _ = by_plan(tiny_model, tmp_path, "staged", **settings)
+    used.clear()
     cut(monkeypatch)
     monkeypatch.setattr(
         "tests.engine.test_plans.build_engine",
-        lambda *args, **more: build_engine(*args, make_store=lambda _: MemoryStore(), **more),
+        lambda *args, **more: build_engine(*args, make_store=lambda _: store, **more),
     )
     _, grads, _ = by_plan(tiny_model, tmp_path, "staged", **settings)
+    assert store.bytes_held > 0
+    assert used
+    assert all(used)
     for name, grad in grads.items():
         assert relative_error(grad, expected[name]) < 1e-5, name
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.conftest import chat, events_of, make_model, write_rows
+from tests.conftest import chat, chat_prompt, events_of, make_model, write_rows
 from tests.evaluation.conftest import ROWS, carry_out, compared, trained_run
 from your_ai.config import TrainConfig
 from your_ai.engine.build import build_engine
@@ -174,7 +174,7 @@ def answers_of(run, rows, adapted) -> list[str]:
     for row in rows:
         asked, expected = (message["content"] for message in row["messages"])
         limit = 2 * len(tokenizer.encode(expected)) + 5
-        tokens = generate.chat_prompt(tokenizer, asked)
+        tokens = chat_prompt(tokenizer, asked)
         found.append("".join(generate.stream(network, tokenizer, tokens, limit)).strip())
     return found
 

@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model, save_config
 
-from tests.conftest import make_model
+from tests.conftest import chat_prompt, make_model
 from tests.export.fused_runs import assert_same_bytes, drawn_run, fused_by_mlx_lm, weights_of
 from your_ai.errors import UserError
 from your_ai.export import fused_weights as weights
@@ -21,6 +21,7 @@ from your_ai.export.fused_folder import fuse
 from your_ai.export.fused_weights import fused_lazily
 from your_ai.generation import generate
 from your_ai.hub.check import check_model
+from your_ai.modelfiles.repack import MLX_PARTS
 from your_ai.nets.saved_adapter import Trained
 
 TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -137,9 +138,9 @@ def test_an_unquantized_base_is_fused_like_mlx_lm(tmp_path, data_folder):
 def test_the_fused_model_gives_the_greedy_answers_of_the_run(tmp_path, data_folder, to):
     trained = run_of(tmp_path, data_folder, ("llama", False), 4)
     network, tokenizer = generate.load_run(trained)
-    prompt = generate.chat_prompt(tokenizer, "Question 3")
+    prompt = chat_prompt(tokenizer, "Question 3")
     fused, its_tokenizer = mlx_lm.load(str(written(trained, tmp_path / "out", to)))
-    assert generate.chat_prompt(its_tokenizer, "Question 3") == prompt
+    assert chat_prompt(its_tokenizer, "Question 3") == prompt
     answers = [
         mlx_lm.generate(model, tokenizer, prompt, max_tokens=12) for model in (network, fused)
     ]
@@ -190,7 +191,7 @@ def test_a_small_change_survives_8_bits_only_with_random_rounding(
         shown = whole = 0.0
         for path in trained.adapter.layers:
             before, after = (
-                mx.dequantize(*(a[f"{path}.{n}"] for n in weights.PACKED), 32, bits)
+                mx.dequantize(*(a[f"{path}.{n}"] for n in MLX_PARTS), 32, bits)
                 for a, bits in ((base, 4), (arrays, 8))
             )
             change = dense[f"{path}.weight"] - before

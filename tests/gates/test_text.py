@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from your_ai.gates import text as texts
 from your_ai.gates.text import counted, loss_text, size_text, split_outside_brackets
 
 WITHOUT_MARKS = st.text(st.characters(blacklist_characters="\\()[]{}")).map(str.strip)
@@ -103,3 +106,13 @@ def test_splitting_loses_only_commas_backslashes_and_spaces(text):
 )
 def test_sizes_have_the_unit_that_fits(size_bytes, text):
     assert size_text(size_bytes) == text
+
+
+def test_progress_is_written_every_few_seconds(monkeypatch):
+    now, written = [0.0], []
+    monkeypatch.setattr(texts, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    report = texts.now_and_then(written.append, lambda done: f"{done} done")
+    for seconds in (1, 4, 6, 8, 10, 11.5, 20):
+        now[0] = seconds
+        report(seconds)
+    assert written == ["6 done", "11.5 done", "20 done"]

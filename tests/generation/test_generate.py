@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlx_lm import generate as mlx_lm_generate
 from mlx_lm import load as mlx_lm_load
 
-from tests.conftest import chat, make_model, train, write_rows
+from tests.conftest import chat, chat_prompt, make_model, train, write_rows
 from your_ai.config import build
 from your_ai.engine.weights import stream as stream_weights
 from your_ai.engine.weights import tensors_of
@@ -75,7 +75,7 @@ class Parrot(nn.Module):
 
 def test_answer_equals_that_of_mlx_lm(run, tiny_model):
     network, tokenizer = generate.load_run(open_trained(str(run.path)))
-    prompt = generate.chat_prompt(tokenizer, "Question 3")
+    prompt = chat_prompt(tokenizer, "Question 3")
     ours = "".join(generate.stream(network, tokenizer, prompt, max_tokens=12))
     theirs, their_tokenizer = mlx_lm_load(str(tiny_model), adapter_path=str(run.adapter))
     assert ours == mlx_lm_generate(theirs, their_tokenizer, prompt, max_tokens=12)
@@ -84,7 +84,7 @@ def test_answer_equals_that_of_mlx_lm(run, tiny_model):
 def test_base_answers_without_the_adapter(run, tiny_model):
     network, tokenizer = generate.load_run(open_trained(str(run.path)), adapted=False)
     base, _ = mlx_lm_load(str(tiny_model))
-    tokens = mx.array([generate.chat_prompt(tokenizer, "Question 3")])
+    tokens = mx.array([chat_prompt(tokenizer, "Question 3")])
     adapted, _ = generate.load_run(open_trained(str(run.path)))
     expected = base(tokens)
     # Products of dequantized weights add up in another order, which depends on the machine.
@@ -148,7 +148,7 @@ def test_streamed_head_computes_no_logits_of_the_prompt(tmp_path):
 
 def test_pieces_never_split_a_character(demo_tokenizer):
     said = "naïve 😀 世界 ünï"
-    prompt = generate.chat_prompt(demo_tokenizer, "Say it")
+    prompt = chat_prompt(demo_tokenizer, "Say it")
     pieces = list(generate.stream(Parrot(demo_tokenizer, said), demo_tokenizer, prompt, 99))
     assert len(demo_tokenizer.encode("😀", add_special_tokens=False)) > 1
     assert "".join(pieces) == said
@@ -157,7 +157,7 @@ def test_pieces_never_split_a_character(demo_tokenizer):
 
 def test_last_piece_has_the_finish_reason(demo_tokenizer):
     parrot = Parrot(demo_tokenizer, "one two three")
-    prompt = generate.chat_prompt(demo_tokenizer, "Say it")
+    prompt = chat_prompt(demo_tokenizer, "Say it")
     whole = list(generate.respond(parrot, demo_tokenizer, prompt, Sampling()))
     cut = list(generate.respond(parrot, demo_tokenizer, prompt, Sampling(max_tokens=2)))
     assert [r.finish_reason for r in whole] == [None] * (len(whole) - 1) + ["stop"]
@@ -264,7 +264,7 @@ def test_without_a_template_messages_are_joined_as_plain_text(tmp_path):
     said = [("user", "Once upon"), ("assistant", " a time"), ("user", "Then")]
     tokens = generate.prompt_tokens(tokenizer, [{"role": r, "content": c} for r, c in said])
     assert tokenizer.decode(tokens) == "Once upon a time\nThen"
-    assert tokenizer.decode(generate.chat_prompt(tokenizer, "Once upon")) == "Once upon"
+    assert tokenizer.decode(chat_prompt(tokenizer, "Once upon")) == "Once upon"
 
 
 def test_template_error_is_reported(tmp_path):

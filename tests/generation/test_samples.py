@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.conftest import chat_prompt
 from tests.generation.test_generate import train_in
 from your_ai.errors import RunError, UserError
 from your_ai.generation import generate, samples
@@ -26,7 +27,7 @@ def loaded(tmp_path_factory, tiny_model):
 
 @pytest.fixture(scope="module")
 def asked(loaded) -> list[list[int]]:
-    return [generate.chat_prompt(loaded[1], text) for text in TEXTS]
+    return [chat_prompt(loaded[1], text) for text in TEXTS]
 
 
 def answers(

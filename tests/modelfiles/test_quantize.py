@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
-from tests.conftest import EXTRA, TINY, TOKENIZER_FILES, make_model
+from tests.conftest import EXTRA, TINY, TOKENIZER_FILES, Killed, make_model
 from tests.modelfiles.large import MB, make_large, watched
 from your_ai.errors import RunError, UserError
 from your_ai.files import sha256
@@ -195,10 +195,6 @@ def test_quantizes_a_model_larger_than_the_memory_limit(tmp_path):
 
 
 # -- interruptions
-
-
-class Killed(BaseException):
-    """Stands for a killed process."""
 
 
 STAGES = ((os, "replace"), (os, "rename"), (mx, "save_safetensors"), (shards, "sync"),

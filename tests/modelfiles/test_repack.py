@@ -49,7 +49,7 @@ def test_zero_points_that_borrowed_from_their_neighbor_are_restored():
     parts, _ = packed_layer((32, 32), 1, "gptq", 4, 32, 0)
     zeros = parts["qzeros"].view(np.uint32) & 0xFFFFFFF0  # the first of each word is 0
     packing = awq_gptq.Packing("gptq", 4, zeros_less_one=True)
-    layer = awq_gptq.PackedLayer(4, 32, 32, 32, 32, has_zeros=True)
+    layer = awq_gptq.PackedLayer(4, 32, 32, 32, 32)
     arrays = {name: mx.array(array) for name, array in parts.items()}
     exact = layer_arrays(
         awq_gptq.Packing("gptq", 4, zeros_less_one=False),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import subprocess
 import sys
-import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,28 +54,41 @@ def test_missing_folder_is_not_created_by_default(own_folder):
         pass
 
 
+def test_waits_until_another_process_is_done(own_folder, monkeypatch):
+    with contextlib.ExitStack() as other:
+        other.enter_context(locked(own_folder / "work", waits=False, creates=True))
+        waited = []
+
+        def sleep(seconds: float) -> None:
+            waited.append(seconds)
+            other.close()
+
+        monkeypatch.setattr(unfinished, "time", SimpleNamespace(sleep=sleep))
+        with locked(own_folder / "work", waits=True, creates=True):
+            assert waited == [unfinished.WAIT_S]
+
+
 @pytest.mark.parametrize("becomes", ["renamed", "replaced"])
-def test_waiting_process_locks_the_current_folder_of_that_name(own_folder, monkeypatch, becomes):
-    """It does not lock the folder that had the name when the wait began."""
-    monkeypatch.setattr(unfinished, "WAIT_S", 0.2)  # long beside the two calls that replace it
-    folder, inside = own_folder / "work", []
+def test_the_folder_that_has_the_name_by_then_is_locked(own_folder, monkeypatch, becomes):
+    """Another process completes and renames the folder just before it is locked."""
+    monkeypatch.setattr(unfinished, "WAIT_S", 0)
+    folder, flock = own_folder / "work", fcntl.flock
+    folder.mkdir()
+    (folder / "old").touch()
 
-    def wait() -> None:
-        with locked(folder, waits=True, creates=True):
-            inside.append(sorted(path.name for path in folder.iterdir()))
-
-    thread = threading.Thread(target=wait)
-    with locked(folder, waits=False, creates=True):
-        (folder / "old").touch()
-        thread.start()
-        thread.join(0.05)
-        assert thread.is_alive()
+    def late(*args: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
         folder.rename(own_folder / "done")
         if becomes == "replaced":
             folder.mkdir()
             (folder / "new").touch()
-    thread.join()
-    assert inside == [["new"] if becomes == "replaced" else []]
+        flock(*args)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with locked(folder, waits=True, creates=True):
+        assert [path.name for path in folder.iterdir()] == ["new"] * (becomes == "replaced")
+        with pytest.raises(UserError, match="another process"), locked(folder, waits=False):
+            pass
 
 
 def test_works_on_a_file_system_without_locks(own_folder, monkeypatch):

@@ -8,11 +8,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 from mlx.utils import tree_map
 from mlx_lm.tuner.lora import LoRALinear
 
+from tests.engine.test_fused import relative_error
 from your_ai.engine.dequantized import DequantizedEmbedding, dequantize_on_the_cpu
 from your_ai.nets import head as head_module
 from your_ai.nets.head import LayerRows, LinearHead, linear_head
@@ -65,11 +65,6 @@ def make(architecture: str, settings: dict[str, Any], kind: str = "float") -> nn
         dequantize_on_the_cpu(model)
     model.freeze()
     return model
-
-
-def relative_error(ours: mx.array, theirs: mx.array) -> float:
-    a, b = (np.array(x.astype(mx.float32), np.float64) for x in (ours, theirs))
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
 def logits_of(head: LinearHead, hidden: mx.array, step: int) -> mx.array:

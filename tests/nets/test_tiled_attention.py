@@ -18,7 +18,7 @@ CASES = [  # window, chunk, packed, sinks
     (None, None, True, False),
     (None, None, False, True),
     (5, None, False, False),  # some tiles are out of reach
-    (12, None, True, True),
+    (10, None, True, True),  # the first query of the third tile sees the last key of the first
     (None, 10, False, False),
     (None, 4, False, False),
 ]

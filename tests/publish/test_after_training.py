@@ -10,10 +10,9 @@ import time
 
 import pytest
 
-from tests.conftest import events_of
+from tests.conftest import notices_of
 from your_ai.errors import RunError
 from your_ai.publish import after_training as after
-from your_ai.run import events
 from your_ai.run.exits import USER
 from your_ai.run.folder import RunFolder
 from your_ai.run.stopping import recorded_signals
@@ -46,10 +45,6 @@ def child(monkeypatch):
         return asked
 
     return pretend
-
-
-def notices_of(run):
-    return [event.text for event in events_of(run, events.Notice)]
 
 
 def test_notes_of_the_push_become_notices(run, child):

@@ -207,7 +207,7 @@ def test_the_judge_is_one_of_the_rewards(make, make_judge, server):
     assert found.replies == ['{"a": 8}'] * 3
     counts = {"judge/calls": 2, "judge/cache_hits": 0, "judge/missing": 0, "judge/cost": 0.002}
     assert found.counts == pytest.approx(counts)
-    assert rewards.judge_calls == 2
+    assert rewards.judge.calls == 2
     again = rewarded(rewards, group("yes", "no", "yes"))
     assert (again.totals, again.counts["judge/cache_hits"]) == (found.totals, 2)
     assert again.counts["judge/calls"] == again.counts["judge/cost"] == 0

@@ -20,6 +20,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from tests.conftest import chat_prompt
 from tests.generation.test_generate import train_in
 from your_ai.errors import RunError
 from your_ai.generation import generate
@@ -88,9 +89,7 @@ def server(run) -> Iterator[Served]:
 def expected(run) -> str:
     """The greedy answer of `generate`."""
     network, tokenizer = generate.load_run(open_trained(str(run.path)))
-    return "".join(
-        generate.stream(network, tokenizer, generate.chat_prompt(tokenizer, "Question 1"), 12)
-    )
+    return "".join(generate.stream(network, tokenizer, chat_prompt(tokenizer, "Question 1"), 12))
 
 
 def test_prints_its_address_and_an_example_command(server, run):

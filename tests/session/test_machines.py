@@ -238,10 +238,12 @@ def test_sync_copies_what_the_other_ranks_read(tmp_path):
 def test_a_port_in_use_is_not_taken(monkeypatch):
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(machines, "FIRST_PORT", busy.getsockname()[1])
+        port = busy.getsockname()[1]
+        monkeypatch.setattr(machines, "FIRST_PORT", port)
         monkeypatch.setattr(machines, "PORTS_TRIED", 1)
         with pytest.raises(UserError, match="are in use"):
             free_first_port("127.0.0.1")
+    assert free_first_port("127.0.0.1") == port
 
 
 def test_mlx_launch_gets_the_hosts_and_our_command(tmp_path):

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from tests.session.test_machines import TWO
 from your_ai.config import TrainConfig
 from your_ai.errors import UserError
 from your_ai.run.child import Child
@@ -31,7 +32,7 @@ from your_ai.session.ranks import (
     lost_in,
     refused_in,
 )
-from your_ai.session.supervisor import Life, after_death
+from your_ai.session.supervisor import Life, after_death, with_ranks
 
 
 @pytest.mark.parametrize(
@@ -117,6 +118,27 @@ def test_a_stopped_process_is_killed_when_another_died(monkeypatch):
     assert group.result == (-9, 0)
 
 
+@pytest.mark.parametrize(("first", "patience"), [("pass", "LEAVE_S"), ("exit(1)", "GRACE_S")])
+def test_the_others_have_time_to_end_after_rank_0(monkeypatch, first, patience):
+    for name in ("LEAVE_S", "GRACE_S"):
+        monkeypatch.setattr(ranks, name, 0.0 if name == patience else 60.0)
+    codes = first, "import time; time.sleep(60)"
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for code in codes]
+    processes[0].wait()
+    RankGroup([Child(process, None) for process in processes]).end()
+    assert processes[1].returncode == -9
+
+
+def test_a_rank_that_ends_by_itself_after_rank_0_is_not_killed():
+    codes = "pass", "import time; time.sleep(0.3)"
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for code in codes]
+    processes[0].wait()
+    group = RankGroup([Child(process, None) for process in processes])
+    group.end()
+    assert group.statuses == [DONE, DONE]
+    assert group.killed == set()
+
+
 def test_the_rank_is_that_of_mlx_launch_or_mpi(monkeypatch):
     for name in ("MLX_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -186,6 +208,22 @@ def test_a_signal_goes_to_rank_0_and_the_third_kills_all(tmp_path, monkeypatch):
     group.pass_on([signal.SIGTERM, signal.SIGTERM, signal.SIGTERM], patience=2)
     assert sent == [(1234, signal.SIGTERM)] * 2
     assert group.first.process.wait(5) == -9
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "machines", "rank", "lost"),
+    [
+        (PEER_LOST, "", None, "rank 1", ""),
+        (PEER_LOST, "", TWO, "rank 1", "mlx.launch, or rank 0"),
+        (PEER_LOST, "lost: rank 0: x", TWO, "rank 1", "rank 0: x"),
+        (PEER_LOST, "[WARN] Node with rank 1 exited with code 9", TWO, "rank 1",
+         "rank 1 on mac2: it ended with code 9"),
+        (-9, "lost: rank 0: x\nerror: rank 0 on mac1: out of memory", TWO, "rank 0 on mac1", ""),
+    ],
+)  # fmt: skip
+def test_a_life_of_several_ranks_names_the_one_that_ended_it(status, output, machines, rank, lost):
+    found = with_ranks(Life(status=status), 1, output, machines)
+    assert (found.rank, found.lost) == (rank, lost)
 
 
 def test_three_losses_without_progress_end_the_run_with_host_and_reason():

@@ -25,12 +25,14 @@ from your_ai.memory.demand import RING_BYTES
 from your_ai.memory.estimate_adapters import reduction_bytes
 from your_ai.memory.facts import BlockFacts, ModelFacts, facts_of
 from your_ai.memory.governor import MemoryAction
+from your_ai.memory.limit import MemoryLimit
 from your_ai.memory.workload import Plan, Training
 from your_ai.objectives.objective import Totals
 from your_ai.run import events, host
 from your_ai.run.folder import RunFolder, create
 from your_ai.run.stopping import Stop
 from your_ai.session.supervisor import supervise
+from your_ai.training import distributed
 from your_ai.training.distributed import (
     ALONE,
     FIRST_STEPS,
@@ -39,8 +41,8 @@ from your_ai.training.distributed import (
     PIECE_BYTES,
     Ranks,
     digest_of,
-    join,
 )
+from your_ai.training.joining import join
 from your_ai.training.train import awake_elsewhere
 
 
@@ -112,15 +114,17 @@ def test_a_rank_without_rows_contributes_zeros_and_all_get_the_same_sums(dtype):
         assert grads == {"a": pytest.approx([3 * third] * 3, rel=1e-6), "b": [3.0] * 2}
 
 
-def test_arrays_of_rank_0_replace_others_bit_for_bit():
-    def as_array() -> mx.array:  # of the thread that uses it
-        return mx.array([-0.0, float("nan"), 1e-45], mx.float32)
+def odd_array() -> mx.array:
+    """Belongs to the thread that uses it."""
+    return mx.array([-0.0, float("nan"), 1e-45], mx.float32)
 
+
+def test_arrays_of_rank_0_replace_others_bit_for_bit():
     def work(ranks: Ranks):
-        found = ranks.same_arrays({"x": as_array() if ranks.is_first else mx.ones((3,))})
+        found = ranks.same_arrays({"x": odd_array() if ranks.is_first else mx.ones((3,))})
         return digest_of(found)
 
-    assert set(Together(2).run(work)) == {digest_of({"x": as_array()})}
+    assert set(Together(2).run(work)) == {digest_of({"x": odd_array()})}
 
 
 def test_arrays_of_rank_0_keep_their_names_in_whatever_order_a_rank_has_them():
@@ -136,10 +140,7 @@ def test_arrays_of_rank_0_keep_their_names_in_whatever_order_a_rank_has_them():
 
 
 def test_equal_arrays_are_not_exchanged():
-    def as_array() -> mx.array:
-        return mx.array([-0.0, float("nan"), 1e-45], mx.float32)
-
-    assert Together(2).run(lambda ranks: ranks.same_arrays({"x": as_array()})) == [None, None]
+    assert Together(2).run(lambda ranks: ranks.same_arrays({"x": odd_array()})) == [None, None]
 
 
 def test_a_stop_or_an_action_of_one_rank_is_that_of_all():
@@ -268,6 +269,11 @@ def test_a_slower_host_gets_less_from_then_on_and_after_a_restart():
     assert again.shares == (1.0, 1.0)
     again.begin_step(event.step)
     assert again.shares == (1.0, 0.5)
+    elsewhere = Ranks(0, 2, ("mac1", "mac3"))
+    elsewhere.of_first = lambda make: make()
+    elsewhere.recall(lambda: [event])
+    elsewhere.begin_step(event.step)
+    assert elsewhere.shares == (1.0, 1.0)
 
 
 def test_processes_of_one_machine_are_equally_fast():
@@ -333,6 +339,24 @@ def test_what_communication_needs_is_counted_once(
     without = demand_of(configure(), facts, [64])
     assert found.reduces == reduces
     assert found.python_bytes - without.python_bytes == more_bytes
+
+
+@pytest.mark.parametrize(
+    ("hosts", "settings", "own_gb", "limit_gb"),
+    [
+        (("mac1", "mac1"), {}, None, 4),  # processes of mlx.launch share their machine
+        (("mac1", "mac2"), {}, None, None),
+        (("mac1", "mac1"), {"processes": 2}, None, None),  # which are divided elsewhere
+        (("mac1", "mac1"), {"max_memory": 3.0}, None, 3),
+        (("mac1", "mac2"), {"max_memory": 3.0}, 5, 5),
+    ],
+)
+def test_each_rank_has_a_limit_of_its_own(monkeypatch, hosts, settings, own_gb, limit_gb):
+    limit = MemoryLimit(8 * 10**9, "the machine")
+    monkeypatch.setattr(distributed, "limit_of", lambda _: limit)
+    ranks, config = Ranks(0, 2, hosts, limit_gb=own_gb), TrainConfig(data="d", **settings)
+    assert ranks.with_own_limit(config).max_memory == limit_gb
+    assert ranks.as_given(ranks.with_own_limit(config)).max_memory == config.max_memory
 
 
 # -- real processes, over the ring of MLX

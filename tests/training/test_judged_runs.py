@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import events_of, resume, train, write_rows
+from tests.conftest import adapter_of, events_of, resume, train, write_rows
 from tests.rewards import server as faults
 from tests.rewards.server import Answerer, JudgeServer
 from your_ai.config import TrainConfig
@@ -19,7 +19,6 @@ from your_ai.errors import RunError
 from your_ai.hub.find import store
 from your_ai.rewards import judge
 from your_ai.run import events
-from your_ai.run.checkpoint import ADAPTERS
 from your_ai.run.folder import RunFolder, find
 from your_ai.run.rollout_files import RolloutRecord, read_rollouts, rollout_file, rollout_steps
 
@@ -80,10 +79,6 @@ def forget_replies() -> None:
 def records_of(run: RunFolder) -> list[RolloutRecord]:
     found = [read_rollouts(rollout_file(run.path, step)) for step in rollout_steps(run.path)]
     return [record for each in found for record in each]
-
-
-def adapter_of(run: RunFolder) -> bytes:
-    return (run.adapter / ADAPTERS).read_bytes()
 
 
 def metric(run: RunFolder, name: str) -> float:

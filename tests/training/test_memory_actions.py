@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.conftest import chat, events_of, losses_of, resume, train, write_rows
+from tests.conftest import chat, events_of, losses_of, notices_of, resume, train, write_rows
 from your_ai.memory import budget, governor, plan, probe
 from your_ai.memory.governor import KINDS, LARGE, MemoryAction, Observation, Watch
 from your_ai.memory.probe import Highest
@@ -108,10 +108,6 @@ def batches_of(governor: Governor, step: int = 0) -> list[Any]:
 def actions_of(run: RunFolder) -> list[events.Action]:
     """The actions that were not scheduled."""
     return [a for a in events_of(run, events.Action) if not a.cause.startswith("every ")]
-
-
-def notices_of(run: RunFolder) -> list[str]:
-    return [event.text for event in events_of(run, events.Notice)]
 
 
 # -- one boundary

@@ -7,21 +7,14 @@ import json
 import pytest
 
 from tests.conftest import chat, events_of, resume, train, write_rows
-from your_ai.memory.workload import Kept, Plan
+from your_ai.memory.budget import plan_of
 from your_ai.run import events
-from your_ai.training.plan_events import plan_of
 
 
 @pytest.fixture
 def few_rows(data_folder):
     (data_folder / "valid.jsonl").unlink()
     write_rows(data_folder / "train.jsonl", [chat("Ask", "Yes") for _ in range(4)])
-
-
-def test_a_plan_of_an_older_version_reads_one_block_ahead_and_holds_none():
-    fields = {"plan": "streamed", "micro_tokens": 64, "spill": True, "level": 0}
-    event = events.Planned(**fields, estimate_bytes=1, text="", kept=2)
-    assert plan_of(event) == Plan("streamed", 64, True, kept=Kept(linear=2))
 
 
 @pytest.mark.usefixtures("few_rows")

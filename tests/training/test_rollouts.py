@@ -10,12 +10,21 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import call, events_of, losses_of, resume, train, train_once, write_rows
+from tests.conftest import (
+    Killed,
+    adapter_of,
+    call,
+    events_of,
+    losses_of,
+    resume,
+    train,
+    train_once,
+    write_rows,
+)
 from your_ai.data.prompts import PromptRows
 from your_ai.errors import UserError
 from your_ai.generation import rollouts as generation
 from your_ai.run import events
-from your_ai.run.checkpoint import ADAPTERS
 from your_ai.run.folder import find
 from your_ai.run.rollout_files import read_rollouts, rollout_file, rollout_steps
 from your_ai.run.stopping import Stop
@@ -24,10 +33,6 @@ from your_ai.training import rollouts
 from your_ai.training import train as training
 from your_ai.training.prepare import have_answers
 from your_ai.training.train import train_until_done
-
-
-class Killed(BaseException):
-    """Ends a run at once, like kill -9."""
 
 
 @pytest.fixture
@@ -51,10 +56,6 @@ def rewarded(configure, own_folder):
         return configure(**{**first, **settings})
 
     return make
-
-
-def adapter_of(run) -> bytes:
-    return (run.adapter / ADAPTERS).read_bytes()
 
 
 @pytest.mark.parametrize("key", ["answer", "completion"])

@@ -13,6 +13,8 @@ from mlx.utils import tree_flatten
 
 from tests.conftest import (
     TINY,
+    Killed,
+    adapter_of,
     events_of,
     losses_of,
     make_model,
@@ -35,10 +37,6 @@ from your_ai.training import rollouts, soft_rollouts
 from your_ai.training import train as training
 from your_ai.training.soft_rollouts import parts_of, temperature_at
 from your_ai.training.train import train_until_done
-
-
-class Killed(BaseException):
-    """Ends a run at once, like kill -9."""
 
 
 @pytest.fixture
@@ -78,10 +76,6 @@ def soft(configure, own_folder):
         return configure(**{**first, **settings})
 
     return make
-
-
-def adapter_of(run) -> bytes:
-    return (run.adapter / ADAPTERS).read_bytes()
 
 
 def test_a_step_is_written_scored_and_trained(reward_model, soft):

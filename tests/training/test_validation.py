@@ -11,7 +11,17 @@ from collections.abc import Callable
 import mlx.core as mx
 import pytest
 
-from tests.conftest import chat, events_of, make_model, resume, train, train_once, write_rows
+from tests.conftest import (
+    Killed,
+    chat,
+    events_of,
+    make_model,
+    notices_of,
+    resume,
+    train,
+    train_once,
+    write_rows,
+)
 from your_ai.config import TrainConfig, build, to_yaml
 from your_ai.evaluation.dataset_scores import MeanLoss
 from your_ai.files import read_text, sha256
@@ -26,10 +36,6 @@ from your_ai.training.validation import after_validation, is_enough
 
 # Of the validations, in order; step 4 is the best. Repeated steps take theirs again.
 LOSSES = {2: 3.0, 4: 1.0, 6: 2.0, 8: math.nan, 10: 1.0}
-
-
-class Killed(BaseException):
-    """Ends a run at once, without a chance to save."""
 
 
 @pytest.fixture
@@ -91,10 +97,6 @@ def files_of(run: RunFolder) -> dict[str, bytes]:
     for path in checkpoint.list_checkpoints(run.checkpoints):
         files += [path / name for name in checkpoint.CONTENT]
     return {str(path.relative_to(run.path)): path.read_bytes() for path in files}
-
-
-def notices(run: RunFolder) -> list[str]:
-    return [event.text for event in events_of(run, events.Notice)]
 
 
 def assert_result(run: RunFolder, step: int) -> None:
@@ -224,7 +226,7 @@ def test_last_adapter_replaces_a_best_one_that_is_lost(configure, settings, loss
         best.rename("elsewhere")
     assert resume(run, max_steps=10) == 0
     assert_result(run, 10)
-    (told,) = [text for text in notices(run) if "instead of the best" in text]
+    (told,) = [text for text in notices_of(run) if "instead of the best" in text]
     assert "step-000004" in told
 
 
@@ -233,7 +235,7 @@ def test_patience_ends_a_run(configure, settings, losses, whole_files):
     assert max(event.step for event in events_of(run, events.Step)) == 8
     assert steps_kept(run) == [8, 4]
     assert_result(run, 4)
-    assert "stopped after 2 validations without improvement; best at step 4" in notices(run)
+    assert "stopped after 2 validations without improvement; best at step 4" in notices_of(run)
     assert resume(run, patience=3) == 0  # it may continue
     assert max(event.step for event in events_of(run, events.Step)) == 10
     assert files_of(run) == whole_files(0)
@@ -244,12 +246,12 @@ def test_without_validation_rows_keep_best_and_patience_do_nothing(configure, se
     assert steps_kept(run) == [4]
     assert_result(run, 4)
     assert state_of(run) == TrainState(step=4)
-    assert sum("--patience: has no effect" in text for text in notices(run)) == 1
+    assert sum("--patience: has no effect" in text for text in notices_of(run)) == 1
 
 
 def test_patience_alone_gives_no_notice_with_validation_rows(configure, settings, losses):
     run = train(configure(patience=9, **settings))
-    assert not any("--patience" in text for text in notices(run))
+    assert not any("--patience" in text for text in notices_of(run))
 
 
 def test_run_from_before_these_settings_ends_as_it_would_have(configure, settings, losses):

@@ -117,6 +117,7 @@ def which_run(run: str | None, named: str | None) -> str:
 
 def gather(prompt: Sequence[str] | None, prompts: str | None) -> list[Prompt]:
     """What to answer, from the one place that was given, or else standard input."""
+    from your_ai.data.sources import STDIN
     from your_ai.generation import generate as generation
 
     if prompt is not None and prompts is not None:
@@ -125,7 +126,7 @@ def gather(prompt: Sequence[str] | None, prompts: str | None) -> list[Prompt]:
         return [generation.text_prompt(text, "--prompt") for text in prompt]
     if prompts is None and sys.stdin.isatty():
         raise UserError("nothing to answer: give --prompt TEXT, --prompts FILE, or text on stdin")
-    if prompts is not None and prompts != generation.STDIN:
+    if prompts is not None and prompts != STDIN:
         return generation.read_prompts(prompts, read_file(prompts))
     data = read_most(sys.stdin.buffer, "stdin")
     if prompts is not None:

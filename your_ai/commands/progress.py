@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from your_ai.gates.console import echo_error
+from your_ai.gates.text import now_and_then
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from your_ai.modelfiles.shards import WriteProgress
-
-EVERY_S = 5.0  # between two lines
 
 
 def show_bytes(doing: str, steps: Iterable[WriteProgress], console: Console) -> None:
@@ -31,22 +29,9 @@ def show_bytes(doing: str, steps: Iterable[WriteProgress], console: Console) -> 
 
 def rows_read() -> Callable[[str, int], None]:
     """A function of (file, rows) that prints a line on stderr every few seconds."""
-    return now_and_then(lambda name, rows: f"reading {name}: {rows:,} rows")
+    return now_and_then(echo_error, lambda name, rows: f"reading {name}: {rows:,} rows")
 
 
 def layers_done(doing: str) -> Callable[[int, int], None]:
     """A function of (done, total) that prints a line on stderr every few seconds."""
-    return now_and_then(lambda done, total: f"{doing}: {done:,} of {total:,} layers")
-
-
-def now_and_then(text_of: Callable[..., str]) -> Callable[..., None]:
-    """A function that prints the text of its arguments on stderr every few seconds."""
-    printed_at = time.monotonic()
-
-    def report(*arguments: object) -> None:
-        nonlocal printed_at
-        if time.monotonic() - printed_at > EVERY_S:
-            echo_error(text_of(*arguments))
-            printed_at = time.monotonic()
-
-    return report
+    return now_and_then(echo_error, lambda done, total: f"{doing}: {done:,} of {total:,} layers")

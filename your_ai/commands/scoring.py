@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from your_ai.commands.options import CHECKPOINT, MODEL, NEWEST, run_or_newest
-from your_ai.commands.progress import now_and_then
 from your_ai.gates.console import echo_error, echo_json
+from your_ai.gates.text import now_and_then
 
 
 def score(
@@ -41,7 +41,7 @@ def score(
     """
     from your_ai import api
 
-    done = now_and_then(lambda count: f"scored {count:,} rows")
+    done = now_and_then(echo_error, lambda count: f"scored {count:,} rows")
     options = {"too_long": too_long, "batch_size": batch_size, "max_memory": max_memory}
     rows = api.score(
         run_or_newest(run),

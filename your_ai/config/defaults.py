@@ -136,6 +136,10 @@ def words(
     rows, steps: rows of the training data, and steps of the run.
     blocks: of the model. limit: the memory limit, as text.
     """
+
+    def text_of(config: TrainConfig) -> str:
+        return adapters_text(config.lora_rank, adapted_blocks(config, blocks), blocks)
+
     automatic = {name for name in CHOSEN if getattr(asked, name) == AUTO}
     length = []
     if "batch_size" in automatic:
@@ -148,14 +152,13 @@ def words(
     full = largest(asked, blocks)
     if (chosen.lora_rank, chosen.lora_layers) != (full.lora_rank, full.lora_layers):
         lines.append(
-            f"chosen for a limit of {limit}: {adapters_text(chosen, blocks)}, because no plan fits "
-            f"with {adapters_text(full, blocks)}"
+            f"chosen for a limit of {limit}: {text_of(chosen)}, because no plan fits with "
+            f"{text_of(full)}"
         )
     return lines
 
 
-def adapters_text(config: TrainConfig, blocks: int) -> str:
+def adapters_text(rank: int, count: int, blocks: int) -> str:
     """Rank and blocks of the adapters: `rank 4 in the last 8 of 32 blocks`."""
-    count = adapted_blocks(config, blocks)
     which = "all" if count == blocks else f"the last {count} of"
-    return f"rank {config.lora_rank} in {which} {counted(blocks, 'block')}"
+    return f"rank {rank} in {which} {counted(blocks, 'block')}"

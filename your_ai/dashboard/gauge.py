@@ -63,11 +63,11 @@ def memory_rows(page: Page, state: ViewState) -> list[ScreenRow]:
     if limit is not None:
         stack.append((max(0, limit - held), glyphs.free, DIM, "free"))
     figures = process_line(page, process, highest, limit, planned, what)
-    told = any(what in text for text, _ in figures)
+    shows_plan = any(what in text for text, _ in figures)
     rows = [ScreenRow("process", figures)]
     rows += [ScreenRow("gauge", gauge)] * (2 if page.height >= HIGH_SCREEN else 1)
     if any(size is not None for size in (process, active, cache)):
-        rows.append(ScreenRow("legend", legend(page, stack, None if told else planned, what)))
+        rows.append(ScreenRow("legend", legend(page, stack, None if shows_plan else planned, what)))
     if not state.memory.values:
         return rows
     curve = resampled(state.memory.values, curve_width(page), highest=True)

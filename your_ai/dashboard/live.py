@@ -208,7 +208,7 @@ class Follower:
     def print_summary(self, run: str) -> None:
         if self.style == "json" or isinstance(self.failure, BrokenPipeError):
             return
-        for part in view.summary(self.state, run, told=self.style == "lines"):
+        for part in view.summary(self.state, run, events_shown=self.style == "lines"):
             self.console.print(part, markup=False, soft_wrap=isinstance(part, str))
 
     def leave(self, run: str) -> None:

@@ -121,13 +121,13 @@ def phase_line(phase: events.Phase, state: ViewState) -> str:
     return f"step {state.at + phase.in_step}/{state.steps}: {phase.text} ..."
 
 
-def summary(state: ViewState, run: str, told: bool = True) -> list[RenderableType]:
+def summary(state: ViewState, run: str, events_shown: bool = True) -> list[RenderableType]:
     """Return the summary of a run that has ended; the exact match comes last.
 
-    told: whether its events were shown line by line; if not, the summary repeats the notices.
+    events_shown: whether its events were shown line by line; if not, notices are repeated here.
     """
     parts: list[RenderableType] = []
-    if not told:
+    if not events_shown:
         parts += [f"note: {text}" for text in (*state.notices, *state.warnings)]
     finished = state.finished
     if finished is None:

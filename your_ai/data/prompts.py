@@ -38,6 +38,7 @@ from your_ai.data.rows import (
 )
 from your_ai.errors import UserError
 from your_ai.gates.text import shortened
+from your_ai.gates.untrusted import is_number
 
 # Columns that may have the expected answer beside a `prompt`, the most telling first.
 EXPECTED = ("completion", "answer", "expected", "solution", "ground_truth", "target", "reference")
@@ -90,7 +91,7 @@ def expected_of(row: dict) -> str | None:
         value = row.get(name)
         if isinstance(value, str):
             return value
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if is_number(value):
             return str(value)
     return None
 

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 from your_ai.config import FIELDS
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, quoted, shortened
+from your_ai.gates.untrusted import is_number
 
 FLOAT32_MAX = 3.4028234663852886e38
 MAX_DEPTH = 64  # nesting of objects and lists; JSON schemas of tools have about 20 levels
@@ -337,7 +338,7 @@ def parse_row(row: dict, where: str) -> Row:
 
 def parse_weight(row: dict, where: str) -> float:
     weight = row.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+    if not is_number(weight):
         raise UserError(f"{where}: weight: expected a number, found {quoted(weight)}")
     try:
         number = float(weight)

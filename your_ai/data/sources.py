@@ -439,16 +439,6 @@ def known_checksum(path: Path, *_: int) -> str:
     return sha256(path)
 
 
-@dataclass
-class Written:
-    """The rows of a split that were written so far."""
-
-    file: BinaryIO
-    hashes: array
-    """Of each row, HASH_BYTES each as a number."""
-    shares: array
-
-
 def convert(
     sources: list[Source],
     layout: Layout,

@@ -17,7 +17,7 @@ from your_ai.memory.step_time import Work
 ROUNDS = 3000
 CLOSE_ENOUGH = 1e-12  # smaller changes of the squared error in a round end the fit
 USUAL_ERROR = 0.05  # a relative error above this counts less than its square
-REWEIGHTED = 6  # how often the weights are computed anew
+REWEIGHTED = 6  # how often the weights are computed again
 RIDGE = 1e-5  # on each kind's share, so that kinds that always come together share their time
 
 

@@ -9,6 +9,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +93,9 @@ def kernel_times(
                 layer = nn.QuantizedLinear.from_linear(layer, GROUP_SIZE, 4)
             x = mx.random.normal((rows, inputs), key=mx.random.key(0)).astype(dtype)
             mx.eval(layer.parameters(), x)
-            sliced = quantized and on_cpu
-            run = (lambda x=x, layer=layer: multiply(x, layer)) if sliced else (
-                lambda x=x, layer=layer: layer(x)
-            )  # fmt: skip
+            product = partial(multiply, x, layer) if quantized and on_cpu else partial(layer, x)
             work = weight_work(quantized, inputs, outputs, rows)
-            yield TimedWork(f"product {rows} x {inputs} x {outputs}", work, time_of(run, now))
+            yield TimedWork(f"product {rows} x {inputs} x {outputs}", work, time_of(product, now))
     for shape in kernels.attentions if on_cpu else ():
         yield from attention_times(*shape, dtype, now)
     for sizes in kernels.heads:
@@ -144,11 +142,9 @@ def head_time(
     layer.set_dtype(dtype)
     if quantized:
         layer = nn.QuantizedEmbedding.from_embedding(layer, GROUP_SIZE, 4)
-    head, states = (
-        LinearHead(LayerRows(layer)),
-        mx.random.normal((1, targets, hidden), key=mx.random.key(0)),
-    )
-    states, batch = states.astype(dtype), Targets.of(batch_of(Shape(1, targets), packing=False))
+    head = LinearHead(LayerRows(layer))
+    states = mx.random.normal((1, targets, hidden), key=mx.random.key(0)).astype(dtype)
+    batch = Targets.of(batch_of(Shape(1, targets), packing=False))
     mx.eval(layer.parameters(), states)
 
     def run() -> Any:

@@ -34,7 +34,6 @@ WORDS = {  # for recommend's tiers
     "": "no",
 }
 STYLES = {"yes": "green", "no": "red"}
-LEAST_WIDTH = 30  # minimum width of the name column
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,8 @@ from your_ai.gates.programs import python_module
 from your_ai.gates.text import size_text
 from your_ai.objectives.objective import Totals
 from your_ai.session.ranks import LOOPBACK, check_processes, free_ports
-from your_ai.training.distributed import Ranks, join
+from your_ai.training.distributed import Ranks
+from your_ai.training.joining import join
 
 TIMEOUT_S = 60.0
 

@@ -39,11 +39,11 @@ from your_ai.data.batches import MULTIPLE, PADDING, round_up
 from your_ai.errors import RunError, UserError
 from your_ai.files import open_to_append, read_at, write_at
 from your_ai.gates.text import counted
+from your_ai.run.folder import LOCK_WAIT_S
 
 FORMAT = "2"  # version of the files and of the computation of hidden states
 KEY, HIDDEN, INDEX = "prefix.json", "hidden.bin", "index.bin"
 LOCK = "lock"  # of a folder that several runs share
-LOCK_WAIT_S = 5.0  # a killed process takes a moment to release its lock
 RECORD = struct.Struct("<16sQII")  # digest, offset, tokens, crc32 of the hidden states
 ROOM_BYTES = 1_000_000_000  # disk space reserved for checkpoints
 INSTEAD = "or train with --prefix-cache off"

@@ -19,7 +19,7 @@ from your_ai.config import DEMO, nearest
 from your_ai.errors import UserError
 from your_ai.export import peft_config
 from your_ai.export.names import block_of, check_names, name_in_block
-from your_ai.export.peft import ADAPTER_MODEL, PREFIX, SUFFIXES
+from your_ai.export.peft import PREFIX, SUFFIXES
 from your_ai.files import packaged
 from your_ai.gates.text import shortened, shown
 from your_ai.gates.untrusted import read_header, read_json
@@ -36,6 +36,7 @@ from your_ai.nets.saved_adapter import (
     read_adapter,
 )
 from your_ai.run import checkpoint
+from your_ai.run.checkpoint import PEFT_ADAPTERS
 from your_ai.run.folder import RUNS, RunFolder
 
 PICKLED = "adapter_model.bin"
@@ -103,7 +104,7 @@ def files_in(source: Path, file: Path | None = None) -> AdapterFiles:
     config = read_json(path, "an adapter has one")
     if "peft_type" in config:
         settings = peft_config.read(path, config)
-        return AdapterFiles(source, file or source / ADAPTER_MODEL, settings, settings.base)
+        return AdapterFiles(source, file or source / PEFT_ADAPTERS, settings, settings.base)
     if "lora_parameters" not in config:
         raise UserError(
             f"{path}: is not a PEFT or mlx-lm adapter config; give the folder of such an adapter"

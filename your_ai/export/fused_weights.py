@@ -31,6 +31,7 @@ from mlx_lm.utils import get_total_parameters
 
 from your_ai.errors import UserError
 from your_ai.modelfiles.quantized_copies import model_folder
+from your_ai.modelfiles.repack import MLX_PARTS
 from your_ai.modelfiles.shards import Lazy, load_as_written, read_bytes
 from your_ai.nets.model import LINEAR
 from your_ai.nets.saved_adapter import Adapter, Trained, put_adapter, read_adapter
@@ -41,7 +42,6 @@ AUTO, SAME, DEQUANTIZED = "auto", "same", "dequantized"
 HIGHER = ("4", "5", "6", "8")
 FORMS = (AUTO, SAME, DEQUANTIZED, *HIGHER)
 DTYPES = (AUTO, "float32", "bfloat16", "float16")
-PACKED = ("weight", "scales", "biases")  # the arrays of a quantized weight
 AFFINE_GROUPS = (32, 64, 128)
 SLICE_BYTES = 4 << 20  # bytes in float32 of the rows that are computed together
 SLICES_HELD = 8  # slices in memory at the same time: MLX runs about ten operations ahead
@@ -98,10 +98,10 @@ def fused_lazily(
     sizes, written, beside = read_bytes(source, arrays), {}, []
     for name, array in arrays.items():
         path, _, leaf = name.rpartition(".")
-        if path in changes and leaf in PACKED:
+        if path in changes and leaf in MLX_PARTS:
             if leaf == "weight":
                 found = changed_arrays(changes[path])
-                read = sum(sizes.get(f"{path}.{part}", 0) for part in PACKED)
+                read = sum(sizes.get(f"{path}.{part}", 0) for part in MLX_PARTS)
                 beside.append(read + work_bytes(changes[path], found))
                 written |= {f"{path}.{part}": array for part, array in found.items()}
         elif floats is not None and keeps(name) and mx.issubdtype(array.dtype, mx.floating):
@@ -246,7 +246,7 @@ def changed_arrays(change: Change) -> dict[str, mx.array]:
 
 def dense_rows(layer: nn.Module, rows: slice, after: list[mx.array]) -> mx.array:
     """Rows of a layer's weight in float32, computed only after the arrays `after`."""
-    given = [layer[name][rows] for name in PACKED if layer.get(name) is not None]
+    given = [layer[name][rows] for name in MLX_PARTS if layer.get(name) is not None]
     weight, *others = mx.depends(given, after) if after else given
     quantization = quantization_of(layer)
     if not quantization:
@@ -286,7 +286,7 @@ def packed(weight: mx.array, becomes: Quantization, dtype: mx.Dtype) -> dict[str
     weight, *others = mx.quantize(weight, **becomes)
     if becomes["mode"] == "affine":
         others = [array.astype(dtype) for array in others]
-    return dict(zip(PACKED, (weight, *others), strict=False))
+    return dict(zip(MLX_PARTS, (weight, *others), strict=False))
 
 
 def slices(layer: nn.Module) -> list[slice]:

@@ -25,9 +25,14 @@ from your_ai.hub.names import HubName
 from your_ai.modelfiles.targets import write_error
 from your_ai.nets.saved_adapter import Trained, has_score_head, read_score_head
 from your_ai.publish.card import CARD, exported_card
-from your_ai.run.checkpoint import ADAPTER_CONFIG, SCORE_WEIGHT, save_arrays, write_json
+from your_ai.run.checkpoint import (
+    ADAPTER_CONFIG,
+    PEFT_ADAPTERS,
+    SCORE_WEIGHT,
+    save_arrays,
+    write_json,
+)
 
-ADAPTER_MODEL = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 SUFFIXES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnitude_vector"}
 ROUNDING = 1e-9  # relative; alpha is computed as scale * rank
@@ -47,7 +52,7 @@ def write(trained: Trained, target: Path) -> None:
     base = trained.hub_name
     try:
         with atomic_folder(target) as folder:
-            save_arrays(folder / ADAPTER_MODEL, arrays, "pt")
+            save_arrays(folder / PEFT_ADAPTERS, arrays, "pt")
             write_json(folder / ADAPTER_CONFIG, config_of(trained, base))
             (folder / CARD).write_text(exported_card(trained, "peft"), encoding="utf-8")
     except OSError as error:

@@ -16,6 +16,7 @@ import regex
 from your_ai.config import nearest
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, shown
+from your_ai.gates.untrusted import is_number
 
 READ = (
     *("peft_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora"),
@@ -111,7 +112,7 @@ def read(path: Path, config: dict[str, Any]) -> PeftSettings:
 
 def number(path: Path, config: dict[str, Any], key: str, default: float) -> float:
     value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
+    if not is_number(value) or not abs(value) < LARGEST:
         raise UserError(f"{path}: {key} {shown(value)}: must be a number")
     return value
 

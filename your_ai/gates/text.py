@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
 VALUE_CHARACTERS = 200  # maximum length of an untrusted value in a message
 WORD_CHARACTERS = 400  # maximum length without a space, such as a path
 LINE_CHARACTERS = 2000  # maximum length of a message
+PROGRESS_EVERY_S = 5.0  # between two texts that say how far something is
 
 UNSAFE = (
     *range(0x20),  # C0, with ESC and BEL
@@ -161,3 +163,18 @@ def closes(text: str, start: int) -> bool:
             expected.append(BRACKETS[mark])
         at += 1
     return False
+
+
+def now_and_then(
+    write: Callable[[str], object], text_of: Callable[..., str]
+) -> Callable[..., None]:
+    """A function that writes the text of its arguments, unless it did so a few seconds ago."""
+    written_at = time.monotonic()
+
+    def report(*arguments: object) -> None:
+        nonlocal written_at
+        if time.monotonic() - written_at > PROGRESS_EVERY_S:
+            write(text_of(*arguments))
+            written_at = time.monotonic()
+
+    return report

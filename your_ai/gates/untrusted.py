@@ -7,6 +7,7 @@ header must describe exactly the bytes of its file.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -14,10 +15,10 @@ import re
 import stat
 import struct
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, shown
@@ -100,6 +101,11 @@ def is_hash(value: object) -> bool:
     return isinstance(value, str) and HASH.fullmatch(value) is not None
 
 
+def is_number(value: object) -> bool:
+    """Whether a value of JSON or YAML is a number, also an infinite one; true and false are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def is_large(path: Path, most: int) -> bool:
     """Whether a path is not a regular file, or has more than `most` bytes. Raises OSError."""
     status = path.stat()
@@ -128,14 +134,24 @@ def read_bytes(path: Path, most: int) -> bytes:
     Raises OSError if it cannot be read, and UserError if it is not a regular file or has more than
     `most` bytes.
     """
+    with open_file(path) as (file, size):
+        if size > most:
+            raise UserError(f"{path}: has {size} bytes; the maximum is {most}")
+        return file.read(most + 1)[:most]
+
+
+@contextlib.contextmanager
+def open_file(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """Open an untrusted file to read it; also its size. Never waits for a pipe or a device.
+
+    Raises OSError if it cannot be opened, and UserError if it is not a regular file.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise UserError(f"{path}: is not a regular file")
-        if status.st_size > most:
-            raise UserError(f"{path}: has {status.st_size} bytes; the maximum is {most}")
-        return file.read(most + 1)[:most]
+        yield file, status.st_size
 
 
 class TooLarge(ValueError):
@@ -227,12 +243,8 @@ def read_header(path: Path) -> list[Entry]:
     Format: 8 bytes of header length (little-endian), the header as JSON, the tensors.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise UserError(f"{path}: is not a regular file")
-            size, prefix = status.st_size, file.read(8)
+        with open_file(path) as (file, size):
+            prefix = file.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
             if length > size - 8:
                 raise UserError(f"{path}: is cut short or damaged")

@@ -43,7 +43,6 @@ from your_ai.nets.saved_adapter import (
 from your_ai.rng import derive_seed
 from your_ai.run.folder import find
 
-STDIN = "-"
 TEMPLATE_BYTES = 1 << 30  # maximum memory of a chat template
 PROMPT_CHARACTERS = 4_000_000  # maximum length of one prompt
 TEMPLATE_TOKENS = 200  # upper estimate of the tokens a chat template adds per message
@@ -310,11 +309,6 @@ def context_tokens(base: Path) -> int | None:
     text = {**config, **(config.get("text_config") or {})}
     found = next((text[key] for key in CONTEXT if isinstance(text.get(key), int)), 0)
     return found if found > 0 else None
-
-
-def chat_prompt(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of `text` as a user turn; without a chat template, of the plain text."""
-    return prompt_tokens(tokenizer, [{"role": "user", "content": text}])
 
 
 def prompt_tokens(

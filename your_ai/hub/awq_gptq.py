@@ -53,7 +53,6 @@ class PackedLayer:
     """Inputs of a group in the files."""
     mlx_group_size: int
     """Inputs of a group for MLX: a divisor of `group_size`."""
-    has_zeros: bool
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -141,7 +140,7 @@ def packed_layer(
         if fitting:
             why = f"{shown(layer)} has {outputs} outputs, not a multiple of {WORD_BITS}"
         raise refused(folder, packing.method, why)
-    return PackedLayer(bits, inputs, outputs, size, fitting[0], zeros is not None)
+    return PackedLayer(bits, inputs, outputs, size, fitting[0])
 
 
 def as_in_mlx(

@@ -15,7 +15,7 @@ from typing import Any
 
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, shown
-from your_ai.gates.untrusted import BLOCK, EXPERT, Entry
+from your_ai.gates.untrusted import BLOCK, EXPERT, Entry, is_number
 
 MOST_BLOCKS = 1024
 MOST_EXPERTS = 100_000
@@ -103,7 +103,7 @@ def check_part(path: Path, config: dict[str, Any], at: str) -> None:
         elif key in REAL:
             above, most = REAL[key]
             for number in flat(value):
-                if not is_number(number) or not above < number <= most:
+                if not is_finite(number) or not above < number <= most:
                     raise wrong(path, at + key, number, f"a number above 0, at most {most:g}")
         elif SIZE.fullmatch(key):
             for number in flat(value):
@@ -128,11 +128,9 @@ def flat(value: Any) -> list[Any]:
     return [number for number in values if number is not None]
 
 
-def is_number(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
     """Whether an untrusted value is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return isinstance(value, int) or math.isfinite(value)
+    return is_number(value) and (isinstance(value, int) or math.isfinite(value))
 
 
 def check_rope(path: Path, key: str, value: Any, deep: int = 0) -> None:
@@ -144,9 +142,9 @@ def check_rope(path: Path, key: str, value: Any, deep: int = 0) -> None:
             check_rope(path, at, number, deep + 1)
             continue
         for found in flat(number):
-            if isinstance(found, bool) or not isinstance(found, int | float):
+            if not is_number(found):
                 continue
-            if not is_number(found) or not abs(found) <= 1e18:
+            if not is_finite(found) or not abs(found) <= 1e18:
                 raise wrong(path, at, found, "a finite number")
             if name in ROPE_ABOVE_ZERO and found <= 0:
                 raise wrong(path, at, found, "a number above 0")

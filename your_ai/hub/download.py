@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Literal, TypeVar
 
 from your_ai.config import DEMO
 from your_ai.errors import UserError
-from your_ai.files import sha256, sync
+from your_ai.files import is_plain_file, sha256, sync
 from your_ai.gates.text import counted, shown, size_text
 from your_ai.gates.untrusted import name_fault, read_json
 from your_ai.hub import remote
@@ -288,9 +288,9 @@ def keep(
     names = {file.name for file in listing.files}
     with writing(folder):
         parts = (folder / PARTS).iterdir()
-        drop(path for path in parts if path.name not in hashes or not is_file(path))
+        drop(path for path in parts if path.name not in hashes or not is_plain_file(path))
         here = (path for path in folder.iterdir() if path.name != PARTS)
-        drop(path for path in here if path.name not in names or not is_file(path))
+        drop(path for path in here if path.name not in names or not is_plain_file(path))
     kept = begun = 0
     for file in listing.files:
         path, part = place_in(folder, file.name), place_in(folder / PARTS, file.hash)
@@ -318,11 +318,6 @@ def place_in(folder: Path, name: str) -> Path:
     if (fault := name_fault(name)) is not None:
         raise UserError(f"{folder}: '{shown(name)}' {fault}; refused")
     return folder / name
-
-
-def is_file(path: Path) -> bool:
-    """Whether the path is a file and not a link. Files are never written through links."""
-    return path.is_file() and not path.is_symlink()
 
 
 def unlink_links(*paths: Path) -> None:

@@ -16,7 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
-from your_ai.errors import UserError
+from your_ai.errors import UserError, class_names
 from your_ai.files import write_at
 from your_ai.gates.text import shown
 from your_ai.gates.untrusted import MB, clash, is_hash, name_fault, parse_json, path_fault
@@ -307,18 +307,13 @@ def status_of(error: Exception) -> int | None:
     return getattr(getattr(error, "response", None), "status_code", None)
 
 
-def kinds_of(error: Exception) -> set[str]:
-    """The names of an error's classes. huggingface_hub uses httpx or, in later versions, httpx2."""
-    return {kind.__name__ for kind in type(error).__mro__}
-
-
 def is_unreachable(error: Exception) -> bool:
-    return bool(kinds_of(error) & {"ConnectError", "ConnectTimeout", "ProxyError"})
+    return bool(class_names(error) & {"ConnectError", "ConnectTimeout", "ProxyError"})
 
 
 def is_passing(error: Exception) -> bool:
     """Whether another attempt may succeed."""
-    status, kinds = status_of(error), kinds_of(error)
+    status, kinds = status_of(error), class_names(error)
     if status is not None:
         return status in PASSING
     if kinds & {"RemoteProtocolError"}:  # an interrupted response, or not HTTP at all
@@ -368,7 +363,7 @@ def explain(error: Exception, name: str, repo: str, revision: str) -> UserError:
             f"{name}: the hub cannot be reached at {constants.ENDPOINT} ({reason_of(error)}); "
             "check the network, HF_ENDPOINT and proxies"
         )
-    if kinds_of(error) & {"UnsupportedProtocol", "InvalidURL", "TooManyRedirects"}:
+    if class_names(error) & {"UnsupportedProtocol", "InvalidURL", "TooManyRedirects"}:
         return UserError(
             f"{name}: the hub at {constants.ENDPOINT} redirects to an invalid address "
             f"({reason_of(error)}); check HF_ENDPOINT"

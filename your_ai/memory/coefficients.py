@@ -138,7 +138,7 @@ class Fitted:
 
 
 def read_fitted(path: Path) -> Fitted | None:
-    """The coefficients in a file that `write_fitted` wrote; None if there are no valid ones."""
+    """The coefficients in a file with a `fitted_text`; None if there are no valid ones."""
     try:
         content = json.loads(read_text(path, MOST_BYTES))
         errors = [float(content[name]) for name in ("lowest", "highest")]

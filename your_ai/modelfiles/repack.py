@@ -39,7 +39,7 @@ from your_ai.nets.model import first_line, positions_of
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of 8 neighboring outputs
 LEAST_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # the lowest bit of each value
-MLX_PARTS = ("weight", "scales", "biases")
+MLX_PARTS = ("weight", "scales", "biases")  # the arrays of a quantized weight
 WORK_ARRAYS = 8  # arrays as large as a result that computing it needs, at most
 
 

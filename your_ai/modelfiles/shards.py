@@ -33,7 +33,7 @@ from mlx_lm import utils as mlx_lm_utils
 from your_ai.errors import RunError, UserError, is_memory_error
 from your_ai.files import sha256, sync
 from your_ai.gates.untrusted import links_outside
-from your_ai.hub.check import check_model
+from your_ai.hub.check import INDEX, check_model
 from your_ai.hub.fingerprint import fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import limit_of, python_bytes
@@ -46,7 +46,6 @@ from your_ai.nets.model import check_packing, first_line, load_tokenizer_of, pos
 from your_ai.run.checkpoint import save_arrays
 
 LIBRARIES = ("mlx", "mlx-lm")  # other versions of these may compute or name tensors differently
-INDEX = "model.safetensors.index.json"
 SHARDS = 16  # target number of shards,
 SHARD_LEAST_BYTES, SHARD_MOST_BYTES = 32_000_000, 1_000_000_000  # within these shard sizes
 WORK_MARGIN = 0.05  # added to the memory needed in addition to Python

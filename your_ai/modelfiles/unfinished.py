@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from your_ai.errors import UserError
-from your_ai.files import sha256, sync
+from your_ai.files import is_plain_file, sha256, sync
 from your_ai.gates.text import size_text
 from your_ai.gates.untrusted import JSON_BYTES, is_hash, name_fault, parse_json, read_bytes
 from your_ai.memory.plan import rounded_up
@@ -127,7 +127,7 @@ def finished_shards(path: Path, key: str) -> dict[str, str]:
     """
     work, record = path.parent, read_record(path)
     found = record["shards"] if record.get("key") == key else {}
-    whole = {n: s for n, s in found.items() if is_own(work / n) and sha256(work / n) == s}
+    whole = {n: s for n, s in found.items() if is_plain_file(work / n) and sha256(work / n) == s}
     kept = {*whole, path.name} if whole else set()
     for other in work.iterdir():
         if other.is_dir() and not other.is_symlink():
@@ -135,10 +135,6 @@ def finished_shards(path: Path, key: str) -> dict[str, str]:
         elif other.name not in kept:
             other.unlink()
     return whole
-
-
-def is_own(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
 
 
 def check_disk(target: Path, needed_bytes: int) -> None:

@@ -27,7 +27,7 @@ from your_ai.memory.sizes import (
     QUERY_BLOCK,
     SCORE_BYTES,
 )
-from your_ai.nets.block_calls import Mask
+from your_ai.nets.block_calls import Mask, seen_keys
 from your_ai.nets.numerics import device, exp, mlx_version
 
 METAL_VJP = (0, 32, 4)  # first MLX version with a fused backward pass for causal attention
@@ -104,7 +104,7 @@ def _attention(
     def attend(q: mx.array, k: mx.array, v: mx.array, *more: mx.array) -> Any:
         segments, sinks = more[: not unpacked], more[not unpacked :]
         sinks = [sink.reshape(k.shape[1], -1, 1, 1).astype(mx.float32) for sink in sinks]
-        queries, k, v = _by_key_head(q, k), _float32(k), mx.contiguous(v)
+        queries, k, v = by_key_head(q, k), contiguous_float32(k), mx.contiguous(v)
         places = mx.arange(q.shape[2])
         outputs: list[mx.array] = []
         sums: list[mx.array] = []
@@ -121,7 +121,7 @@ def _attention(
             total = p.sum(axis=-1, keepdims=True)
             for sink in sinks:
                 total = total + exp(sink - top)
-            output = _fold(p.astype(v.dtype)) @ v[:, :, keys]
+            output = fold(p.astype(v.dtype)) @ v[:, :, keys]
             outputs.append((output.reshape(*p.shape[:-1], -1) / total).astype(q.dtype))
             sums.append(top + mx.log(total))
             done = [outputs[-1], sums[-1]]
@@ -149,8 +149,8 @@ def _attention(
         """The cotangents of q, k, v and of the others."""
         segments = more[: not unpacked]
         delta = (cotangent.astype(mx.float32) * output).sum(axis=-1, keepdims=True)
-        delta, cotangent = _by_key_head(delta, k), _by_key_head(cotangent, k)
-        queries, keys_k, keys_v = _by_key_head(q, k), _float32(k), _float32(v)
+        delta, cotangent = by_key_head(delta, k), by_key_head(cotangent, k)
+        queries, keys_k, keys_v = by_key_head(q, k), contiguous_float32(k), contiguous_float32(v)
         grad_k, grad_v = mx.zeros(k.shape, mx.float32), mx.zeros(v.shape, mx.float32)
         places = mx.arange(q.shape[2])
         grads_q: list[mx.array] = []
@@ -160,12 +160,12 @@ def _attention(
             rows_q = rows_q.astype(mx.float32) * scale
             scores = _scores(rows_q, keys_k[:, :, keys], rows, keys, window, chunk, *mask_inputs)
             p = exp(scores - sums[..., rows, :])
-            rows_c = _fold(cotangent[..., rows, :])
+            rows_c = fold(cotangent[..., rows, :])
             grad_p = rows_c.astype(mx.float32) @ keys_v[:, :, keys].swapaxes(-1, -2)
-            grad_s = _fold(p * (grad_p.reshape(p.shape) - delta[..., rows, :]))
-            p = _fold(p.astype(q.dtype)).swapaxes(-1, -2)
+            grad_s = fold(p * (grad_p.reshape(p.shape) - delta[..., rows, :]))
+            p = fold(p.astype(q.dtype)).swapaxes(-1, -2)
             grad_v = grad_v.at[:, :, keys].add(p @ rows_c)
-            grad_k = grad_k.at[:, :, keys].add(grad_s.swapaxes(-1, -2) @ _fold(rows_q))
+            grad_k = grad_k.at[:, :, keys].add(grad_s.swapaxes(-1, -2) @ fold(rows_q))
             grad_q = (grad_s @ keys_k[:, :, keys]) * scale
             grads_q.append(grad_q.reshape(rows_q.shape).astype(q.dtype))
             done = [grads_q[-1], grad_k, grad_v]
@@ -176,17 +176,17 @@ def _attention(
     return AttentionFunctions(attend, known)
 
 
-def _by_key_head(x: mx.array, k: mx.array) -> mx.array:
+def by_key_head(x: mx.array, k: mx.array) -> mx.array:
     """(B, H, T, d) -> (B, K, R, T, d)"""
     return mx.unflatten(x, 1, (k.shape[1], -1))
 
 
-def _fold(x: mx.array) -> mx.array:
+def fold(x: mx.array) -> mx.array:
     """(B, K, R, N, d) -> (B, K, R N, d): the rows of one matmul per key head."""
     return x.flatten(2, 3)
 
 
-def _float32(x: mx.array) -> mx.array:
+def contiguous_float32(x: mx.array) -> mx.array:
     """Convert to contiguous float32: a matmul would copy a non-contiguous array in every block."""
     return mx.contiguous(x.astype(mx.float32))
 
@@ -221,16 +221,12 @@ def _scores(
 
     q: (B, K, R, N, d), k: (B, K, S, d), both float32; places: (T,) positions, 0 to T - 1.
     """
-    scores = mx.unflatten(_fold(q) @ k.swapaxes(-1, -2), 2, q.shape[2:4])
+    scores = mx.unflatten(fold(q) @ k.swapaxes(-1, -2), 2, q.shape[2:4])
     query, key = places[rows, None], places[keys]
     if window is None and chunk is None and segments is None:  # only the last N keys can be masked
         hidden = mx.where(query >= key[rows.start :], 0.0, -mx.inf)
         return scores.at[..., rows.start :].add(hidden)
-    seen = query >= key
-    if window is not None:
-        seen = seen & (query < key + window)
-    if chunk is not None:
-        seen = seen & (query // chunk == key // chunk)
+    seen = seen_keys(query, key, window, chunk)
     if segments is not None:
         own, other = segments[:, rows, None], segments[:, None, keys]
         seen = seen & (own == other)[:, None, None]

@@ -59,14 +59,23 @@ class Mask:
     def array(self, tokens: int) -> mx.array:
         """(T, T) bool, or (B, 1, T, T) with segments: True where a query sees a key."""
         queries, keys = mx.arange(tokens)[:, None], mx.arange(tokens)[None]
-        seen = queries >= keys
-        if self.window is not None:
-            seen = seen & (queries < keys + self.window)
-        if self.chunk is not None:
-            seen = seen & (queries // self.chunk == keys // self.chunk)
+        seen = seen_keys(queries, keys, self.window, self.chunk)
         if self.segments is not None:
             seen = seen & (self.segments[:, None, :, None] == self.segments[:, None, None, :])
         return seen
+
+
+def seen_keys(queries: mx.array, keys: mx.array, window: int | None, chunk: int | None) -> mx.array:
+    """Which queries see which keys, by their positions in a row, without regard to segments.
+
+    queries, keys: positions, whose shapes broadcast. window, chunk: as in Mask.
+    """
+    seen = queries >= keys
+    if window is not None:
+        seen = seen & (queries < keys + window)
+    if chunk is not None:
+        seen = seen & (queries // chunk == keys // chunk)
+    return seen
 
 
 class TextMask(str):

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from your_ai.memory.sizes import HEAD_ROWS
 from your_ai.nets.head import Head, HeadSlice, LinearHead
-from your_ai.nets.numerics import exp, sum_in_blocks
+from your_ai.nets.numerics import exp
 from your_ai.nets.score_head import ScoreHead
 from your_ai.objectives.objective import (
     GivenWeights,
@@ -42,11 +42,6 @@ def cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:
     logits = logits.astype(mx.float32)
     scores = mx.take_along_axis(logits, targets[:, None], axis=-1).squeeze(-1)
     return mx.logsumexp(logits, axis=-1) - scores
-
-
-def cross_entropy_sum(logits: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
-    """The sum of weight x cross_entropy; weights: (S,), 0 for padding."""
-    return sum_in_blocks(cross_entropy(logits, targets) * weights)
 
 
 def chunked_losses(hidden: mx.array, targets: mx.array, head: Head) -> mx.array:

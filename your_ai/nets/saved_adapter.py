@@ -18,7 +18,7 @@ import mlx.nn as nn
 from your_ai.config import TrainConfig
 from your_ai.errors import UserError
 from your_ai.gates.text import shown
-from your_ai.gates.untrusted import JSON_BYTES, parse_json, read_bytes, read_header
+from your_ai.gates.untrusted import JSON_BYTES, is_number, parse_json, read_bytes, read_header
 from your_ai.hub.find import find_model
 from your_ai.hub.fingerprint import fingerprint
 from your_ai.hub.names import HubName, hub_name
@@ -240,8 +240,7 @@ def check_settings(path: Path, config: Any, largest: int) -> None:
         refuse("rank", rank, f"a whole number of at most {largest}, the largest array dimension")
     scale, dropout = parameters.get("scale"), parameters.get("dropout", 0.0)
     for key, value, most in (("scale", scale, MOST_SCALE), ("dropout", dropout, 1.0)):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not abs(value) <= most:
+        if not is_number(value) or not abs(value) <= most:
             refuse(key, value, f"a number of at most {most:g}")
     keys, step = parameters.get("keys"), config.get("step")
     if keys is not None and not (

@@ -128,8 +128,10 @@ def reaches(settings: Mapping[str, Any]) -> Iterator[int]:
 
 
 def is_same_mask(call: Call, mask: Any, tokens: int) -> bool:
-    """Whether the mask of a row of `tokens` tokens is that of a shorter row, as far as it can be
-    told without its square: a long mask is not computed."""
+    """Whether the mask of a row of `tokens` tokens is that of a shorter row.
+
+    A long mask is not computed, because it has the square of the length: then it is assumed.
+    """
     if not isinstance(mask, mx.array):
         return not call.as_array and call.mask.reach is None
     if call.mask.reach is not None:

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from your_ai.memory.sizes import FEWEST_QUERIES, TILE_SCORE_BYTES
-from your_ai.nets.block_calls import Mask
+from your_ai.nets.attention import by_key_head, contiguous_float32, fold
+from your_ai.nets.block_calls import Mask, seen_keys
 from your_ai.nets.numerics import exp
 
 
@@ -189,7 +190,7 @@ def forward_pair(
     top: mx.array, total: mx.array, output: mx.array, *where: mx.array,
 ) -> tuple[mx.array, mx.array, mx.array]:  # fmt: skip
     """The softmax of a tile of queries after a further tile of keys."""
-    queries, k, v = by_key_head(q, k), float32(k), mx.contiguous(v)
+    queries, k, v = by_key_head(q, k), contiguous_float32(k), mx.contiguous(v)
     found: list[tuple[mx.array, ...]] = []
     done = [k]
     for rows, keys in blocks(q.shape, k.shape[2], kind.own):
@@ -213,7 +214,7 @@ def backward_pair(
 ) -> tuple[mx.array, mx.array, mx.array]:  # fmt: skip
     """The gradients so far of q, k and v, with those of this pair."""
     queries, cotangent = by_key_head(q, k), by_key_head(cotangent, k)
-    k, v = float32(k), float32(v)
+    k, v = contiguous_float32(k), contiguous_float32(v)
     grads_q: list[mx.array] = []
     done = [k, v]
     for rows, keys in blocks(q.shape, k.shape[2], kind.own):
@@ -266,27 +267,8 @@ def pair_scores(
         return scores
     query = where[0] + mx.arange(rows.start, rows.stop)[:, None]
     key = where[1] + mx.arange(keys.start, keys.stop)
-    seen = query >= key
-    if kind.window is not None:
-        seen = seen & (query < key + kind.window)
-    if kind.chunk is not None:
-        seen = seen & (query // kind.chunk == key // kind.chunk)
+    seen = seen_keys(query, key, kind.window, kind.chunk)
     if kind.packed:
         same = where[2][:, rows, None] == where[3][:, None, keys]
         seen = seen & same[:, None, None]
     return mx.where(seen, scores, -mx.inf)
-
-
-def by_key_head(x: mx.array, k: mx.array) -> mx.array:
-    """(B, H, n, d) -> (B, K, R, n, d)"""
-    return mx.unflatten(x, 1, (k.shape[1], -1))
-
-
-def fold(x: mx.array) -> mx.array:
-    """(B, K, R, N, d) -> (B, K, R N, d): the rows of one matmul per key head."""
-    return x.flatten(2, 3)
-
-
-def float32(x: mx.array) -> mx.array:
-    """Convert to contiguous float32: a matmul would copy a non-contiguous array in every block."""
-    return mx.contiguous(x.astype(mx.float32))

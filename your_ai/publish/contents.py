@@ -41,12 +41,19 @@ from your_ai.publish.card import (
 )
 from your_ai.publish.user_section import split
 from your_ai.run import events
-from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, CHECKSUMS, SCORE_HEAD, STATE, STEP_NAME
+from your_ai.run.checkpoint import (
+    ADAPTER_CONFIG,
+    ADAPTERS,
+    CHECKSUMS,
+    PEFT_ADAPTERS,
+    SCORE_HEAD,
+    STATE,
+    STEP_NAME,
+)
 from your_ai.run.checkpoint import step_of as checkpoint_step
 from your_ai.run.folder import RUNS, RunFolder
 
 CURVES = "curves"
-PEFT_ADAPTERS = "adapter_model.safetensors"
 LIBRARIES = ("mlx", "peft", "transformers")
 CONFIGS = ("config.json", ADAPTER_CONFIG)
 # The settings of an adapter that mlx-lm and your_ai read. mlx-lm's trainer writes all of its

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from your_ai.errors import UserError
+from your_ai.errors import UserError, class_names
 from your_ai.gates.text import shown
 from your_ai.gates.untrusted import parse_json
 
@@ -202,11 +202,6 @@ class ChatClient:
 
     def close(self) -> None:
         self.client.close()
-
-
-def class_names(error: BaseException) -> set[str]:
-    """The names of an error's classes. openai uses httpx or, in later versions, httpx2."""
-    return {kind.__name__ for kind in type(error).__mro__}
 
 
 def disconnected(error: BaseException) -> CallError:

@@ -84,11 +84,6 @@ class Rewards:
         verdicts = [] if self.judge is None else self.judge.begin(rollouts)
         return Pending(self, rollouts, step, verdicts)
 
-    @property
-    def judge_calls(self) -> int:
-        """The number of calls to the judge that count for its limit, for a run that resumes."""
-        return 0 if self.judge is None else self.judge.calls
-
     def close(self) -> None:
         """Give up calls that are under way."""
         if self.judge is not None:
@@ -104,7 +99,7 @@ def load_rewards(
 ) -> Rewards:
     """Import the functions of the rewards, and try the judge with one call.
 
-    calls_before: `judge_calls` of the interrupted run, if this one goes on from it.
+    calls_before: the calls to the judge that the run made before it was interrupted.
     missing_before: see `Rewards`.
 
     Raises UserError if anything is missing or wrong.

@@ -13,7 +13,7 @@ from typing import Any
 from your_ai.gates.text import shown
 from your_ai.rewards.builtin import parse_strict, without_fence
 from your_ai.rewards.rollout import Rollout
-from your_ai.rewards.rubric import Rubric, is_number
+from your_ai.rewards.rubric import Rubric, is_finite
 
 Message = dict[str, str]
 
@@ -139,7 +139,7 @@ def parse_grades(reply: str, rubric: Rubric) -> dict[str, float]:
         raise ValueError(f"it has the unknown key {shown(unknown[0], 60)}")
     for c in rubric.criteria:
         grade = found[c.name]
-        if not is_number(grade) or not c.low <= grade <= c.high:
+        if not is_finite(grade) or not c.low <= grade <= c.high:
             raise ValueError(
                 f"{c.name} is {shown(grade, 60)}, not a number from {c.low:g} to {c.high:g}"
             )

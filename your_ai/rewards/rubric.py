@@ -11,6 +11,7 @@ from typing import Any
 
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, nearest, shown
+from your_ai.gates.untrusted import is_number
 from your_ai.gates.yaml_files import read_yaml
 from your_ai.rewards.formula import CALLS, Formula, parse_formula
 
@@ -134,14 +135,14 @@ def prices_of(value: Any, where: str) -> Prices:
         raise UserError(f"{where}: expected input and output, in US dollars per million tokens")
     refuse_unknown(value, PRICE_KEYS, where)
     found = [value.get(name, 0) for name in PRICE_KEYS]
-    if not all(is_number(price) and price >= 0 for price in found):
+    if not all(is_finite(price) and price >= 0 for price in found):
         raise UserError(f"{where}: expected US dollars per million tokens, 0 or more")
     return Prices(*map(float, found))
 
 
 def pair_of(value: Any, where: str) -> tuple[float, float]:
     """Two finite numbers, the first less than the second."""
-    is_pair = isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
+    is_pair = isinstance(value, list) and len(value) == 2 and all(map(is_finite, value))
     if not is_pair or not value[0] < value[1]:
         raise UserError(f"{where}: expected two numbers, the lower first, e.g. [0, 10]")
     return float(value[0]), float(value[1])
@@ -162,9 +163,9 @@ def refuse_unknown(found: dict, known: tuple[str, ...], where: str) -> None:
             raise UserError(f"{where}: unknown key {shown(name)}{hint}")
 
 
-def is_number(value: Any) -> bool:
-    """Whether a value of YAML or JSON is a finite number; true is not."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+def is_finite(value: Any) -> bool:
+    """Whether a value of YAML or JSON is a finite number."""
+    if not is_number(value):
         return False
     try:
         return math.isfinite(float(value))

@@ -29,6 +29,7 @@ from your_ai.errors import RunError, UserError, is_memory_error
 from your_ai.files import atomic_folder, read_text, sha256
 
 ADAPTERS = "adapters.safetensors"
+PEFT_ADAPTERS = "adapter_model.safetensors"  # the same in the format of PEFT
 SCORE_HEAD = "score_head.safetensors"  # in a file of its own, so that mlx-lm loads the adapter
 SCORE_WEIGHT = "score.weight"  # its only array, (1, D)
 ADAPTER_CONFIG = "adapter_config.json"

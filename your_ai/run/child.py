@@ -92,9 +92,9 @@ def started(
 def reported_error(folder: RunFolder, status: int, output: str) -> Exception:
     """Turn the output of a failed child into an exception to raise."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    if told := errors_in(output):
+    if errors := errors_in(output):
         kinds = {USER: UserError, LOST: Lost}
-        return kinds.get(status, RunError)(told[-1])
+        return kinds.get(status, RunError)(errors[-1])
     if not lines and is_full(folder):  # the child could not write its error
         return RunError(
             f"{folder.path}: cannot be written ({os.strerror(errno.ENOSPC)}); free some disk "

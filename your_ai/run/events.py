@@ -433,14 +433,14 @@ def from_line(line: str | bytes) -> Record | None:
         fields = json.loads(line)
         kind = KINDS[fields["event"]]
         known = FIELDS[kind]
-        told = {name: value for name, value in fields.items() if name in known}
-        if not all(isinstance(value, known[name]) for name, value in told.items()):
+        found = {name: value for name, value in fields.items() if name in known}
+        if not all(isinstance(value, known[name]) for name, value in found.items()):
             return None
-        if not all(isinstance(value, int | float) for value in told.get("metrics", {}).values()):
+        if not all(isinstance(value, int | float) for value in found.get("metrics", {}).values()):
             return None
-        if not all(is_pair(value) for value in told.get("front", [])):
+        if not all(is_pair(value) for value in found.get("front", [])):
             return None
-        return Record(float(fields["time"]), kind(**told))
+        return Record(float(fields["time"]), kind(**found))
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from your_ai.errors import RunError
 from your_ai.files import TEMPORARY
+from your_ai.gates.untrusted import is_number
 
 FOLDER = "rollouts"
 NAME = re.compile(r"step-(\d{6,})\.jsonl\.gz")
@@ -144,10 +145,6 @@ def record_of(content: Any) -> RolloutRecord:
         ):
             raise ValueError("not a log-probability for each token")
     return record
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def missing_in_a_row(run: Path, group: int) -> int:

@@ -1,1 +1,1 @@
-"""A run behind mlx-lm's server, for programs that speak OpenAI's protocol."""
+"""Serves to other programs: a run behind the OpenAI API, a live page, and training for agents."""

@@ -16,6 +16,7 @@ from typing import Any
 from mlx_lm.server import CompletionRequest, convert_chat, process_message_content
 
 from your_ai.gates.text import shortened
+from your_ai.gates.untrusted import is_number
 from your_ai.generation.generate import SEEDS
 
 LARGEST = 1 << 31  # bound of all numbers in a request, except seeds
@@ -149,10 +150,6 @@ def check_fields(
 
 def is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_name(value: Any) -> bool:

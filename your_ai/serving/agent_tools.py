@@ -422,8 +422,8 @@ class AgentTools:
             if process.poll() is None:
                 process.kill()
         if process.returncode:
-            told = child.errors_in(messages.decode(errors="replace"))
-            last = told[-1] if told else f"it ended with status {process.returncode}"
+            errors = child.errors_in(messages.decode(errors="replace"))
+            last = errors[-1] if errors else f"it ended with status {process.returncode}"
             raise (UserError if process.returncode == USER else RunError)(last)
         return output.decode(errors="replace").strip()
 
@@ -524,5 +524,5 @@ def summary_of(found: RunFolder) -> str:
             return f"{state.doing_text}; no step is done yet"
         done = view.step_text(step, state.tokens_per_s or 0.0, state.seconds_left)
         return f"{state.doing_text}; {done}"
-    parts = view.summary(state, found.reference, told=False)
+    parts = view.summary(state, found.reference, events_shown=False)
     return "\n".join(part for part in parts if isinstance(part, str))

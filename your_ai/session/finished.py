@@ -17,8 +17,8 @@ def already_finished(folder: RunFolder, config: TrainConfig) -> str:
     It is only recognized if the other settings are those of the run, its adapter is intact, and
     it has no trackers or hub to send the rest to.
     """
-    told = [record.event for record in events.tail(folder.events)[0]]
-    ends = [e for e in told if isinstance(e, events.Started | events.Died | events.Finished)]
+    recorded = [record.event for record in events.tail(folder.events)[0]]
+    ends = [e for e in recorded if isinstance(e, events.Started | events.Died | events.Finished)]
     starts = [e for e in ends if isinstance(e, events.Started)]
     if not starts or not isinstance(ends[-1], events.Finished) or ends[-1].reason != "done":
         return ""

@@ -22,6 +22,7 @@ from your_ai.config import DEMO, TrainConfig
 from your_ai.errors import UserError
 from your_ai.files import read_text
 from your_ai.gates.text import nearest, shortened, shown
+from your_ai.gates.untrusted import is_number
 from your_ai.run.host import WATCHDOG
 
 LAUNCHER = "mlx.launch"
@@ -226,8 +227,7 @@ def machine_of(content: Any) -> Machine:
     name, ips, rdma = content["ssh"], content.get("ips") or [], content.get("rdma") or []
     if not (isinstance(name, str) and is_texts(ips)):
         raise ValueError("ssh must be text, and ips must be a list of texts")
-    is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
-    if limit is not None and not (is_number and 0 < limit < 1e9):
+    if limit is not None and not (is_number(limit) and 0 < limit < 1e9):
         raise ValueError("max_memory must be a number of GB above 0")
     return Machine(name, tuple(ips), tuple(rdma), limit)
 

@@ -190,12 +190,12 @@ def lost_in(output: str, names: Sequence[str] = ()) -> str:
 
     names: the host of each rank, for what `mlx.launch` says, which is without.
     """
-    told = [line for line in output.splitlines() if line.startswith(LOST)]
-    named = [line for line in told if line.startswith(f"{LOST}rank ")]
+    said = [line for line in output.splitlines() if line.startswith(LOST)]
+    named = [line for line in said if line.startswith(f"{LOST}rank ")]
     if not named and (found := LAUNCHER_SAYS.search(output)):
         where = f" on {names[int(found[1])]}" if int(found[1]) < len(names) else ""
         return f"rank {found[1]}{where}: it ended with code {found[2]}"
-    return (named or told or [""])[0].removeprefix(LOST)
+    return (named or said or [""])[0].removeprefix(LOST)
 
 
 def is_users_error(output: str) -> bool:

@@ -26,6 +26,7 @@ from your_ai.dashboard.view import duration
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, clean
 from your_ai.gates.text import counted, loss_text, printable, size_text
+from your_ai.gates.untrusted import is_number
 from your_ai.gates.yaml_files import read_yaml
 from your_ai.run import events, requests
 from your_ai.run.events import Event, Record
@@ -240,8 +241,7 @@ def seconds_of(records: Sequence[Record]) -> float | None:
 
 def number(value: Any) -> float | None:
     """Return a value from a file if it is a number of a usable size, else None."""
-    kind = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if kind and -1e18 < value < 1e18 else None
+    return value if is_number(value) and -1e18 < value < 1e18 else None
 
 
 def whole(value: Any) -> int | None:

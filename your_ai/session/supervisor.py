@@ -167,17 +167,12 @@ def supervise(
             )
             records, offset = events.tail(folder.events, offset)
             life = summarize_process(life, level, status, [record.event for record in records])
-            said = lost = named = ""
+            life, said = replace(life, stalled=stalled), ""
             if not is_alone:
                 said = read_log(log, log_start)
-                names = [] if machines is None else [host.ssh for host in machines.hosts]
                 if status == PEER_LOST and is_users_error(said):
                     raise reported_error(folder, USER, said)
-                if status == PEER_LOST:
-                    silent = "" if machines is None else f"{LAUNCHER}, or rank 0"
-                    lost = lost_in(said, names) or silent
-                named = failed_in(said) or f"rank {rank}"
-            life = replace(life, stalled=stalled, rank=named, lost=lost)
+                life = with_ranks(life, rank, said, machines)
             if status == DONE:
                 return DONE
             if status == USER and machines is not None and (reason := refused_in(said)):
@@ -203,6 +198,18 @@ def supervise(
     if not life.began:
         raise Interrupted(number)
     return 128 + number
+
+
+def with_ranks(life: Life, rank: int, output: str, machines: Machines | None) -> Life:
+    """A life of several ranks: which of them died, or was lost.
+
+    rank: the one that its status is of. output: what they all wrote.
+    """
+    lost = ""
+    if life.status == PEER_LOST:
+        names = [] if machines is None else [host.ssh for host in machines.hosts]
+        lost = lost_in(output, names) or ("" if machines is None else f"{LAUNCHER}, or rank 0")
+    return replace(life, rank=failed_in(output) or f"rank {rank}", lost=lost)
 
 
 def run_children(

@@ -57,12 +57,12 @@ from your_ai.run.folder import (
 )
 from your_ai.run.stopping import SIGNALS, recorded_signals
 from your_ai.session import run_list, tune_study
+from your_ai.session.attach import PATIENCE
 from your_ai.session.tune_study import SEARCHED, ToldTrial, TuneAbout, TuneStudy
 
 TUNES = Path("tunes")
 TUNE_LOCK = "tune.lock"
 FOUND = (*SEARCHED, "lora_alpha")  # alpha follows the rank
-PATIENCE = 3  # signals that a supervisor receives before it is killed
 MAX_LOST = 3  # times in a row that the supervisor of a trial may be killed
 
 

@@ -9,7 +9,8 @@ from your_ai.config import TrainConfig
 from your_ai.errors import RunError
 from your_ai.run.folder import RunFolder
 from your_ai.run.stopping import Stop
-from your_ai.training.distributed import PeerLost, Ranks, join, telling_others
+from your_ai.training.distributed import PeerLost, Ranks
+from your_ai.training.joining import join, telling_others
 from your_ai.training.memory_actions import within_limit
 from your_ai.training.train import OUT_OF_ROOM, awake_elsewhere, train_until_done
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -37,7 +36,7 @@ from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import FileTensor
 from your_ai.errors import UserError
 from your_ai.files import sha256
-from your_ai.gates.text import counted, model_name, size_text
+from your_ai.gates.text import counted, model_name, now_and_then, size_text
 from your_ai.generation.generate import ANSWER_TOKENS
 from your_ai.hub.check import check_model
 from your_ai.hub.find import find_model, store
@@ -50,7 +49,7 @@ from your_ai.memory.workload import RewardModelSizes
 from your_ai.modelfiles.quantize import quantized_lazily
 from your_ai.modelfiles.quantized_copies import make_copy, needs_copy, place_of_copy
 from your_ai.modelfiles.repack import repacked_lazily
-from your_ai.modelfiles.shards import largest_shard, process_bytes_of
+from your_ai.modelfiles.shards import WriteProgress, largest_shard, process_bytes_of
 from your_ai.nets import model, score_head
 from your_ai.nets.dora import note_on_bits
 from your_ai.nets.saved_adapter import base_files
@@ -80,7 +79,6 @@ from your_ai.training.soft_networks import (
 )
 from your_ai.training.steps_of_run import schedule_of, step_sizes
 
-PROGRESS_EVERY_S = 5.0
 MOST_IMBALANCE = 4 / 3  # between good and bad answers in KTO; the bound that its authors suggest
 PREFIX = "prefix"  # the folder of a prefix cache on disk, inside the run folder
 
@@ -542,20 +540,23 @@ def copied(base: Path, config: TrainConfig, log: events.EventLog) -> Path:
 
     Reports progress, and says where the copy of an AWQ or GPTQ model is.
     """
-    bits, written_at = config.quantize, time.monotonic()
+    bits = config.quantize
     doing = "repacking" if bits is None else "quantizing"
-    told = bits is not None
+    has_notice = bits is not None
+
+    def text_of(progress: WriteProgress) -> str:
+        done, total = size_text(progress.done_bytes), size_text(progress.total_bytes)
+        return f"{doing} {config.model}: {done} of {total}"
+
+    report = now_and_then(lambda text: log.write(events.Stage(text=text)), text_of)
     try:
         for progress in make_copy(base, bits, config.max_memory, config.force):
-            if not told:
+            if not has_notice:
                 size, place = size_text(progress.total_bytes), place_of_copy(base, bits)
                 text = f"AWQ or GPTQ weights are repacked for MLX once, {size} of disk: {place}"
                 log.write(events.Notice(text=text))
-                told = True
-            if time.monotonic() - written_at > PROGRESS_EVERY_S:
-                done = f"{size_text(progress.done_bytes)} of {size_text(progress.total_bytes)}"
-                log.write(events.Stage(text=f"{doing} {config.model}: {done}"))
-                written_at = time.monotonic()
+                has_notice = True
+            report(progress)
     except UserError:
         planned_budget(config, base)  # if memory is too small, this names the limit for all of it
         raise

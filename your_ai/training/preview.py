@@ -8,9 +8,10 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from your_ai.config import defaults
 from your_ai.dashboard.view import duration
 from your_ai.errors import UserError
-from your_ai.gates.text import counted, size_text
+from your_ai.gates.text import size_text
 from your_ai.memory import limit as limits
 from your_ai.memory.demand import Budget
 from your_ai.memory.estimate import read_bytes
@@ -171,7 +172,7 @@ def table(budget: Budget) -> RenderableType:
     parts.add_row("needs", f"{needed / 1e6:,.0f}")
     reads = read_bytes(budget.demand.facts, budget.demand.training, choice.option.plan)
     lines: list[RenderableType] = [text(budget.limit), *budget.limit.notices]
-    lines += [adapters_text(budget.demand), "", parts, "", neighbors(choice, longest)]
+    lines += [adapters_line(budget.demand), "", parts, "", neighbors(choice, longest)]
     if choice.option.needed_bytes > budget.limit.limit_bytes:
         lines.append(ABOVE)
     if reads:
@@ -254,7 +255,7 @@ def longest_table(demand: Demand, rows: list[LongestRow]) -> RenderableType:
             written.append(disk_of_row(demand, row))
             disk = size_text(written[-1]) if written[-1] else ""
         found.add_row(size_text(row.limit_bytes), tokens, plan, needs, disk)
-    lines: list[RenderableType] = [adapters_text(demand), "", found]
+    lines: list[RenderableType] = [adapters_line(demand), "", found]
     if note := disk_text(max(written), "a row of this table"):
         lines.append(note)
     if any(row.is_most for row in rows):
@@ -262,7 +263,6 @@ def longest_table(demand: Demand, rows: list[LongestRow]) -> RenderableType:
     return Group(*lines)
 
 
-def adapters_text(demand: Demand) -> str:
+def adapters_line(demand: Demand) -> str:
     training, blocks = demand.training, demand.facts.blocks
-    which = "all" if training.blocks == blocks else f"the last {training.blocks} of"
-    return f"adapters: rank {training.rank} in {which} {counted(blocks, 'block')}"
+    return f"adapters: {defaults.adapters_text(training.rank, training.blocks, blocks)}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +21,11 @@ from your_ai.data.batches import RowsAt, by_length, in_order_of_length
 from your_ai.data.examples import Examples, delete_unused, map_array, unwritable
 from your_ai.engine.protocol import Engine
 from your_ai.files import atomic_folder, sha256
-from your_ai.gates.text import counted
+from your_ai.gates.text import counted, now_and_then
 
 FORMAT = 1
 VALUES, ABOUT = "reference.bin", "about.json"
 ABOUT_BYTES = 4096
-PROGRESS_EVERY_S = 5.0
 
 
 def with_reference(
@@ -89,7 +87,9 @@ def computed(
     edges: the lengths to pad to; by default those that suit the examples.
     """
     values = np.zeros(len(examples.tokens), np.float32)
-    order, done, written_at = by_length(examples), 0, time.monotonic()
+    order, done = by_length(examples), 0
+    total = counted(len(order), "text")
+    report = now_and_then(progress, lambda done: f"computing the reference: {done:,} of {total}")
     for batch in in_order_of_length(examples, rows_at, edges=edges):
         rows = order[done : done + int((batch.lengths > 0).sum())]
         found = engine.log_probabilities(batch)
@@ -97,9 +97,7 @@ def computed(
         at = np.concatenate([examples.starts[row] + places(examples, row) for row in rows])
         values[at] = np.array(found)[: len(at)]
         done += len(rows)
-        if time.monotonic() - written_at > PROGRESS_EVERY_S:
-            progress(f"computing the reference: {done:,} of {counted(len(order), 'text')}")
-            written_at = time.monotonic()
+        report(done)
     if edges is None:  # else the same shapes come again
         engine.drop()
     return values

@@ -23,7 +23,7 @@ from your_ai.data.prompts import PromptRows
 from your_ai.data.rows import Chat, Question
 from your_ai.engine.gradients import Gradients
 from your_ai.errors import UserError
-from your_ai.gates.text import counted, shortened
+from your_ai.gates.text import counted, now_and_then, shortened
 from your_ai.generation.rollouts import (
     Completion,
     RolloutPrompt,
@@ -55,7 +55,6 @@ from your_ai.training.prepare import Prepared
 from your_ai.training.reference import computed
 from your_ai.training.shared_rollouts import GivenUp, of_all, own_batches, shared
 
-PROGRESS_EVERY_S = 5.0
 SHOWN_CHARACTERS = 400  # of a completion in an event
 REFERENCE = "reference"  # the folder of the first adapters, in the run folder, of new ones
 ADAPTER_FILES = (checkpoint.ADAPTERS, checkpoint.ADAPTER_CONFIG)
@@ -268,16 +267,17 @@ class RolloutSource:
         """Generate with the current adapters, and say now and then how far it is."""
         prepared, done, tokens = self.prepared, 0, 0
         total = sum(len(prompt.seeds) for prompt in prompts)
-        written_at = time.monotonic()
+
+        def text() -> str:
+            return f"generating: {done} of {counted(total, 'completion')}, {tokens:,} tokens"
+
+        report = now_and_then(self.in_step, text)
 
         def progress(rows: int) -> None:
-            nonlocal written_at, tokens
+            nonlocal tokens
             self.check_stop()
             tokens += rows
-            if time.monotonic() - written_at > PROGRESS_EVERY_S:
-                text = f"generating: {done} of {counted(total, 'completion')}, {tokens:,} tokens"
-                self.in_step(text)
-                written_at = time.monotonic()
+            report()
 
         wave = prepared.budget.choice.option.plan.wave or 1
         tokenizer, new = prepared.tokenizer, prepared.config.max_new_tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -21,7 +20,7 @@ from your_ai.data.prompts import PromptRows
 from your_ai.data.rows import Row, file_of_first_row, files_of_rows, read_rows
 from your_ai.data.sources import Splits, find_splits
 from your_ai.errors import UserError
-from your_ai.gates.text import counted
+from your_ai.gates.text import counted, now_and_then
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.generation.generate import answer_room
 from your_ai.hub.find import store
@@ -33,8 +32,6 @@ from your_ai.rewards.builtin import check_expected
 from your_ai.rewards.names import needs_expected, parse_rewards, reward_texts
 from your_ai.run import events
 from your_ai.training.best_metric import BestMetric, best_metric_of, check_margin
-
-PROGRESS_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -212,14 +209,15 @@ def load_split(
     Test rows are always masked, because an exact match compares only the answer.
     """
 
+    def stage(text: str) -> None:
+        write(events.Stage(text=text))
+
     def with_progress(rows: Iterator[Row]) -> Iterator[Row]:
         text = f"reading {Path(file_of_first_row(path, encoder.limit)).name}"
-        write(events.Stage(text=text))
-        written_at = time.monotonic()
+        report = now_and_then(stage, lambda count: f"{text}: {counted(count, 'row')}")
+        stage(text)
         for count, row in enumerate(rows):
-            if time.monotonic() - written_at > PROGRESS_EVERY_S:
-                write(events.Stage(text=f"{text}: {counted(count, 'row')}"))
-                written_at = time.monotonic()
+            report(count)
             yield row
 
     examples = load_examples(

@@ -49,15 +49,8 @@ from your_ai.run.parent import watch_parent, watch_pid
 from your_ai.run.rollout_files import FOLDER as ROLLOUTS
 from your_ai.run.stopping import SHOW_STACK, Interrupted, Stop, stop_signals
 from your_ai.training import optimizer
-from your_ai.training.distributed import (
-    ALONE,
-    DEFAULT_TIMEOUT_S,
-    PeerLost,
-    Ranks,
-    agreed_settings,
-    join,
-    telling_others,
-)
+from your_ai.training.distributed import ALONE, PeerLost, Ranks
+from your_ai.training.joining import DEFAULT_TIMEOUT_S, agreed_settings, join, telling_others
 from your_ai.training.measure_peaks import calibrated
 from your_ai.training.memory_actions import (
     Governor,
@@ -535,10 +528,8 @@ def main() -> None:
                     watch_pid(given.parent_pid)
                 if given.parent_fd is None:
                     keeps_awake.enter_context(awake_elsewhere(ranks, config))
-                folder, last_word = (
-                    ranks.folder_of(folder, config),
-                    partial(ranks.fail, *OUT_OF_ROOM),
-                )
+                folder = ranks.folder_of(folder, config)
+                last_word = partial(ranks.fail, *OUT_OF_ROOM)
                 limited = ranks.with_own_limit(config) if ranks.size > 1 else config
                 with within_limit(folder, limited, last_word) as begin_guard:
                     status = train_until_done(folder, config, stop, given.level, begin_guard, ranks)

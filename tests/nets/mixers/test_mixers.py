@@ -17,6 +17,7 @@ from your_ai.nets.mixers import chunks
 from your_ai.nets.mixers.convolution import convolution
 from your_ai.nets.mixers.gated_delta import gated_delta
 from your_ai.nets.mixers.linear_attention import linear_attention, state_space, step_sizes
+from your_ai.nets.mixers.replace import FUNCTIONS
 from your_ai.nets.mixers.rwkv7 import rwkv7
 from your_ai.nets.mixers.scans import by_doubling, real_gated_lru, selective_scan, token_by_token
 
@@ -59,6 +60,14 @@ def ssm(x, A_log, B, C, D, dt, dt_bias):
 @pytest.mark.parametrize("tokens", [1, 5, 96, 280])
 def test_mamba_2_equals_mlx_lm(tokens):
     assert_equal(state_space_update, ssm, plain.space_inputs(tokens))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 96, 280])
+def test_lightning_attention_equals_mlx_lm(tokens):
+    mx.random.seed(tokens)
+    given = [*(normal(2, 3, tokens, 8) for _ in range(3)), -mx.exp(normal(3) - 2)]
+    ours = FUNCTIONS["recurrent_gla"](None)
+    assert_equal(lambda q, k, v, g: ours(q, k, v, g, 0.5), plain.lightning, given)
 
 
 STRONG = {

@@ -22,9 +22,9 @@ from your_ai.run import events
 from your_ai.run import folder as folders
 from your_ai.run.events import Event, EventLog
 from your_ai.run.folder import RunFolder
+from your_ai.serving import web
 from your_ai.serving.live_pages import LivePage, listen
-from your_ai.session import web
-from your_ai.session.web import LiveRun, refresh
+from your_ai.serving.web import LiveRun, refresh
 
 GAVE_UP = events.Died(step=1, reason="killed by SIGKILL", level=None)
 
@@ -219,7 +219,7 @@ def test_the_policy_allows_the_script_of_the_page_and_nothing_else(folder):
 def test_watching_loads_no_mlx_and_no_matplotlib():
     heavy = ["mlx", "matplotlib", "numpy", "transformers"]
     code = (
-        "import sys, your_ai.session.web\n"
+        "import sys, your_ai.serving.web\n"
         f"sys.exit(','.join(m for m in {heavy} if m in sys.modules) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -30,11 +30,11 @@ from your_ai.run.exits import DONE
 from your_ai.run.folder import RunFolder, is_running
 from your_ai.run.stopping import recorded_signals
 from your_ai.serving.live_pages import LivePage, listen
+from your_ai.session.attach import GRACE_S
 from your_ai.session.rollout_samples import rollout_samples
 
 POLL_S = 0.3
 REST = 9  # rendering takes at most one part in ten of the time of a processor
-GRACE_S = 3.0  # a run may have no process for so long while it restarts
 SILENT_S = 20  # a time without events that is worth a word
 SAMPLES_S = 5.0  # between two readings of completions
 
