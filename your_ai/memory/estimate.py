@@ -188,7 +188,7 @@ def estimate(
              "norms", "prefix cache")  # fmt: skip
     order += ("reward models",) * bool(workload.reward_models) + ("reduction",) * workload.reduces
     order = [name for name in order if generating or name not in ("KV cache", "sampling")]
-    components = {name: int((held | phase).get(name, 0)) for name in order}
+    components = {name: int(held.get(name, 0) + phase.get(name, 0)) for name in order}
     beside = {"graphs": graphs, "cache": workload.cache_bytes, "python": workload.python_bytes}
     found = Estimate(components | beside)
     if not generating:
@@ -244,6 +244,18 @@ def weights_bytes(
     stay = facts.bytes_of_last(resident)
     read = min(facts.neighbours_bytes(count, resident), facts.blocks_bytes - stay)
     return stay + read + facts.rest_bytes
+
+
+def read_alone_bytes(
+    facts: ModelFacts, training: Training, plan: Plan, coefficients: Coefficients
+) -> int:
+    """Bytes of the blocks that are read, of the weights in memory together, if only the forward
+    pass reads any, because all trained blocks stay; else 0."""
+    if plan.engine != "streamed" or plan.resident < training.blocks:
+        return 0
+    reading = plan.resident, plan.blocks_ahead
+    together = weights_bytes(facts, plan.engine, False, coefficients, *reading)
+    return together - facts.bytes_of_last(plan.resident) - facts.rest_bytes
 
 
 def fused_phases(
@@ -306,6 +318,7 @@ def staged_phases(
     number, n = facts.float_bytes, rows * tokens
     hidden = n * (facts.hidden + facts.passed) * number
     inputs = 0 if plan.inputs_on_disk else hidden
+    reads = read_alone_bytes(facts, training, plan, coefficients)
     parts = workload.parts
     forward = max(staged_forward_bytes(each, rows, tokens) for each, *_ in parts)
     backward = max(staged_backward_bytes(each, rows, tokens) for each, _, count in parts if count)
@@ -335,6 +348,7 @@ def staged_phases(
             "block work": forward,
         },
         {
+            "weights": -reads,
             "gradients": earlier,
             "block inputs": blocks * inputs,
             "kept outputs": of_all,
@@ -353,6 +367,7 @@ def staged_phases(
             if not plan.gradients_on_disk:  # they become more, block by block
                 held *= (place + 1) / blocks
         return {
+            "weights": -reads,
             "gradients": held,
             "block inputs": (blocks - 1 - place + inputs_before) * inputs,
             "kept outputs": kept_bytes(facts, kept, rows, tokens, place),
@@ -366,7 +381,7 @@ def staged_phases(
     if linear:
         later = [workload.alone[kind] for kind in facts.counts_of_last(linear)]
         first = max(kept_forward_bytes(each, rows, tokens) for each in later)
-        found.append(backward_at(0, first, 0) | {"gradients": earlier})
+        found.append(backward_at(0, first, 0) | {"gradients": earlier, "weights": 0})
         work = max(kept_backward_bytes(each, rows, tokens) for each in later)
         found += [backward_at(place, work, 0) for place in {0, linear - 1}]
     return found

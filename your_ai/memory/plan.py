@@ -19,7 +19,7 @@ from your_ai.errors import UserError
 from your_ai.gates.text import size_text
 from your_ai.memory.calibration import FAR, FIRST, Calibration, Shape
 from your_ai.memory.coefficients import PACKAGED, Coefficients
-from your_ai.memory.estimate import Estimate, estimate, weights_bytes
+from your_ai.memory.estimate import Estimate, estimate, read_alone_bytes, weights_bytes
 from your_ai.memory.estimate_kept import at_rung, highest, rung_of, step_cost
 from your_ai.memory.facts import ModelFacts, vocabulary_held
 from your_ai.memory.front import fastest_first, front_of
@@ -274,22 +274,23 @@ def with_more_kept(demand: Demand, option: Option, fits: Callable[[Option], bool
 
 def options_of(demand: Demand, plan: Plan) -> list[Option]:
     """The option of a plan; before it, if it is streamed, with blocks whose weights stay in memory,
-    the most first. Those add the same bytes to every phase of a step.
+    the most first. Those add the same bytes to every phase of a step, as long as each phase reads
+    the same: if all trained blocks stay, the backward pass reads none.
     """
-    found = option_of(demand, plan, bytes_to_update(demand, plan))
-    may_stay = plan.engine == "streamed" and plan.blocks_ahead and adjusts_reading(demand)
-    return [
-        *(
-            Option(
-                replace(plan, resident=resident),
-                found.estimate.with_weights(more),
-                found.cost,
-                found.needed_bytes + more,
-            )
-            for resident, more in (resident_bytes(demand) if may_stay else [])
-        ),
-        found,
-    ]
+    found = [option_of(demand, plan, bytes_to_update(demand, plan))]
+    if plan.engine != "streamed" or not plan.blocks_ahead or not adjusts_reading(demand):
+        return found
+    base, counted, known = found[0], 0, 0
+    for resident, more in reversed(resident_bytes(demand)):
+        wanted = replace(plan, resident=resident)
+        reads = read_alone_bytes(demand.facts, demand.training, wanted, demand.coefficients)
+        if reads != known:
+            base, counted = option_of(demand, wanted, bytes_to_update(demand, wanted)), more
+            known = reads
+        added = more - counted
+        bytes_needed = base.needed_bytes + added
+        found.append(Option(wanted, base.estimate.with_weights(added), base.cost, bytes_needed))
+    return found[::-1]
 
 
 @memoized
