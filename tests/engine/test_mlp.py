@@ -55,20 +55,31 @@ class Curious(MLP):
         return super().__call__(x) * self.gate_proj.weight.size
 
 
+MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}  # bits, group size
+
+
+def quantize(network: nn.Module, bits: int | str, dense: str) -> None:
+    """bits: of a mode that is affine, or the name of another; dense: a layer that stays dense."""
+    mode = bits if isinstance(bits, str) else "affine"
+    bits, group_size = MODES.get(mode, (bits, 32))
+    nn.quantize(network, group_size, bits, mode=mode, class_predicate=lambda path, _: path != dense)
+
+
 def adapted(
-    bits: int | None,
+    bits: int | str | None,
     bias: bool,
     dropout: float,
     layer: type = LoRALinear,
     dora: bool = False,
+    dense: str = "",
     **kind: Any,
 ):
-    """(an MLP with nonzero adapters, its dropout keys)"""
+    """(an MLP with nonzero adapters, its dropout keys); bits, dense: as of `quantize`."""
     mx.random.seed(2)
     keys = DropoutKeys([None])
     network = MLP(bias=bias, **kind)
     if bits:
-        nn.quantize(network, group_size=32, bits=bits)
+        quantize(network, bits, dense)
     network.freeze()
     for number, name in enumerate(("gate_proj", "up_proj", "down_proj")):
         network[name] = layer.from_base(network[name], r=4)
@@ -127,15 +138,24 @@ def test_slices_equal_the_whole_mlp(bits, bias, dropout, fewest, batch):
 
 
 @pytest.mark.parametrize("trained", [(), ("gate_proj",), ("down_proj",), ("gate_proj", "up_proj")])
-@pytest.mark.parametrize(("bits", "bias"), [(4, False), (None, True)])
-def test_slices_of_mlps_with_few_adapters_or_none_equal_the_whole(monkeypatch, bits, bias, trained):
-    network, keys = adapted(bits, bias, 0.0)
+@pytest.mark.parametrize(
+    ("bits", "bias", "dense"),
+    [(4, False, ""), (None, True, ""), (3, True, "gate_proj"), (6, False, "down_proj"),
+     *((mode, mode == "nvfp4", "") for mode in MODES), ("mxfp4", False, "up_proj")],
+)  # fmt: skip
+def test_slices_of_mlps_with_few_adapters_or_none_equal_the_whole(
+    monkeypatch, bits, bias, dense, trained
+):
+    network, keys = adapted(bits, bias, 0.0, dense=dense)
+    assert can_be_sliced(network)
     dict.update(network, {n: network[n].linear for n in network.children() if n not in trained})
     x = mx.random.normal((2, 9, HIDDEN))
     expected = gradients(network, keys, x)
     monkeypatch.setattr(layer_sizes, "FEWEST_FEATURES", 128)
-    found = gradients(SlicedMLP.from_base(network, keys), keys, x)
+    sliced = SlicedMLP.from_base(network, keys)
+    found = gradients(sliced, keys, x)
     assert len(found) == 1 + 2 * len(trained)
+    assert relative_error(sliced(x), network(x)) < 1e-5
     for ours, theirs in zip(found, expected, strict=True):
         assert relative_error(ours, theirs) < 1e-5
 

@@ -139,13 +139,8 @@ def can_be_sliced(module: Any) -> bool:
     computes each inner feature independently of the others."""
     if not isinstance(module, nn.Module) or set(module.children()) != {*INWARD, OUTWARD}:
         return False
-    layers = [
-        layer.linear if type(layer) in ADAPTED else layer for layer in module.children().values()
-    ]
-    plain = all(
-        isinstance(layer, LINEAR) and getattr(layer, "mode", "affine") == "affine"
-        for layer in layers
-    )
+    layers = map(base_of, module.children().values())
+    plain = all(isinstance(layer, LINEAR) and set(layer) <= set(ROWWISE) for layer in layers)
     return plain and is_separable(module)
 
 
@@ -176,17 +171,17 @@ def is_separable(mlp: nn.Module) -> bool:
 
 
 def inner_features(mlp: nn.Module) -> int:
-    return inward_layer(mlp).weight.shape[0]
+    return base_of(mlp[INWARD[0]]).weight.shape[0]
 
 
 def is_quantized(mlp: nn.Module) -> bool:
-    return "scales" in inward_layer(mlp)
+    """Whether a layer is; others may be dense."""
+    return any("scales" in base_of(layer) for layer in mlp.children().values())
 
 
-def inward_layer(mlp: nn.Module) -> nn.Module:
-    """A linear layer of the model itself."""
-    layer = mlp[INWARD[0]]
-    return layer.linear if "linear" in layer else layer
+def base_of(layer: nn.Module) -> nn.Module:
+    """A linear layer of the model itself, with or without an adapter."""
+    return layer.linear if type(layer) in ADAPTED else layer
 
 
 def axis_of(path: str) -> int | None:
