@@ -260,3 +260,13 @@ def test_other_mlps_cannot_be_sliced(spoilt):
     network, _ = adapted(4, False, 0.0)
     assert can_be_sliced(network)
     assert not can_be_sliced(spoilt(network))
+
+
+@pytest.mark.parametrize("weights", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("inputs", [mx.float32, mx.bfloat16])
+def test_the_dtype_of_the_output_is_that_of_the_whole_mlp(monkeypatch, weights, inputs):
+    network, keys = adapted(4, False, 0.0)
+    network.set_dtype(weights)
+    x = mx.random.normal((1, 9, HIDDEN)).astype(inputs)
+    monkeypatch.setattr(layer_sizes, "FEWEST_FEATURES", 128)
+    assert SlicedMLP.from_base(network, keys)(x).dtype == network(x).dtype

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,14 @@ import pytest
 from tests.budget import LEAST
 from tests.conftest import TINY, chat, events_of, make_model, train, write_rows
 from tests.fault.processes import call
+from tests.memory.test_plan import DEMAND
 from your_ai.memory import budget, probe
+from your_ai.memory.estimate import Estimate
 from your_ai.memory.limit import MachineMemory
+from your_ai.memory.plan import Option
+from your_ai.memory.workload import Plan, RolloutSizes
 from your_ai.run import events
+from your_ai.training.preview import disk_bytes
 
 GB = 10**9
 ENOUGH = 1_000_000  # GB, more than any machine has
@@ -315,3 +321,10 @@ def test_limit_named_in_a_refusal_includes_quantizing_the_model(tmp_path, data_f
     assert copy.name.endswith("8bit")
     again = LEAST.search(refused(capsys, *options, "--max-memory", "0.02"))
     assert float(again[1]) < float(before[1])
+
+
+def test_a_soft_run_keeps_nothing_in_files():
+    option = Option(Plan("streamed", 64), Estimate({}), 1.0, 0)
+    assert disk_bytes(DEMAND, option, 64) > 0
+    soft = replace(DEMAND, soft=RolloutSizes(8, 8, 1, 4))
+    assert disk_bytes(soft, option, 64) == 0

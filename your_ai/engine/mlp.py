@@ -80,12 +80,12 @@ class SlicedMLP(nn.Module):
             return list(cut(dict(zip(names, trained, strict=True)), part, inner).values())
 
         def output(x: mx.array, *trained: mx.array) -> mx.array:
-            total: list[mx.array] = []
-            for part, function in zip(ahead, shares, strict=True):
-                given = mx.depends([x], total)[0] if total else x
-                found = function(given, *of(part, list(trained))).astype(mx.float32)
-                total = [total[0] + found] if total else [found]
-            return total[0].astype(x.dtype)
+            first = total = shares[0](x, *of(ahead[0], list(trained)))
+            for part, function in zip(ahead[1:], shares[1:], strict=True):
+                given = mx.depends([x], [total])[0]
+                share = function(given, *of(part, list(trained)))
+                total = total.astype(mx.float32) + share.astype(mx.float32)
+            return total.astype(first.dtype)
 
         forward = mx.custom_function(output)
 

@@ -208,6 +208,8 @@ def longest_shown(demand: Demand, max_memory_gb: float | None) -> list[LongestRo
 
 def disk_bytes(demand: Demand, option: Option, tokens: int) -> int:
     """Bytes that a plan writes to the disk; tokens: of a micro-batch, with padding."""
+    if demand.soft is not None:  # its engines keep these in memory
+        return 0
     return spilled_bytes(demand.facts, demand.training, option.plan, tokens)
 
 
