@@ -478,7 +478,7 @@ def test_rounded_up_limit_is_enough(size_bytes):
         (Plan("staged", 100), "staged, micro-batches of 1 x 512 tokens"),
         (
             Plan("streamed", 1024, True),
-            "streamed, micro-batches of 2 x 512 tokens, block inputs and optimizer on disk",
+            "streamed, micro-batches of 2 x 512 tokens, optimizer on disk",
         ),
     ],
 )

@@ -342,8 +342,8 @@ class TrainConfig:
     )
     spill: bool = setting(
         False,
-        "Offload block inputs, gradients and the states of the optimizer to disk; not with --plan "
-        "fused.",
+        "Offload the states of the optimizer to disk, beside the block inputs and gradients; not "
+        "with --plan fused.",
     )
     prefix_cache: Literal["off", "memory", "disk"] = setting(
         "off",

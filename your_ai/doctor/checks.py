@@ -35,7 +35,7 @@ from your_ai.gates.console import echo_json
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.memory import allocator, probe
 from your_ai.memory.estimate_kept import everything
-from your_ai.memory.workload import NOTHING
+from your_ai.memory.workload import NOTHING, Plan
 from your_ai.nets import model
 from your_ai.run.checkpoint import ADAPTERS
 from your_ai.training import optimizer
@@ -147,7 +147,7 @@ def compare_gradients(folder: Path) -> Outcome:
     for dtype in dtypes:
         contest = contest_of(model_in(folder), dtype, TOKENS)
         expected_loss, expected = step_of(made(folder, "fused", contest))
-        for plan in (*PLANS[1:], *VARIANTS):
+        for plan in (*PLANS[1:], "kept"):
             loss, grads = step_of(made(folder, plan, contest))
             worst = max(relative(grads[name], expected[name]) for name in expected)
             figures[f"{plan} {dtype}"] = max(worst, abs(loss - expected_loss) / expected_loss)
@@ -257,14 +257,20 @@ def made(folder: Path, plan: str, contest: Contest) -> MadeModel:
         lambda p: p + 0.05 * mx.random.normal(p.shape), network.trainable_parameters()
     )
     network.update(shaken)
-    spill = folder / "spill" if plan == "spilled" else None
-    engine = {"spilled": "streamed", "kept": "staged"}.get(plan, plan)
-    kept = everything(len(network.layers)) if plan == "kept" else NOTHING
-    keys = adapters.dropout_keys
-    built = build_engine(network, keys, engine, tensors=tensors, spill=spill, kept=kept)
+    wanted = planned(plan, len(network.layers))
+    built = build_engine(
+        network, adapters.dropout_keys, wanted.engine, tensors=tensors, kept=wanted.kept,
+        spill=folder / "spill" if wanted.inputs_on_disk else None,
+    )  # fmt: skip
     tokens = contest_tokens(contest, vocabulary_of(network) or opened.config["vocab_size"])
     batches = contest_batches(contest, tokens, lambda _: ROWS)
     return MadeModel(network, built.engine, tensors, batches)
+
+
+def planned(plan: str, blocks: int) -> Plan:
+    """plan: as in `bench`."""
+    kept = everything(blocks) if plan == "kept" else NOTHING
+    return Plan(our_plans.ENGINES.get(plan, plan), 0, kept=kept)
 
 
 def step_of(found: MadeModel) -> tuple[float, dict[str, mx.array]]:
@@ -287,7 +293,7 @@ def updated(folder: Path, plan: str, contest: Contest, reloads: bool) -> Updated
     found = made(folder, plan, contest)
     adamw = optimizer.build_optimizer(contest.train_config(), found.network.trainable_parameters())
     update = optimizer.make_update(found.network, adamw)
-    on_disk = our_plans.ENGINES.get(plan) == "streamed" or plan in our_plans.SPILLED
+    on_disk = planned(plan, len(found.network.layers)).gradients_on_disk
     gradients = gradients_in(folder if on_disk else None)
     losses, read, same_weights = [], 0, True
     for _ in range(contest.steps):

@@ -76,7 +76,8 @@ def build_engine(
     tensors: the files of the weights. A streamed plan needs them, and keeps no weights in
         memory; a staged plan uses them to leave the embedding and the head in their files.
     make_store: hidden size -> the frozen-prefix cache; None for no cache.
-    spill: a folder for block inputs, of a staged or streamed plan, where blocks keep nothing.
+    spill: a folder for block inputs, of a staged or streamed plan, where blocks keep nothing; None
+        to keep them in memory.
     graphs: the cache of compiled graphs; by default it keeps all of them.
     neftune_alpha: of the noise on the embeddings in training; 0 for none.
     temperature: divides the logits.

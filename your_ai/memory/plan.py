@@ -1,8 +1,8 @@
 """Choose the fastest plan that fits into the limit, by the estimates. Pure.
 
-Plans are tried in this order: fused; staged; staged with block inputs, gradients and the states of
-the optimizer spilled to disk; streamed; streamed with spilling; both again without reading ahead.
-Staged and streamed are tried while blocks keep less and less for their backward pass. Each is tried
+Plans are tried in this order: fused; staged; staged with the states of the optimizer spilled to
+disk; streamed; streamed with spilling; both again without reading ahead. Staged and streamed are
+tried while blocks keep less and less for their backward pass. Each is tried
 with whole micro-batches first, then with fewer rows; streamed ones with fewer and fewer blocks
 whose weights stay in memory. The first that fits then keeps as much as fits.
 """
@@ -72,7 +72,7 @@ class Demand:
     engine: str = "auto"
     """`auto`, or the only engine allowed."""
     spill: bool = False
-    """Whether block inputs, gradients and the optimizer's states must be spilled to disk."""
+    """Whether the optimizer's states must be spilled to disk."""
     can_stream: bool = True
     """Whether the files contain the weights in the form the model uses."""
     python_bytes: int = 0

@@ -9,7 +9,7 @@ from your_ai.memory.workload import Kept, Plan
 def words(plan: Plan, longest: int) -> str:
     """A plan as text: `streamed, micro-batches of 2 x 512 tokens`."""
     rows = max(1, plan.micro_tokens // longest)
-    disk = ", block inputs and optimizer on disk" if plan.spill else ""
+    disk = ", optimizer on disk" if plan.spill else ""
     kept = f", {kept_words(plan.kept)}" if plan.kept else ""
     stay = f", weights of {counted(plan.resident, 'block')} in memory" if plan.resident else ""
     alone = "" if plan.blocks_ahead else ", one block read at a time"

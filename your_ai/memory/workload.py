@@ -71,8 +71,7 @@ class Plan:
     micro_tokens: int
     """Maximum tokens, with padding, of a micro-batch of more than one row."""
     spill: bool = False
-    """Keep the states of the optimizer on disk, and the gradients and the inputs of blocks under
-    any engine; a streamed plan always keeps these two there."""
+    """Keep the states of the optimizer on disk, too."""
     wave: int = 0
     """Completions that are generated together; 0 if the run generates none."""
     kept: Kept = NOTHING
@@ -86,8 +85,9 @@ class Plan:
 
     @property
     def gradients_on_disk(self) -> bool:
-        """Whether the gradients of a block are written to disk as soon as they are there."""
-        return self.engine == "streamed" or self.spill
+        """Whether the gradients of a block are written to disk as soon as they are there: always
+        under a streamed plan, and under a staged one where blocks keep nothing."""
+        return self.engine == "streamed" or self.spill or self.engine == "staged" and not self.kept
 
     @property
     def inputs_on_disk(self) -> bool:
