@@ -14,6 +14,11 @@ class RunError(Exception):
     """A run that cannot continue although its input was valid. Exit status 1."""
 
 
+def without_run(error: RunError) -> RunError:
+    """The error of a run that never began, and whose folder was removed: nothing can be resumed."""
+    return RunError(str(error).replace("then resume the run", "then run the same command again"))
+
+
 class Interrupted(BaseException):
     """A stop signal arrived when there was no step to finish. Exit status 128 + signal."""
 

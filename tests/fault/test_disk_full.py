@@ -18,7 +18,7 @@ import pytest
 
 from tests.conftest import resume, train, train_once
 from tests.fault.processes import call, final_files, leftovers
-from your_ai.config import TrainConfig, to_yaml
+from your_ai.config import TrainConfig
 from your_ai.errors import RunError, UserError
 from your_ai.files import TEMPORARY
 from your_ai.run import checkpoint, child
@@ -51,6 +51,22 @@ def values(path: Path) -> set[float]:
 
 def bytes_of(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def command_of(config: TrainConfig) -> list[str]:
+    """A command that begins a new run, `new`."""
+    flags = ["--plan", config.plan, "--spill" if config.spill else "--no-spill"]
+    return [
+        "train",
+        "--model",
+        config.model,
+        "--data",
+        config.data,
+        "--run",
+        "new",
+        "--no-supervise",
+        *flags,
+    ]
 
 
 @contextlib.contextmanager
@@ -184,14 +200,30 @@ def test_run_stopped_by_a_full_disk_resumes_once_there_is_space(configure, room,
     assert final_files(run) == final_files(whole)
 
 
-def test_new_run_on_a_full_disk_is_refused_and_leaves_nothing(room, configure, capsys, tmp_path):
-    config = tmp_path / "config.yaml"
-    config.write_text(to_yaml(configure()).replace("run: r\n", ""))
+def test_new_run_on_a_full_disk_is_refused_and_leaves_nothing(room, configure, capsys):
+    command = command_of(configure())
     with room(0):
-        status, _, error = call(capsys, "train", "--config", str(config), "--run", "new")
-    assert status != 0
+        status, _, error = call(capsys, *command)
+    assert status == 2
+    assert error.startswith("error: runs/new: cannot be written")
     assert len(error.splitlines()) == 1
     assert "bug in your_ai" not in error
+    assert not Path("runs/new").exists()
+
+
+def test_run_that_is_removed_does_not_ask_to_be_resumed(configure, capsys):
+    config = configure(plan="staged", spill=True)
+
+    def fail(*_):
+        raise FULL
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("your_ai.engine.spill.write_at", fail)
+        status, _, error = call(capsys, *command_of(config))
+    assert status == 1, error
+    assert "optimizer states cannot be written" in error
+    assert error.endswith("free some disk space, then run the same command again\n")
+    assert len(error.splitlines()) == 1
     assert not Path("runs/new").exists()
 
 

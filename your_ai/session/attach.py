@@ -30,7 +30,7 @@ from your_ai.dashboard.live import (
     following,
     style_for,
 )
-from your_ai.errors import RunError, UserError
+from your_ai.errors import RunError, UserError, without_run
 from your_ai.gates.console import echo_error
 from your_ai.gates.programs import python_module, quick_imports
 from your_ai.run import child, events, requests
@@ -193,9 +193,11 @@ def train_and_show(
         return train_here(folder, settings, console, as_json)
     except child.Lost:
         raise  # keep the folder, which says why
-    except BaseException:
+    except BaseException as error:
         if new and not folder.checkpoints.exists():  # the first is written before step 1
             discard(folder)
+            if isinstance(error, RunError):
+                raise without_run(error) from error
         raise
 
 

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 
 from your_ai.config import TrainConfig
+from your_ai.errors import RunError, without_run
 from your_ai.run import child, events
 from your_ai.run.exits import DONE
 from your_ai.run.folder import RunFolder, discard, is_running
@@ -75,4 +76,5 @@ def failure(run: BackgroundRun, status: int) -> Exception:
         error = child.reported_error(run.folder, status, child.read_log(log, run.log_start))
     if run.new and not isinstance(error, child.Lost) and not run.folder.checkpoints.exists():
         discard(run.folder)
+        return without_run(error) if isinstance(error, RunError) else error
     return error
