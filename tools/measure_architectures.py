@@ -25,8 +25,9 @@ from mlx.utils import tree_flatten
 from your_ai.config import TrainConfig
 from your_ai.data.batches import Batch
 from your_ai.engine.build import build_engine
+from your_ai.engine.gradients import gradients_in
 from your_ai.engine.opened import open_model
-from your_ai.memory.workload import Kept
+from your_ai.memory.workload import Kept, Plan
 from your_ai.nets.model import add_adapters
 
 PEAKS = Path(__file__).with_name("architecture_peaks.json")
@@ -62,7 +63,8 @@ def peak_of(config: dict[str, Any], plan: str, rows: int, tokens: int, rank: int
         keys = add_adapters(opened.network, trained).dropout_keys
         engine = "staged" if plan == "kept" else plan
         kept = Kept(linear=len(opened.network.layers) if plan == "kept" else 0)
-        spill = Path(made) if engine == "streamed" else None
+        on_disk = Plan(engine, 0, kept=kept).gradients_on_disk
+        spill = Path(made) if on_disk else None
         built = build_engine(
             opened.network, keys, engine, tensors=opened.tensors, kept=kept, spill=spill
         )
@@ -72,8 +74,11 @@ def peak_of(config: dict[str, Any], plan: str, rows: int, tokens: int, rank: int
         mx.clear_cache()
         for _ in range(STEPS):
             mx.reset_peak_memory()
-            mx.eval(*built.engine.gradients(batch, 1 / len(batch.targets), 0))
-        return mx.get_peak_memory()
+            gradients = gradients_in(spill)
+            mx.eval(built.engine.add_gradients(batch, 1 / len(batch.targets), 0, gradients))
+            peak_bytes = mx.get_peak_memory()
+            del gradients
+        return peak_bytes
 
 
 def batch_of(rows: int, tokens: int) -> Batch:

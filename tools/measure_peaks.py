@@ -1,7 +1,8 @@
 """Measure again the peaks in memory_measurements.json that the engines of today can give.
 
-    python tools/measure_peaks.py [ENGINE[:KIND]...]     staged and streamed by default
+    python tools/measure_peaks.py [PLAN[:KIND]...]
 
+PLAN: fused, staged, kept (staged, and blocks keep something) or streamed; by default all but fused.
 KIND: gradients, step or evaluation; all of them by default.
 
 Only models whose sizes are those of a shape of doctor/shapes.py are measured. Do so after a change
@@ -36,7 +37,8 @@ def main(wanted: list[str]) -> None:
     peaks = fit_memory.from_json(content)
     groups: dict[str, list[int]] = {}  # of those that a process measures; graphs stay in one
     for place, peak in enumerate(peaks):
-        names = {peak.engine, f"{peak.engine}:{peak.kind}"}
+        plan = "kept" if peak.kept else peak.engine
+        names = {plan, f"{plan}:{peak.kind}"}
         if names & {*wanted} and shape_of(peak.facts) is not None:
             key = repr((peak.engine, peak.kind, peak.facts, peak.training, peak.kept))
             groups.setdefault(key, []).append(place)
@@ -91,4 +93,4 @@ if __name__ == "__main__":
         given = fit_memory.from_json(json.load(sys.stdin))
         print(json.dumps(fit_memory.to_json(measured(sys.argv[2], given))))
     else:
-        main(sys.argv[1:] or ["staged", "streamed"])
+        main(sys.argv[1:] or ["staged", "kept", "streamed"])

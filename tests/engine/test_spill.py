@@ -6,9 +6,10 @@ import errno
 import os
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
-from your_ai.engine.spill import Spilled
+from your_ai.engine.spill import Spilled, bytes_of
 from your_ai.errors import RunError
 
 
@@ -82,3 +83,23 @@ def test_popped_arrays_are_in_memory_once(tmp_path):
     array = stack.pop() + 0
     mx.eval(array)
     assert mx.get_peak_memory() - before <= 2 * array.nbytes
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16, mx.uint32])
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda x: x,
+        lambda x: x.T,
+        lambda x: x[:, 1:],
+        lambda x: x.reshape(-1)[::2],
+        lambda x: x[0, 0],
+        lambda x: x[:0],
+    ],
+    ids=["whole", "transposed", "columns", "strided", "scalar", "empty"],
+)
+def test_bytes_of_an_array_are_those_of_its_values_in_order(dtype, of):
+    array = of((mx.random.normal((3, 4), key=mx.random.key(0)) * 100).astype(dtype))
+    values = np.array(array.astype(mx.float32)).reshape(-1)
+    found = mx.array(np.frombuffer(bytes_of(array), np.uint8)).view(dtype)
+    assert np.array_equal(np.array(found.astype(mx.float32)), values)

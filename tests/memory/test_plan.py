@@ -538,7 +538,7 @@ def test_rows_shrink_if_steps_use_more_than_estimated():
 
 def test_corrected_rows_are_the_maximum_that_fits():
     found = corrections()
-    found.learn(8, 256, measured(found, 8, 256, 2.0))
+    found.learn(8, 256, measured(found, 8, 256, 1.3))
     rows = found.rows(256)
     assert 1 < rows < 8
     assert found.expected_bytes(rows, 256) <= found.limit_bytes

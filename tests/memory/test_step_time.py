@@ -95,12 +95,25 @@ def test_a_cached_prefix_spares_the_frozen_blocks():
 
 
 def test_spilled_block_inputs_are_written_and_read():
-    inputs, gradients = 2 * 4 * N * 64 * 4, 2 * adapter_bytes(MODEL, EVERY)
-    spilled = terms(Plan("staged", N, spill=True))["spilling"]["spilled"]
-    assert spilled == inputs + gradients + 2 * optimizer_bytes(MODEL, EVERY)
-    assert terms(Plan("streamed", N))["spilling"] == {"spilled": inputs + gradients}
-    kept = Plan("streamed", N, kept=Kept(attention=1))
-    assert terms(kept)["spilling"] == {"spilled": gradients}
+    inputs, gradients, arrays = 4 * N * 64 * 4, adapter_bytes(MODEL, EVERY), 2 * 4 * 7
+    for engine in ("staged", "streamed"):
+        found = terms(Plan(engine, N))["spilling"]
+        assert found == {"spilled": 2 * inputs + gradients, "stored": 2 * 4 + arrays}
+        kept = terms(Plan(engine, N, kept=Kept(attention=1)))["spilling"]
+        assert kept == {"spilled": gradients, "stored": arrays}
+    assert "spilling" not in terms(Plan("fused", N))
+
+
+def test_an_update_reads_gradients_and_sums_from_disk_and_writes_states_there():
+    gradients, arrays = adapter_bytes(MODEL, EVERY), 2 * 4 * 7
+    work = StepWork(MODEL, EVERY, StepSizes())
+    assert "spilled" not in work.of_update(Plan("fused", N), 3)
+    found = work.of_update(Plan("staged", N), 3)
+    assert (found["spilled"], found["stored"]) == (3 * gradients, 3 * arrays)
+    spilled = work.of_update(Plan("staged", N, spill=True), 3)
+    states = 2 * optimizer_bytes(MODEL, EVERY)
+    assert spilled["spilled"] - found["spilled"] == states
+    assert spilled["stored"] - found["stored"] == 2 * 2 * arrays
 
 
 def test_only_targets_meet_the_vocabulary():

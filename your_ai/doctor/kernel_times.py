@@ -19,6 +19,7 @@ import mlx.nn as nn
 from your_ai.doctor.fit_speed import TimedWork
 from your_ai.engine import target_pass
 from your_ai.engine.dequantized import multiply
+from your_ai.engine.gradients import Gradients, gradients_in
 from your_ai.engine.spill import Spilled
 from your_ai.hub.tensor_sizes import GROUP_SIZE
 from your_ai.memory.calibration import Shape
@@ -36,12 +37,14 @@ from your_ai.memory.step_time import (
 )
 from your_ai.nets.attention import attention
 from your_ai.nets.head import LayerRows, LinearHead
+from your_ai.nets.parts import Arrays
 from your_ai.objectives.objective import Targets
 from your_ai.objectives.sft import SUPERVISED
 from your_ai.training.measure_peaks import batch_of
 
 REPEATS = 3  # after one that may compile
 SPILLED_BYTES = 8_000_000
+FILE_ARRAYS = 64  # with little in them
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ def kernel_times(
         for quantized in (False, True):
             yield head_time(*sizes, quantized, dtype, now)
     yield spill_time(now)
+    yield from file_times(now)
 
 
 def attention_times(
@@ -167,6 +171,31 @@ def spill_time(now: Callable[[], float]) -> TimedWork:
             return inputs.pop()
 
         return TimedWork("spilled inputs", {"spilled": 2 * SPILLED_BYTES}, time_of(run, now))
+
+
+def file_times(now: Callable[[], float]) -> Iterator[TimedWork]:
+    """Time reading arrays of a block from a file, and storing and taking gradients."""
+    few = {str(place): mx.zeros(16) for place in range(FILE_ARRAYS)}
+    one = {"0": mx.zeros(SPILLED_BYTES // 4)}
+    with tempfile.TemporaryDirectory(prefix="your_ai-speed-") as place:
+        for arrays in (few, one):
+            file, count = Path(place, f"{len(arrays)}.safetensors"), len(arrays)
+            size = sum(array.nbytes for array in arrays.values())
+            mx.save_safetensors(str(file), arrays)
+            work = {"read": size, "opened": count}
+            yield TimedWork(f"{count} arrays read", work, time_of(partial(read_arrays, file), now))
+            gradients = gradients_in(Path(place))
+
+            def stored(arrays: Arrays = arrays, gradients: Gradients = gradients) -> Arrays:
+                gradients.add(dict(arrays))
+                return gradients.take(list(arrays))
+
+            work = {"spilled": 2 * size, "stored": 2 * count}
+            yield TimedWork(f"{count} gradients stored", work, time_of(stored, now))
+
+
+def read_arrays(file: Path) -> Arrays:
+    return mx.load(str(file), stream=mx.cpu)  # type: ignore[return-value]
 
 
 def time_of(run: Callable[[], Any], now: Callable[[], float]) -> float:

@@ -193,14 +193,13 @@ def measure_engine(
         before_bytes = mx.get_active_memory() if kind == "gradients" else empty_bytes
         if kind == "evaluation":
             mx.eval(built.engine.score(batch))
-        elif kind == "gradients":
-            mx.eval(built.engine.gradients(batch, 1.0, 0))
         else:
-            if update is None:  # from here on, its states are in memory
+            if kind == "step" and update is None:  # from here on, its states are in memory
                 update = update_of(opened.network, config)
             gradients = gradients_in(on_disk)
             mx.eval(built.engine.add_gradients(batch, 1.0, 0, gradients))
-            update(gradients, 1.0, config.learning_rate)
+            if kind == "step" and update is not None:
+                update(gradients, 1.0, config.learning_rate)
             del gradients
         mx.synchronize()
         yield peak(kind, shape, mx.get_peak_memory() - before_bytes)

@@ -73,6 +73,11 @@ class SpeedCase:
     spill: bool = False
     rank: int = 16
 
+    @property
+    def plan(self) -> Plan:
+        most = max(shape.size for shape in self.shapes)
+        return Plan(self.engine, most, self.spill, kept=Kept(linear=self.kept))
+
 
 @dataclass(frozen=True)
 class SpeedModels:
@@ -169,14 +174,15 @@ def times_of(
     stepper = prepared(folder, dtype, case)
     for shape in case.shapes:
         steps = stepper.steps(shape, REPEATS, now, left_s / len(case.shapes))
-        plan = Plan(case.engine, shape.size, case.spill, kept=Kept(linear=case.kept))
         work: Work = {}
-        for term in of_run.of_micro_batch(plan, *shape).values():
+        for term in of_run.of_micro_batch(case.plan, *shape).values():
             add(work, term)
         name = f"{folder.name} {case.engine} {case.kept or ''} {case.targets[0]} {shape.tokens}"
         yield TimedWork(name, work, statistics.median(gradients for gradients, _ in steps[1:]))
         updates += [seconds for _, seconds in steps[1:]]
-    yield TimedWork(f"{folder.name} update", of_run.of_update(), statistics.median(updates))
+    yield TimedWork(
+        f"{folder.name} update", of_run.of_update(case.plan), statistics.median(updates)
+    )
 
 
 def steps_of(
@@ -223,7 +229,7 @@ def prepared(folder: Path, dtype: mx.Dtype, case: SpeedCase) -> TimedSteps:
         lora_rank=case.rank, lora_layers=case.blocks, lora_targets=case.targets, max_grad_norm=0
     )
     adapters = model.add_adapters(opened.network, config)
-    plan = Plan(case.engine, 0, case.spill, kept=Kept(linear=case.kept))
+    plan = case.plan
     built = build_engine(
         opened.network,
         adapters.dropout_keys,

@@ -56,7 +56,7 @@ class ArrayFile:
         self._file: BinaryIO | None = None
 
     def write(self, array: mx.array, offset: int) -> None:
-        data = memoryview(mx.contiguous(array).reshape(-1).view(mx.uint8))  # numpy lacks bfloat16
+        data = bytes_of(array)
         try:
             if self._file is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -91,6 +91,15 @@ class ArrayFile:
             f"{self.folder}: {self.contents} cannot be {done} ({error.strerror}); free some disk "
             "space, then resume the run"
         )
+
+
+def bytes_of(array: mx.array) -> memoryview:
+    """The bytes of an array; without a copy if it was evaluated and is contiguous."""
+    if array.dtype != mx.bfloat16:  # of which no memoryview can be made
+        data = memoryview(array)
+        if data.c_contiguous and array.ndim and array.size:
+            return data.cast("B")
+    return memoryview(mx.contiguous(array).reshape(-1).view(mx.uint8))
 
 
 class Spilled:

@@ -109,7 +109,7 @@ LATER = {
     "tiles": PACKAGED.tiles,
     "backward_lora": PACKAGED.backward_lora,
 }
-LATER_KEYS = {"streamed": ("alone",)}
+LATER_KEYS = {"streamed": ("alone",), "kept": ("quantized_whole",)}
 
 
 def with_later(tables: dict[str, Any]) -> dict[str, Any]:

@@ -64,10 +64,14 @@ def kept_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
     lora = sum(i for i, _ in layers_named(facts, training.targets, training.experts))
     scores = min(SCORE_BYTES, 4 * rows * facts.heads * tokens * min(tokens, QUERY_BLOCK))
     matrix = quantized_matrix_bytes(facts)
-    in_slices = matrix > DEQUANTIZED_SLICE_BYTES
+    whole = 0.0  # of a product that is not computed in slices
+    if not matrix:
+        whole = table["whole"]
+    elif matrix <= DEQUANTIZED_SLICE_BYTES:
+        whole = table["quantized_whole"]
     return (
         (table["wide"] + table["adapted"] * adapts_widest(workload)) * n * wide * number
-        + (table["hidden"] + table["whole"] * (not in_slices)) * n * facts.hidden * number
+        + (table["hidden"] + whole) * n * facts.hidden * number
         + workload.coefficients.backward_lora["hidden"] * n * facts.passed * number
         + table["lora"] * n * lora * number
         + table["scores"] * scores

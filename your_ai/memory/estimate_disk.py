@@ -18,5 +18,10 @@ def spilled_bytes(facts: ModelFacts, training: Training, plan: Plan, tokens: int
     if plan.states_on_disk:
         found += optimizer_bytes(facts, training)
     if plan.inputs_on_disk:
-        found += training.blocks * tokens * (facts.hidden + facts.passed) * facts.float_bytes
+        found += inputs_bytes(facts, training, tokens)
     return found
+
+
+def inputs_bytes(facts: ModelFacts, training: Training, tokens: int) -> int:
+    """Bytes of the inputs of the trained blocks."""
+    return training.blocks * tokens * (facts.hidden + facts.passed) * facts.float_bytes

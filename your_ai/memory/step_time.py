@@ -15,8 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from your_ai.memory.estimate_adapters import FLOAT32_BYTES, float32_bytes
-from your_ai.memory.estimate_disk import spilled_bytes
+from your_ai.memory.estimate_adapters import (
+    FLOAT32_BYTES,
+    OPTIMIZER_STATES,
+    float32_bytes,
+    optimizer_bytes,
+)
+from your_ai.memory.estimate_disk import inputs_bytes
 from your_ai.memory.facts import BlockFacts, ModelFacts, names_of
 from your_ai.memory.layer_sizes import is_quantized
 from your_ai.memory.mixer_facts import ATTENTION, OUTPUTS, SLIDING, MixerFacts
@@ -100,19 +105,32 @@ class StepWork:
         """Of a step of micro-batches of (B, T)."""
         of_one = self.of_micro_batch(plan, rows, tokens)
         terms = {name: times(work, micro_batches) for name, work in of_one.items()}
-        return terms | {"update": self.of_update(micro_batches)}
+        return terms | {"update": self.of_update(plan, micro_batches)}
 
-    def of_update(self, micro_batches: int = 1) -> Work:
+    def of_update(self, plan: Plan, micro_batches: int = 1) -> Work:
         """Of an update of the adapters, and of adding up the gradients of the micro-batches."""
-        facts, training = self.facts, self.training
-        layers = sum(
-            count * len(adapted_names(facts, kind, training))
-            for kind, count in facts.counts_of_last(training.blocks).items()
-        )
+        facts, training, arrays = self.facts, self.training, self.trained_arrays
         updates = 1 + ACCUMULATED * (micro_batches - 1)
-        numbers = float32_bytes(facts, training) / FLOAT32_BYTES
-        arrays = 2 * layers * updates
-        return {"parameters": numbers * updates, "arrays": arrays, "steps": 1}
+        gradients = float32_bytes(facts, training)
+        found: Work = {
+            "parameters": gradients / FLOAT32_BYTES * updates,
+            "arrays": arrays * updates,
+            "steps": 1,
+        }
+        if plan.gradients_on_disk:  # sums are read, too
+            add(found, {"spilled": gradients, "stored": arrays}, micro_batches)
+        if plan.states_on_disk:
+            count = OPTIMIZER_STATES[training.optimizer]
+            moved = {"spilled": optimizer_bytes(facts, training), "stored": count * arrays}
+            add(found, moved, 2)
+        return found
+
+    @property
+    def trained_arrays(self) -> int:
+        return 2 * sum(
+            count * len(adapted_names(self.facts, kind, self.training))
+            for kind, count in self.facts.counts_of_last(self.training.blocks).items()
+        )
 
     def of_micro_batch(self, plan: Plan, rows: int, tokens: int) -> Terms:
         """Of the gradients of a micro-batch of (B, T)."""
@@ -138,7 +156,11 @@ class StepWork:
         if plan.engine == "streamed":
             terms["reading"] = reading_work(facts, training, sizes, plan)
         if plan.gradients_on_disk:
-            terms["spilling"] = {"spilled": 2 * spilled_bytes(facts, training, plan, n)}
+            gradients = float32_bytes(facts, training)
+            terms["spilling"] = {"spilled": gradients, "stored": self.trained_arrays}
+        if plan.inputs_on_disk:
+            inputs = {"spilled": inputs_bytes(facts, training, n), "stored": training.blocks}
+            add(terms["spilling"], inputs, 2)
         return terms
 
     def of_block(

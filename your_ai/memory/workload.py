@@ -85,9 +85,8 @@ class Plan:
 
     @property
     def gradients_on_disk(self) -> bool:
-        """Whether the gradients of a block are written to disk as soon as they are there: always
-        under a streamed plan, and under a staged one where blocks keep nothing."""
-        return self.engine == "streamed" or self.spill or self.engine == "staged" and not self.kept
+        """Whether the gradients of a block are written to disk as soon as they are there."""
+        return self.engine != "fused"
 
     @property
     def inputs_on_disk(self) -> bool:
