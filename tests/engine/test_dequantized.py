@@ -17,6 +17,7 @@ from your_ai.engine.dequantized import (
     dequantize_on_the_cpu,
 )
 from your_ai.nets import model
+from your_ai.nets.head import LayerRows
 
 TOKENS = mx.array([[5, 300, 17, 42, 99, 260, 700]])
 
@@ -83,6 +84,42 @@ def test_slices_bound_peak_memory(bits):
     mx.reset_peak_memory()
     mx.eval(mx.grad(lambda x: ours(x).sum())(x))
     assert mx.get_peak_memory() - held < 32 << 20
+
+
+def peaks_of(bits: int, group_size: int, mode: str) -> dict[str, int]:
+    """Bytes of a layer's forward and backward pass, and of a head's slice in both directions."""
+    linear = nn.Linear(1024, 2816, bias=False)
+    base = nn.QuantizedLinear.from_linear(linear, group_size, bits, mode=mode)
+    ours, rows = DequantizedLinear.from_base(base), LayerRows(base)
+    x, cotangent = mx.random.normal((64, 1024)), mx.ones((64, 2816))
+    mx.eval(base.parameters(), x, cotangent)
+
+    def in_both_directions() -> mx.array:
+        part = rows.part(0, 2048)
+        return part.backward(part.forward(x))
+
+    found = {}
+    for name, run in {
+        "forward": lambda: ours(x),
+        "backward": lambda: mx.vjp(ours, [x], [cotangent])[1],
+        "head": in_both_directions,
+    }.items():
+        peaks = []
+        for _ in range(5):  # how far MLX runs ahead depends on the moment
+            mx.synchronize()
+            held = mx.get_active_memory()
+            mx.reset_peak_memory()
+            mx.eval(run())
+            peaks.append(mx.get_peak_memory() - held)
+        found[name] = sorted(peaks)[2]
+    return found
+
+
+@pytest.mark.memory
+@pytest.mark.parametrize("kind", [(4, 32, "mxfp4"), (4, 16, "nvfp4"), (8, 32, "mxfp8")])
+def test_floats_of_few_bits_need_little_more_memory_than_integers(kind):
+    found, of_integers = peaks_of(*kind), peaks_of(kind[0], 32, "affine")
+    assert all(found[name] <= 1.25 * of_integers[name] for name in found), (found, of_integers)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "qwen3_moe"])

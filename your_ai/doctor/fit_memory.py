@@ -211,7 +211,8 @@ def block_from_json(block: dict[str, Any]) -> BlockFacts:
         for name in ("linears", "experts")
     }
     mixers = tuple(MixerFacts(**mixer) for mixer in block.get("mixers", ()))
-    return BlockFacts(**(block | sizes | {"mixers": mixers}))
+    dense = tuple(block.get("dense", ()))
+    return BlockFacts(**(block | sizes | {"mixers": mixers, "dense": dense}))
 
 
 def read_peaks(path: Path) -> list[Peak]:

@@ -31,19 +31,25 @@ def sliced_matmul(group_size: int, bits: int, mode: str = "affine") -> Any:
     """
 
     def slices(weight: mx.array, inputs: int) -> list[slice]:
-        rows = rows_at_once(DEQUANTIZED_SLICE_BYTES, inputs, bits)
+        rows = rows_at_once(DEQUANTIZED_SLICE_BYTES, inputs, bits, mode)
         return [slice(i, i + rows) for i in range(0, weight.shape[0], rows)]
 
-    def dequantize(part: slice, weights: tuple[mx.array, ...], after: list[mx.array]) -> mx.array:
-        """Dequantize the rows `part`, but only after the arrays `after` are computed."""
+    def dequantize(
+        part: slice, weights: tuple[mx.array, ...], after: list[mx.array], dtype: mx.Dtype
+    ) -> mx.array:
+        """Dequantize the rows `part`, but only after the arrays `after` are computed.
+
+        Without `dtype`, modes of 4-bit and 8-bit floats give bfloat16, and a product a copy of it.
+        """
         packed = mx.depends([array[part] for array in weights], after)
-        return mx.dequantize(*packed, group_size=group_size, bits=bits, mode=mode)
+        how = {"group_size": group_size, "bits": bits, "mode": mode}
+        return mx.dequantize(*packed, **how, dtype=dtype)
 
     @mx.custom_function
     def matmul(x: mx.array, *weights: mx.array) -> mx.array:
         outputs: list[mx.array] = []
         for part in slices(weights[0], x.shape[-1]):
-            w = dequantize(part, weights, outputs[-1:] or [x])
+            w = dequantize(part, weights, outputs[-1:] or [x], x.dtype)
             outputs.append(x @ w.T)
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=-1)
 
@@ -52,7 +58,7 @@ def sliced_matmul(group_size: int, bits: int, mode: str = "affine") -> Any:
         x, *weights = primals
         grad: mx.array | None = None
         for part in slices(weights[0], x.shape[-1]):
-            w = dequantize(part, tuple(weights), [cotangent if grad is None else grad])
+            w = dequantize(part, tuple(weights), [cotangent if grad is None else grad], x.dtype)
             piece = cotangent[:, part] @ w
             grad = piece if grad is None else grad + piece
         return grad, *(mx.zeros_like(array) for array in weights)

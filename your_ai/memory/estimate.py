@@ -49,7 +49,7 @@ from your_ai.memory.estimate_tiles import (
     noise_bytes,
 )
 from your_ai.memory.facts import ModelFacts, layers_named
-from your_ai.memory.layer_sizes import head_step, largest_matrix_bytes
+from your_ai.memory.layer_sizes import head_step, quantized_matrix_bytes
 from your_ai.memory.sizes import (
     DEQUANTIZED_SLICE_BYTES,
     HEAD_ROWS,
@@ -268,7 +268,7 @@ def fused_phases(
     number, n = facts.float_bytes, rows * tokens
     parts = [each.facts for each, _, count in workload.parts if count]
     outs = max((sum(o for _, o in part.linears.values()) for part in parts), default=0)
-    matrix = largest_matrix_bytes(facts) * facts.quantized
+    matrix = quantized_matrix_bytes(facts)
     adapters = adapter_bytes(facts, training)
     saved, mixing = float(copied_bytes(facts, training)), 0.0
     for alone, _, count in workload.parts:
@@ -298,10 +298,10 @@ def fused_head_bytes(workload: Workload, targets: int) -> float:
     facts, table = workload.facts, workload.coefficients.fused_head
     count = min(targets, HEAD_ROWS)
     step = head_step(facts, count)
-    most = HEAD_SLICES if facts.quantized else DENSE_HEAD_SLICES
+    most = HEAD_SLICES if facts.head_quantized else DENSE_HEAD_SLICES
     slices = min(most, -(-workload.vocabulary // step))
     columns = min(workload.vocabulary, slices * step)
-    rows = columns * facts.hidden * facts.float_bytes * facts.quantized
+    rows = columns * facts.hidden * facts.float_bytes * facts.head_quantized
     logits = 4 * count * columns * (workload.coefficients.gemma["logits"] if facts.softcaps else 1)
     hidden = targets * facts.hidden * facts.float_bytes
     return table["rows"] * rows + table["logits"] * logits + table["hidden"] * hidden
@@ -394,7 +394,7 @@ def head_bytes(workload: Workload, targets: int, is_cut: bool = False) -> float:
     """
     facts, table = workload.facts, workload.coefficients.head
     columns = min(workload.vocabulary, head_step(facts, min(targets, HEAD_ROWS)))
-    slices = table["slice"] if facts.quantized else table["dense_slice"] + CUT_SLICES * is_cut
+    slices = table["slice"] if facts.head_quantized else table["dense_slice"] + CUT_SLICES * is_cut
     weights = slices * columns * facts.hidden * facts.float_bytes
     return table["logits"] * logits_bytes(workload, targets) + weights
 
@@ -423,7 +423,7 @@ def soft_phase(
     trained = [part for part, _, count in scoring.parts if count]
     block = max(staged_backward_bytes(part, 1, together) for part in trained)
     head_slice = min(HEAD_SLICE_BYTES, facts.vocabulary * hidden * number)
-    slices = head_slice * (facts.quantized or plan.engine == "streamed")
+    slices = head_slice * (facts.head_quantized or plan.engine == "streamed")
     positions = min(SOFT_POSITIONS, rows * sizes.new_tokens)
     logits = logits_bytes(workload, positions) * facts.softcaps
     of_block = table["streamed_block" if plan.engine == "streamed" else "block"]

@@ -22,8 +22,10 @@ from your_ai.memory.estimate_tiles import (
 from your_ai.memory.facts import layers_named
 from your_ai.memory.layer_sizes import (
     backward_features,
+    dense_share,
     head_step,
     largest_matrix_bytes,
+    quantized_matrix_bytes,
     slice_width,
     widest_outputs,
 )
@@ -42,11 +44,11 @@ def kept_forward_bytes(workload: Workload, rows: int, tokens: int) -> float:
     """Bytes of the forward pass of a block that keeps outputs, beside these."""
     facts, table = workload.facts, workload.coefficients.kept
     number, n = facts.float_bytes, rows * tokens
-    matrix = largest_matrix_bytes(facts)
+    matrix = quantized_matrix_bytes(facts)
     return (
         table["forward_wide"] * n * widest_outputs(facts) * number
         + table["forward_hidden"] * (n * (facts.hidden + facts.passed) * number)
-        + table["forward_slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix) * facts.quantized
+        + table["forward_slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix)
         + gemma_bytes(workload, rows, tokens, "staged")
         + kind_bytes(facts, rows, tokens, forward=True)
     )
@@ -61,9 +63,9 @@ def kept_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
         wide = min(wide, backward_features(facts.hidden))
     lora = sum(i for i, _ in layers_named(facts, training.targets, training.experts))
     scores = min(SCORE_BYTES, 4 * rows * facts.heads * tokens * min(tokens, QUERY_BLOCK))
-    matrix = largest_matrix_bytes(facts)
+    matrix = quantized_matrix_bytes(facts)
     whole = 0.0  # of a product that is not computed in slices
-    if not facts.quantized:
+    if not matrix:
         whole = table["whole"]
     elif matrix <= DEQUANTIZED_SLICE_BYTES:
         whole = table["quantized_whole"]
@@ -73,7 +75,7 @@ def kept_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
         + workload.coefficients.backward_lora["hidden"] * n * facts.passed * number
         + table["lora"] * n * lora * number
         + table["scores"] * scores
-        + table["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix) * facts.quantized
+        + table["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix)
         + dora_bytes(workload, n, "staged")
         + gemma_bytes(workload, rows, tokens, "staged")
         + kind_bytes(workload.facts, rows, tokens)
@@ -88,12 +90,12 @@ def staged_forward_bytes(workload: Workload, rows: int, tokens: int) -> float:
         return tiled_forward_bytes(workload, rows, tokens, of_tile)
     facts, coefficients = workload.facts, workload.coefficients
     number, n, wide = facts.float_bytes, rows * tokens, forward_width(facts)
-    matrix = largest_matrix_bytes(facts)
+    matrix = quantized_matrix_bytes(facts)
     table = coefficients.forward_lora if adapts_widest(workload) else coefficients.forward
     return (
-        (table["wide"] + table["dense"] * (not facts.quantized)) * n * wide * number
+        (table["wide"] + table["dense"] * (dense_share(facts) == 1)) * n * wide * number
         + table["hidden"] * n * facts.hidden * number
-        + table["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix) * facts.quantized
+        + table["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix)
         + gemma_bytes(workload, rows, tokens, "staged")
         + kind_bytes(workload.facts, rows, tokens, forward=True)
     )
@@ -116,18 +118,18 @@ def staged_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
     lora = sum(min(inputs, most) for inputs, _ in adapted)
     matrix = largest_matrix_bytes(facts)
     table = coefficients.backward_lora if adapts_widest(workload) else coefficients.backward
-    of_slice = table["slice"] if facts.quantized else table["dense_slice"]
     weights = min(part * facts.hidden * number, matrix)  # of a layer in a slice of the MLP
-    if facts.quantized:
-        weights = min(weights, DEQUANTIZED_SLICE_BYTES)
+    dense = dense_share(facts)
+    copies = (1 - dense) * (table["slice"] * 3 * min(weights, DEQUANTIZED_SLICE_BYTES))
+    copies += dense * (table["dense_slice"] * 3 * weights)
     mlp = table["part"] * n * part * number
-    mlp += table["dense"] * n * wide * number * (not facts.quantized)
+    mlp += table["dense"] * n * wide * number * (dense == 1)
     return (
         max(mlp, mixing_bytes(facts, rows, tokens))  # one comes after the other
         + routed_bytes(facts, rows, tokens)
         + table["lora"] * n * lora * number
         + table["hidden"] * (n * (facts.hidden + facts.passed) * number)
-        + of_slice * 3 * weights
+        + copies
         + dora_bytes(workload, n, "staged")
         + gemma_bytes(workload, rows, tokens, "staged")
     )

@@ -6,7 +6,7 @@ import math
 
 from your_ai.memory.coefficients import PACKAGED, Coefficients
 from your_ai.memory.facts import BlockFacts, ModelFacts
-from your_ai.memory.layer_sizes import largest_matrix_bytes, widest_outputs
+from your_ai.memory.layer_sizes import quantized_matrix_bytes, widest_outputs
 from your_ai.memory.mixer_facts import ATTENTION, MLA, SLIDING
 from your_ai.memory.sizes import (
     CACHE_STEP,
@@ -31,7 +31,7 @@ def generation_bytes(facts: ModelFacts, tokens: int, coefficients: Coefficients 
     prompt = min(tokens, PREFILL_TOKENS)
     hidden = prompt * facts.hidden * number
     wide = prompt * widest_outputs(facts) * number
-    matrix = largest_matrix_bytes(facts) * facts.quantized
+    matrix = quantized_matrix_bytes(facts)
     scores = facts.heads * prompt * tokens * number * (2 if facts.softcaps else 1)
     attention = table["grown"] * of_block + table["scores"] * scores + hidden
     layers = (
@@ -82,14 +82,14 @@ def rollout_phases(
     prompt_bytes = prompts * sizes.prompt_tokens * per_token
     tokens = sizes.prompt_tokens + -(-sizes.new_tokens // CACHE_STEP) * CACHE_STEP
     of_block = wave * tokens * largest_kv_bytes(facts)
-    matrix = largest_matrix_bytes(facts) * facts.quantized
+    matrix = quantized_matrix_bytes(facts)
     layers = coefficients.generation["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix)
     head = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * facts.float_bytes)
     logits = 4 * wave * facts.vocabulary
     work = max(
         table["grown"] * of_block,
-        table["logits" if facts.quantized else "dense_logits"] * logits,
-        logits + coefficients.generation["head"] * head * facts.quantized,
+        table["logits" if facts.head_quantized else "dense_logits"] * logits,
+        logits + coefficients.generation["head"] * head * facts.head_quantized,
         layers + 4 * wave * widest_outputs(facts) * facts.float_bytes,
     )
     merged = wave * sizes.prompt_tokens * per_token

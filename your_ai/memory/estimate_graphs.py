@@ -5,7 +5,7 @@ from __future__ import annotations
 from your_ai.memory.coefficients import Table
 from your_ai.memory.estimate_tiles import is_tiled, tiled_query_blocks
 from your_ai.memory.facts import ModelFacts, layers_named
-from your_ai.memory.layer_sizes import head_step
+from your_ai.memory.layer_sizes import head_step, is_quantized
 from your_ai.memory.memoized import memoized
 from your_ai.memory.sizes import (
     CPU_TOKENS,
@@ -50,7 +50,7 @@ def graphs_bytes(
         adapted = len(layers_named(alone.facts, training.targets, training.experts))
         counts = {
             "block": 1,
-            "slice": dequantized_slices(alone) * facts.quantized,
+            "slice": dequantized_slices(alone),
             "queries": queries,
             "adapted": adapted,
             "dora": adapted * training.dora,
@@ -79,10 +79,13 @@ def dequantized_slices(workload: Workload) -> int:
     if not workload.sliced:
         return 0
     facts = workload.facts
-    of_blocks = [kind.linears.values() for kind in facts.kinds]
     return max(
-        sum(-(-i * o * facts.float_bytes // DEQUANTIZED_SLICE_BYTES) for i, o in linears)
-        for linears in of_blocks
+        sum(
+            -(-i * o * facts.float_bytes // DEQUANTIZED_SLICE_BYTES)
+            for name, (i, o) in kind.linears.items()
+            if is_quantized(facts, kind, name)
+        )
+        for kind in facts.kinds
     )
 
 
@@ -104,7 +107,7 @@ def evaluation_graphs_bytes(
     its parts are compared with the whole; its memory is free before the first block runs.
     """
     facts = workload.facts
-    slices = dequantized_slices(workload) * facts.quantized
+    slices = dequantized_slices(workload)
     blocks = GRAPH_BYTES * facts.blocks * slices
     compiled = graphs_bytes(workload, plan.engine, rows, tokens, trained=False)
     if plan.engine == "fused":

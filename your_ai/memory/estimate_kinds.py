@@ -8,7 +8,13 @@ gemma4_text, gemma3n), on the CPU in float32 at 1,024 tokens.
 from __future__ import annotations
 
 from your_ai.memory.facts import ModelFacts
-from your_ai.memory.layer_sizes import forward_features, slice_width, widest_outputs
+from your_ai.memory.layer_sizes import (
+    MLPS,
+    dense_share,
+    forward_features,
+    slice_width,
+    widest_outputs,
+)
 from your_ai.memory.memoized import memoized
 from your_ai.memory.mixer_facts import ATTENTION, MLA, SLIDING
 from your_ai.memory.mixer_sizes import mixers_bytes
@@ -18,8 +24,7 @@ KEPT_LATENT_SCORES = 1.0  # of each block, from the forward pass to the backward
 EXPERT_ARRAYS = 6.0  # of the outputs of the routed experts of a token
 KEPT_EXPERT_ARRAYS = 0.5
 PASSED_ARRAYS = 5.0  # of what a block passes on in addition to the hidden states
-MLPS = ("mlp", "feed_forward")  # they are computed in slices of features, if they have ...
-SLICED_LAYERS = ("gate_proj", "up_proj", "down_proj")
+SLICED_LAYERS = ("gate_proj", "up_proj", "down_proj")  # an MLP that has them runs in slices
 
 
 @memoized
@@ -81,7 +86,7 @@ def slices_mlp(facts: ModelFacts) -> bool:
 @memoized
 def forward_width(facts: ModelFacts) -> int:
     """Outputs of the widest layer, or slice of an MLP, in the forward pass of a block."""
-    if not (facts.quantized and slices_mlp(facts)):
+    if dense_share(facts) == 1 or not slices_mlp(facts):
         return widest_outputs(facts)
     about = forward_features(facts.hidden)
     outputs = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -24,12 +24,13 @@ from your_ai.memory.mixer_facts import QUERIES, RWKV7, MixerFacts, mixers_of, wi
 
 # Tensors next to the text model in files of other libraries; mlx-lm ignores them.
 LEFT_OUT = re.compile(r"(?:^|\.)(?:vision|visual|audio|multi_modal|embed_vision|embed_audio|mtp)")
+HEADS_OF_MODELS = ("lm_head", "embed_out", "output")
 # Layers outside of the blocks with a row for each token of the vocabulary, as architectures call
 # them. The staged and streamed plans leave them in their files.
 VOCABULARY = (
     *("embed_tokens", "embed_tokens_per_layer", "embed", "embed_in", "embedding", "embeddings"),
     *("token_embeddings", "tok_embeddings", "word_embeddings", "wte"),
-    *("lm_head", "embed_out", "output"),
+    *HEADS_OF_MODELS,
 )
 # Layers whose weight mlx-lm's code reads itself, so that they get no adapter: Gemma 3n, Kimi K3.
 READ_OTHERWISE = (
@@ -62,6 +63,8 @@ class BlockFacts:
     """What mixes the tokens; empty for a block that only has an MLP."""
     sparse: bool = False
     """Whether an activation of its MLP depends on all features, so that slices of it do, too."""
+    dense: tuple[str, ...] = ()
+    """Linear layers that are not quantized, of a quantized model."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +90,18 @@ class ModelFacts:
     disk_bytes: int
     """Size of the model's files."""
     quantized: bool
+    """Whether linear layers are quantized, but for those that the blocks call dense."""
     softcaps: bool = False
     """Whether attention scores and logits pass through a tanh, as in Gemma 2."""
     passed: int = 0
     """Features that a block passes on in addition to D: more streams, or keys and values that
     later blocks share."""
+    head_dense: bool = False
+    """Whether the head is not quantized, of a quantized model."""
+
+    @property
+    def head_quantized(self) -> bool:
+        return self.quantized and not self.head_dense
 
     @property
     def blocks(self) -> int:
@@ -160,7 +170,7 @@ class ModelFacts:
     @cached_property
     def _first_alike(self) -> tuple[int, ...]:
         """For each kind, the first one whose layers have the same sizes."""
-        sizes = [(kind.linears, kind.experts, kind.norms) for kind in self.kinds]
+        sizes = [(kind.linears, kind.experts, kind.norms, kind.dense) for kind in self.kinds]
         return tuple(sizes.index(size) for size in sizes)
 
     @cached_property
@@ -248,6 +258,8 @@ def facts_from(
     if count > MOST_BLOCKS:
         raise ValueError(f"a tensor is in block {count - 1}, and no model has so many")
     windows, sparse = windows_of(text, count), sparse_blocks(text)
+    quantized = quantize is not None or any(e.name.endswith(".scales") for e in entries)
+    divisor = None if quantize is None else group_size
     kinds: dict[Any, int] = {}
     found, order = [], []
     for index in range(count):
@@ -259,7 +271,8 @@ def facts_from(
             size = sum(tensor_bytes(e, float_bytes, quantize, group_size) for e in tensors)
             kinds[key] = len(found)
             block = block_facts(tensors, config, text, size, windows[index], hidden)
-            found.append(replace(block, sparse=index in sparse))
+            dense = dense_layers(tensors, block.linears, divisor) if quantized else ()
+            found.append(replace(block, sparse=index in sparse, dense=dense))
         order.append(kinds[key])
     return ModelFacts(
         passed=passed_on(tuple(found), text, hidden),
@@ -272,7 +285,8 @@ def facts_from(
         vocabulary_bytes=vocabulary_bytes,
         rest_bytes=rest_bytes,
         disk_bytes=disk_bytes,
-        quantized=quantize is not None or any(e.name.endswith(".scales") for e in entries),
+        quantized=quantized,
+        head_dense=quantized and is_head_dense(entries, divisor),
         softcaps=bool(text.get("attn_logit_softcapping", text.get("model_type") == "gemma2")),
     )
 
@@ -354,10 +368,9 @@ def linears_of(
         name, _, leaf = entry.name.rpartition(".")
         if leaf != "weight" or len(entry.shape) < 2:
             continue
-        layer = name_in_block(entry).removesuffix(".weight")
-        one, packed = EXPERT.search(f"{layer}."), scales.get(f"{name}.scales")
+        layer, one = linear_named(entry)
+        packed = scales.get(f"{name}.scales")
         if one is not None:
-            layer = f"{layer}.".replace(one[0], "switch_mlp.").removesuffix(".")
             counts[layer] = max(counts.get(layer, 0), int(one[1]) + 1)
         elif len(entry.shape) == 3 and ("switch" in layer or "experts" in layer):
             counts[layer] = entry.shape[0]
@@ -375,6 +388,55 @@ def linears_of(
     }
     experts = {name: (n * sizes[name][0], n * sizes[name][1]) for name, n in counts.items()}
     return linears, experts
+
+
+def linear_named(entry: Entry) -> tuple[str, re.Match[str] | None]:
+    """The name of a weight's layer in its block, as in BlockFacts, and where it names an expert."""
+    layer = name_in_block(entry).removesuffix(".weight")
+    one = EXPERT.search(f"{layer}.")
+    if one is not None:
+        layer = f"{layer}.".replace(one[0], "switch_mlp.").removesuffix(".")
+    return layer, one
+
+
+def dense_layers(
+    entries: list[Entry], linears: Container[str], group_size: int | None
+) -> tuple[str, ...]:
+    """The linear layers in a block of a quantized model that are not quantized.
+
+    group_size: as in `is_dense`.
+    """
+    packed = packed_in(entries)
+    weights = [e for e in entries if e.name.endswith(".weight")]
+    named = {linear_named(e)[0] for e in weights if is_dense(e, packed, group_size)}
+    return tuple(sorted(name for name in named if name in linears))
+
+
+def is_head_dense(entries: list[Entry], group_size: int | None) -> bool:
+    """Whether the head of a quantized model, or the embedding in its place, is not quantized."""
+    weights = {
+        layer_of(e.name): e
+        for e in entries
+        if e.name.endswith(".weight") and BLOCK.search(e.name) is None
+    }
+    names = (*HEADS_OF_MODELS, *VOCABULARY)
+    head = next((weights[name] for name in names if name in weights), None)
+    return head is not None and is_dense(head, packed_in(entries), group_size)
+
+
+def packed_in(entries: list[Entry]) -> set[str]:
+    """The names of the layers that are quantized in the files."""
+    return {e.name.removesuffix(".scales") for e in entries if e.name.endswith(".scales")}
+
+
+def is_dense(weight: Entry, packed: Container[str], group_size: int | None) -> bool:
+    """Whether a weight of a quantized model is not quantized.
+
+    group_size: if the model is quantized on load; weights that it does not divide stay.
+    """
+    if group_size is not None:
+        return weight.shape[-1] % group_size != 0
+    return weight.name.removesuffix(".weight") not in packed
 
 
 def passed_on(kinds: tuple[BlockFacts, ...], text: dict[str, Any], hidden: int) -> int:

@@ -23,6 +23,7 @@ from your_ai.memory.estimate_adapters import (
 )
 from your_ai.memory.estimate_disk import inputs_bytes
 from your_ai.memory.facts import BlockFacts, ModelFacts, names_of
+from your_ai.memory.layer_sizes import is_quantized
 from your_ai.memory.mixer_facts import ATTENTION, OUTPUTS, SLIDING, MixerFacts
 from your_ai.memory.sizes import (
     CPU_TOKENS,
@@ -238,7 +239,7 @@ class BlockWork:
     def forward(self) -> Work:
         found = self.beside_linears()
         for name, size in self.block.linears.items():
-            add(found, product_work(self.facts, *size, self.tokens))
+            add(found, self.product(name))
             if name in self.adapted:
                 add(found, self.adapter(*size))
         return found
@@ -253,7 +254,7 @@ class BlockWork:
         last = max(self.block.linears, key=stage_of, default="")  # its output is not needed
         for name, size in self.block.linears.items():
             if not linear and name != last:
-                add(found, product_work(self.facts, *size, self.tokens))
+                add(found, self.product(name))
             if name in self.adapted:
                 add(found, self.adapter(*size), 0.5)
         return found | {"calls": 0}
@@ -266,7 +267,7 @@ class BlockWork:
         add(found, self.elements(), BACKWARD_ELEMENTS)
         for name, size in self.block.linears.items():
             if stage_of(name) > first:  # else nothing before it needs a gradient
-                add(found, product_work(self.facts, *size, self.tokens))
+                add(found, self.product(name))
             if name in self.adapted:
                 add(found, self.adapter(*size), 2)
         if first <= INWARD_MIXER:
@@ -286,18 +287,19 @@ class BlockWork:
         outputs = sum(o for _, o in self.block.linears.values())
         return {"elements": self.tokens * (HIDDEN_ARRAYS * self.facts.hidden + outputs)}
 
+    def product(self, name: str) -> Work:
+        """Multiply N tokens with a frozen weight."""
+        quantized = is_quantized(self.facts, self.block, name)
+        return weight_work(quantized, *self.block.linears[name], self.tokens)
+
     def adapter(self, inputs: int, outputs: int) -> Work:
         """Of the forward pass of an adapter."""
         lora = self.tokens * self.training.rank * (inputs + outputs)
         return {"lora": lora, "elements": self.tokens * outputs, "products": 2}
 
 
-def product_work(facts: ModelFacts, inputs: int, outputs: int, n: int) -> Work:
-    """Multiply N tokens with a frozen weight of (outputs, inputs)."""
-    return weight_work(facts.quantized, inputs, outputs, n)
-
-
 def weight_work(quantized: bool, inputs: int, outputs: int, n: int) -> Work:
+    """Multiply N tokens with a frozen weight of (outputs, inputs)."""
     numbers = inputs * outputs
     if quantized:
         return {"quantized_matmul": n * numbers, "quantized_weights": numbers, "products": 1}
@@ -346,10 +348,10 @@ def head_work(facts: ModelFacts, plan: Plan, n: int, sizes: StepSizes) -> Work:
     if not sizes.has_vocabulary:
         return {}
     targets = max(1, round(sizes.trained_share * n))
-    found = head_parts_work(facts.quantized, targets, facts.hidden, facts.vocabulary)
+    found = head_parts_work(facts.head_quantized, targets, facts.hidden, facts.vocabulary)
     if plan.engine != "fused" and facts.vocabulary_bytes:
         found["read_rows"] = passes_over_vocabulary(targets) * head_bytes(facts)
-        found["embedded"] = (n + targets) * arrays_of_weight(facts)
+        found["embedded"] = (n + targets) * arrays_of_weight(facts.head_quantized)
     return found
 
 
@@ -357,18 +359,20 @@ def reading_work(facts: ModelFacts, training: Training, sizes: StepSizes, plan: 
     """Reading the blocks for the forward pass, and the trained ones again for the backward pass,
     which begins with the last one; but for those whose weights stay in memory.
     """
-    bytes_read = linears = 0
+    bytes_read = arrays = 0
     for at, kind in enumerate(facts.order[: facts.blocks - plan.resident]):
         trained, block = at >= facts.blocks - training.blocks, facts.kinds[kind]
         times = 1 + (trained and at < facts.blocks - 1) - (sizes.cached_prefix and not trained)
         bytes_read += times * block.weights_bytes
-        linears += times * len(block.linears)
-    return {"read": bytes_read, "opened": linears * arrays_of_weight(facts)}
+        arrays += times * sum(
+            arrays_of_weight(is_quantized(facts, block, name)) for name in block.linears
+        )
+    return {"read": bytes_read, "opened": arrays}
 
 
-def arrays_of_weight(facts: ModelFacts) -> int:
+def arrays_of_weight(quantized: bool) -> int:
     """Arrays in the files of a layer: a quantized one has scales and biases, too."""
-    return 3 if facts.quantized else 1
+    return 3 if quantized else 1
 
 
 def passes_over_vocabulary(targets: int) -> int:

@@ -69,30 +69,47 @@ def part_of(arrays: dict[str, mx.array], quantization: dict[str, Any]) -> HeadSl
             return mx.quantized_matmul(shares, *packed, transpose=False, **quantization)
 
     else:
-        weight = dense(arrays, quantization)
+        made: dict[mx.Dtype, mx.array] = {}
+
+        def weight(dtype: mx.Dtype) -> mx.array:
+            if dtype not in made:
+                made[dtype] = dense(arrays, quantization, dtype)
+            return made[dtype]
 
         def forward(hidden: mx.array) -> mx.array:
-            return hidden @ weight.T
+            return hidden @ weight(hidden.dtype).T
 
         def backward(shares: mx.array) -> mx.array:
-            return shares @ weight
+            return shares @ weight(shares.dtype)
 
     if bias is None:
         return HeadSlice(count, forward, backward)
     return HeadSlice(count, lambda hidden: forward(hidden) + bias, backward)
 
 
-def dense(arrays: dict[str, mx.array], quantization: dict[str, Any]) -> mx.array:
-    """The rows as a dense array."""
-    return mx.dequantize(*_packed(arrays), **quantization) if quantization else arrays["weight"]
+def dense(
+    arrays: dict[str, mx.array], quantization: dict[str, Any], dtype: mx.Dtype | None = None
+) -> mx.array:
+    """The rows as a dense array.
+
+    dtype: of quantized rows. Without it, modes of 4-bit and 8-bit floats give bfloat16, which each
+    product with float32 would copy.
+    """
+    if not quantization:
+        return arrays["weight"]
+    return mx.dequantize(*_packed(arrays), **quantization, dtype=dtype)
 
 
-def rows_at_once(slice_bytes: int, inputs: int, bits: int = 32) -> int:
+def rows_at_once(slice_bytes: int, inputs: int, bits: int = 32, mode: str = "affine") -> int:
     """The number of rows of a weight that need `slice_bytes` in float32, or to dequantize.
 
-    On the CPU, MLX unpacks bit widths that do not divide 32 bit by bit, one array per bit.
+    On the CPU, MLX unpacks bit widths that do not divide 32 bit by bit, one array per bit, and
+    looks up 4-bit floats, which takes twice the arrays of integers.
     """
-    return max(1, slice_bytes // (4 * inputs * (1 if 32 % bits == 0 else bits)))
+    arrays = 1 if 32 % bits == 0 else bits
+    if mode != "affine" and bits == 4:
+        arrays = 2
+    return max(1, slice_bytes // (4 * inputs * arrays))
 
 
 def _packed(arrays: dict[str, mx.array]) -> tuple[mx.array, mx.array, mx.array | None]:
