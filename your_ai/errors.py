@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+# The end of an error: of a run that can be resumed, and of one that never began.
+RESUME, AGAIN = "then resume the run", "then run the same command again"
+
 
 class UserError(Exception):
     """Something the user can fix: what is wrong, where, and what to do. Exit status 2."""
@@ -16,7 +19,7 @@ class RunError(Exception):
 
 def without_run(error: RunError) -> RunError:
     """The error of a run that never began, and whose folder was removed: nothing can be resumed."""
-    return RunError(str(error).replace("then resume the run", "then run the same command again"))
+    return RunError(str(error).replace(RESUME, AGAIN))
 
 
 class Interrupted(BaseException):
@@ -61,7 +64,7 @@ def suppress_model_errors() -> Iterator[None]:
 def explain(reason: str) -> str:
     """Turn a message from MLX into one that says what failed and what the user can do."""
     if reason.startswith("[read]"):
-        return "the model's files can no longer be read; put them back, then resume the run"
+        return f"the model's files can no longer be read; put them back, {RESUME}"
     if is_out_of_memory(reason):
         return f"out of memory ({reason}); lower --batch-size or --max-seq-length"
     return f"MLX failed ({reason}); --dtype float32 may help"

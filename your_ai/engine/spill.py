@@ -13,7 +13,7 @@ from typing import BinaryIO, NamedTuple, Protocol
 
 import mlx.core as mx
 
-from your_ai.errors import RunError
+from your_ai.errors import RESUME, RunError
 from your_ai.files import read_into, write_at
 
 COPIED_BYTES = 1 << 20  # of a file, at a time
@@ -89,7 +89,7 @@ class ArrayFile:
     def _failure(self, done: str, error: OSError) -> RunError:
         return RunError(
             f"{self.folder}: {self.contents} cannot be {done} ({error.strerror}); free some disk "
-            "space, then resume the run"
+            f"space, {RESUME}"
         )
 
 

@@ -27,7 +27,7 @@ from mlx.utils import tree_flatten
 
 from your_ai.engine.reading import Part, ReadClock, hint
 from your_ai.engine.streamed_experts import only_routed
-from your_ai.errors import RunError, UserError, is_memory_error
+from your_ai.errors import RESUME, RunError, UserError, is_memory_error
 from your_ai.files import read_into
 from your_ai.gates.untrusted import read_header
 from your_ai.memory.facts import VOCABULARY
@@ -102,7 +102,7 @@ class FileTensor:
 def gone(file: Path, reason: str) -> RunError:
     return RunError(
         f"{file}: can no longer be read ({reason}); this plan reads the model files for the "
-        "whole run: restore them, then resume the run"
+        f"whole run: restore them, {RESUME}"
     )
 
 

@@ -2,9 +2,9 @@
 
 Plans are tried in this order: fused; staged; staged with the states of the optimizer spilled to
 disk; streamed; streamed with spilling; both again without reading ahead. Staged and streamed are
-tried while blocks keep less and less for their backward pass. Each is tried
-with whole micro-batches first, then with fewer rows; streamed ones with fewer and fewer blocks
-whose weights stay in memory. The first that fits then keeps as much as fits.
+tried while blocks keep less and less for their backward pass. Each is tried with whole
+micro-batches first, then with fewer rows; streamed ones with fewer and fewer blocks whose weights
+stay in memory. The first that fits then keeps as much as fits.
 """
 
 from __future__ import annotations

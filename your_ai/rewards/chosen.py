@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from your_ai.errors import RunError, UserError
+from your_ai.errors import RESUME, RunError, UserError
 from your_ai.gates.text import counted
 from your_ai.rewards.builtin import builtin, check_expected
 from your_ai.rewards.functions import FunctionFailed, load_reward_function
@@ -232,7 +232,7 @@ class Pending:
             if failures[name] >= FAILURES:
                 raise UserError(
                     f"{where}: raised {error}, in {FAILURES} calls in a row; correct the function, "
-                    "then resume the run"
+                    f"{RESUME}"
                 ) from error
             notices.append(f"{where}: raised {error}; its rewards of this call are missing")
             return f"raised {error}"

@@ -25,7 +25,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from your_ai.errors import RunError, UserError, is_memory_error
+from your_ai.errors import RESUME, RunError, UserError, is_memory_error
 from your_ai.files import atomic_folder, read_text, sha256
 
 ADAPTERS = "adapters.safetensors"
@@ -143,7 +143,7 @@ def _write_folder(
     except OSError as error:
         reason = error.strerror or error
         raise RunError(
-            f"{target}: cannot be written ({reason}); free some disk space, then resume the run"
+            f"{target}: cannot be written ({reason}); free some disk space, {RESUME}"
         ) from error
 
 

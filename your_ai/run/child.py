@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from your_ai.errors import RunError, UserError
+from your_ai.errors import AGAIN, RunError, UserError
 from your_ai.files import open_to_append
 from your_ai.run.exits import LOST, USER
 from your_ai.run.folder import RunFolder
@@ -98,7 +98,7 @@ def reported_error(folder: RunFolder, status: int, output: str) -> Exception:
     if not lines and is_full(folder):  # the child could not write its error
         return RunError(
             f"{folder.path}: cannot be written ({os.strerror(errno.ENOSPC)}); free some disk "
-            "space, then run the same command again"
+            f"space, {AGAIN}"
         )
     last = f" ({lines[-1]})" if lines else ""
     return Lost(

@@ -16,7 +16,7 @@ import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from your_ai.errors import RunError, UserError
+from your_ai.errors import RESUME, RunError, UserError
 from your_ai.files import open_regular
 
 
@@ -482,8 +482,7 @@ class EventLog:
 
     def _failure(self, error: OSError) -> RunError:
         return RunError(
-            f"{self.path}: cannot be written ({error.strerror}); "
-            "free some disk space, then resume the run"
+            f"{self.path}: cannot be written ({error.strerror}); free some disk space, {RESUME}"
         )
 
     def close(self) -> None:
