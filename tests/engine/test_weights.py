@@ -12,6 +12,12 @@ from tests.conftest import make_model
 from your_ai.engine.opened import open_model
 from your_ai.engine.weights import FileRows, FileTensor, StreamedLayer
 from your_ai.errors import RunError
+from your_ai.nets.head import LinearHead
+from your_ai.nets.losses import loss_and_gradient
+from your_ai.objectives.objective import Targets
+from your_ai.objectives.sft import SUPERVISED
+
+KERNELS = True  # whose peaks are measured
 
 
 def tensor_of(folder, array: mx.array, dtype: mx.Dtype | None = None) -> FileTensor:
@@ -43,20 +49,47 @@ def test_gather_keeps_the_order_of_indices(tmp_path_factory, indices):
     assert mx.array_equal(tensor.gather(np.array(indices)), array[mx.array(indices)])
 
 
-@pytest.mark.parametrize("bits", [None, 4])
-def test_streamed_head_equals_the_linear_layer(tmp_path, bits):
-    weight, x = mx.random.normal((70, 64)), mx.random.normal((2, 3, 64))
-    arrays, quantization, expected = {"weight": weight}, {}, x @ weight.T
+def file_rows(folder, weight: mx.array, bits: int | None) -> tuple[FileRows, mx.array]:
+    """The rows of a weight in a file, and the weight, after quantization."""
+    arrays, quantization = {"weight": weight}, {}
     if bits:
         quantization = {"group_size": 32, "bits": bits}
         packed = mx.quantize(weight, **quantization)
         arrays = dict(zip(("weight", "scales", "biases"), packed, strict=True))
-        expected = x @ mx.dequantize(*packed, **quantization).T
-    mx.save_safetensors(str(tmp_path / "m.safetensors"), arrays)
-    tensors = {n: FileTensor(tmp_path / "m.safetensors", n, a.dtype) for n, a in arrays.items()}
-    layer = StreamedLayer(FileRows(tensors, quantization))
-    assert layer.rows.shape == (70, 64)
-    assert mx.allclose(layer(x), expected, rtol=1e-4, atol=1e-4)
+        weight = mx.dequantize(*packed, **quantization)
+    file = folder / f"{len(weight)}.safetensors"
+    mx.save_safetensors(str(file), arrays)
+    tensors = {name: FileTensor(file, name, array.dtype) for name, array in arrays.items()}
+    return FileRows(tensors, quantization), weight
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_streamed_head_equals_the_linear_layer(tmp_path, bits):
+    x = mx.random.normal((2, 3, 64))
+    rows, weight = file_rows(tmp_path, mx.random.normal((70, 64)), bits)
+    assert rows.shape == (70, 64)
+    assert mx.allclose(StreamedLayer(rows)(x), x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.memory
+@pytest.mark.parametrize("bits", [None, 4])
+def test_last_slice_of_a_streamed_head_needs_no_more_than_the_others(tmp_path, bits):
+    """The gradient waits until its logits are freed, and so do the rows of the targets."""
+    hidden = mx.random.normal((1024, 256))
+    tokens, weights = mx.arange(1024), mx.ones(1024)
+    targets = Targets(tokens, tokens, weights, tokens)
+
+    def peak(vocabulary: int) -> int:
+        rows, _ = file_rows(tmp_path, mx.random.normal((vocabulary, 256)), bits)
+        head = LinearHead(rows, before=lambda hidden: mx.fast.rms_norm(hidden, None, 1e-5))
+        held = mx.get_active_memory()
+        mx.reset_peak_memory()
+        found = loss_and_gradient(hidden, targets, SUPERVISED, mx.array(1.0), head)
+        mx.eval(found[:2])
+        return mx.get_peak_memory() - held
+
+    mx.eval(hidden, targets[:4])
+    assert peak(4 * 1024) < 1.03 * peak(3 * 1024 + 512)
 
 
 def test_missing_or_truncated_file_is_reported(tmp_path):

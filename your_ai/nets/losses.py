@@ -340,6 +340,7 @@ def finish(
 
     The gradient is with respect to the inputs of the linear layer, (S, D).
     """
+    softmax = OnlineSoftmax(*_settled(softmax))  # so that the logits of the last slice are freed
     logits, slopes = head.logits_and_slopes(softmax.at_target)
     weighed = weigh(-softmax_losses(softmax, logits))
     rows = head.rows.gather(softmax.targets.squeeze(-1)).astype(mx.float32)
