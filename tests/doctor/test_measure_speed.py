@@ -23,7 +23,12 @@ SMALL = llama(64, 2, 1, 1, 64, 256)
 def quick(monkeypatch):
     """One small model, few cases, and no repetition."""
     monkeypatch.setitem(SHAPES, "tiny", SMALL)
-    kernels = Kernels(((32, 64, 64), (64, 64, 64)), ((96, 1, 1, 32, True),), ((8, 64, 100),))
+    kernels = Kernels(
+        products=((32, 64, 64), (64, 64, 64)),
+        adapters=((32, 64, 64, 4),),
+        attentions=((96, 1, 1, 32, True),),
+        heads=((8, 64, 100),),
+    )
     for name in ("ON_FAST", "ON_SLOW"):
         monkeypatch.setattr(measure_speed, name, SpeedModels((SMALL,), 32, kernels))
     case = SpeedCase("streamed", (Shape(1, 32),), spill=True)

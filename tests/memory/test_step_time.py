@@ -137,6 +137,13 @@ def test_quantized_weights_are_counted_apart():
     assert found["forward"]["quantized_weights"] == 4 * NUMBERS
 
 
+def test_adapters_cost_their_inputs_and_outputs_at_any_rank_and_multiply_adds_by_rank():
+    low, high = (terms(Plan("fused", N), replace(EVERY, rank=rank))["forward"] for rank in (4, 64))
+    sums = sum(inputs + outputs for inputs, outputs in LAYERS.values())
+    assert low["adapted"] == high["adapted"] == 4 * N * sums
+    assert (low["lora"], high["lora"]) == (4 * low["adapted"], 64 * low["adapted"])
+
+
 def test_micro_batches_share_an_update():
     work = StepWork(MODEL, EVERY, StepSizes())
     one, four = (work.of_step(Plan("fused", N), 1, N, count) for count in (1, 4))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,20 +29,23 @@ from your_ai.memory.step_time import (
     BlockPasses,
     BlockRole,
     Work,
+    adapter_work,
     add,
     attention_backward_work,
     attention_work,
     head_parts_work,
+    times,
     weight_work,
 )
 from your_ai.nets.attention import attention
-from your_ai.nets.head import LayerRows, LinearHead
+from your_ai.nets.head import Function, LayerRows, LinearHead
 from your_ai.nets.parts import Arrays
 from your_ai.objectives.objective import Targets
 from your_ai.objectives.sft import SUPERVISED
 from your_ai.training.measure_peaks import batch_of
 
 REPEATS = 3  # after one that may compile
+SEVERAL = 8  # products
 SPILLED_BYTES = 8_000_000
 FILE_ARRAYS = 64  # with little in them
 
@@ -53,6 +56,8 @@ class Kernels:
 
     products: tuple[tuple[int, int, int], ...]
     """Rows, inputs and outputs."""
+    adapters: tuple[tuple[int, int, int, int], ...]
+    """Rows, inputs, outputs and rank."""
     attentions: tuple[tuple[int, int, int, int, bool], ...]
     """T, heads, heads of keys, head size, and whether blocks of queries are small."""
     heads: tuple[tuple[int, int, int], ...]
@@ -61,6 +66,7 @@ class Kernels:
 
 FAST = Kernels(
     products=((64, 256, 704), (256, 512, 512), (64, 512, 1408), (512, 1024, 2816)),
+    adapters=((64, 256, 704, 16), (256, 704, 256, 64), (256, 512, 512, 8), (256, 256, 704, 64)),
     attentions=(
         (256, 8, 8, 32, False),
         (256, 8, 2, 128, False),
@@ -72,6 +78,7 @@ FAST = Kernels(
 )
 SLOW = Kernels(
     products=((64, 256, 704), (128, 512, 512), (32, 512, 1408)),
+    adapters=((64, 128, 384, 16), (64, 384, 128, 64), (128, 384, 1024, 8)),
     attentions=(
         (128, 4, 4, 32, False),
         (128, 4, 1, 128, False),
@@ -88,17 +95,11 @@ def kernel_times(
 ) -> Iterator[TimedWork]:
     """Time each part."""
     on_cpu = mx.default_device().type == mx.cpu
-    for rows, inputs, outputs in kernels.products:
+    for sizes in kernels.products:
         for quantized in (False, True):
-            layer: Any = nn.Linear(inputs, outputs, bias=False)
-            layer.set_dtype(dtype)
-            if quantized:
-                layer = nn.QuantizedLinear.from_linear(layer, GROUP_SIZE, 4)
-            x = mx.random.normal((rows, inputs), key=mx.random.key(0)).astype(dtype)
-            mx.eval(layer.parameters(), x)
-            product = partial(multiply, x, layer) if quantized and on_cpu else partial(layer, x)
-            work = weight_work(quantized, inputs, outputs, rows)
-            yield TimedWork(f"product {rows} x {inputs} x {outputs}", work, time_of(product, now))
+            yield product_time(*sizes, quantized, dtype, now)
+    for sizes in kernels.adapters:
+        yield adapter_time(*sizes, dtype, now)
     for shape in kernels.attentions if on_cpu else ():
         yield from attention_times(*shape, dtype, now)
     for sizes in kernels.heads:
@@ -106,6 +107,58 @@ def kernel_times(
             yield head_time(*sizes, quantized, dtype, now)
     yield spill_time(now)
     yield from file_times(now)
+
+
+def product_time(
+    rows: int,
+    inputs: int,
+    outputs: int,
+    quantized: bool,
+    dtype: mx.Dtype,
+    now: Callable[[], float],
+) -> TimedWork:
+    """Time products with frozen weights."""
+    on_cpu = mx.default_device().type == mx.cpu
+
+    def made() -> Function:
+        layer: Any = nn.Linear(inputs, outputs, bias=False)
+        layer.set_dtype(dtype)
+        if quantized:
+            layer = nn.QuantizedLinear.from_linear(layer, GROUP_SIZE, 4)
+        mx.eval(layer.parameters())
+        return partial(multiply, layer=layer) if quantized and on_cpu else layer
+
+    x = random_numbers(rows, inputs, dtype)
+    found = several([made() for _ in range(SEVERAL)], x, now)
+    work = times(weight_work(quantized, inputs, outputs, rows), SEVERAL)
+    return TimedWork(f"product {rows} x {inputs} x {outputs}", work, found)
+
+
+def adapter_time(
+    rows: int, inputs: int, outputs: int, rank: int, dtype: mx.Dtype, now: Callable[[], float]
+) -> TimedWork:
+    """Time the forward pass of adapters."""
+
+    def made() -> Function:
+        base = random_numbers(rows, outputs, dtype)
+        lora_a, lora_b = random_numbers(inputs, rank, dtype), random_numbers(rank, outputs, dtype)
+        return lambda x: base + (x @ lora_a) @ lora_b
+
+    found = several([made() for _ in range(SEVERAL)], random_numbers(rows, inputs, dtype), now)
+    work = times(adapter_work(inputs, outputs, rank, rows), SEVERAL)
+    return TimedWork(f"adapter {rows} x {inputs} x {outputs}", work, found)
+
+
+def several(layers: Sequence[Function], x: mx.array, now: Callable[[], float]) -> float:
+    """The seconds of all layers in one graph, as in a step, where no weight is in a cache already;
+    to run a graph of its own takes as long as a small product."""
+    return time_of(lambda: [layer(x) for layer in layers], now)
+
+
+def random_numbers(rows: int, columns: int, dtype: mx.Dtype) -> mx.array:
+    found = mx.random.normal((rows, columns), key=mx.random.key(0)).astype(dtype)
+    mx.eval(found)
+    return found
 
 
 def attention_times(

@@ -26,6 +26,7 @@ KINDS = {
     "quantized_matmul": "multiply-add of tokens with a quantized weight",
     "quantized_weights": "number of a quantized weight, each time it is multiplied",
     "lora": "multiply-add of an adapter",
+    "adapted": "number of the inputs and outputs of an adapter, in one pass",
     "elements": "number of the hidden states and outputs of layers, in one pass",
     "attention": "multiply-add of attention",
     "scores": "attention score",

@@ -294,8 +294,7 @@ class BlockWork:
 
     def adapter(self, inputs: int, outputs: int) -> Work:
         """Of the forward pass of an adapter."""
-        lora = self.tokens * self.training.rank * (inputs + outputs)
-        return {"lora": lora, "elements": self.tokens * outputs, "products": 2}
+        return adapter_work(inputs, outputs, self.training.rank, self.tokens)
 
 
 def weight_work(quantized: bool, inputs: int, outputs: int, n: int) -> Work:
@@ -304,6 +303,15 @@ def weight_work(quantized: bool, inputs: int, outputs: int, n: int) -> Work:
     if quantized:
         return {"quantized_matmul": n * numbers, "quantized_weights": numbers, "products": 1}
     return {"matmul": n * numbers, "weights": numbers, "products": 1}
+
+
+def adapter_work(inputs: int, outputs: int, rank: int, n: int) -> Work:
+    """Multiply N tokens with the two matrices of an adapter, and add to the output of its layer.
+
+    At low ranks most of the time goes into its inputs and outputs, not into multiply-adds.
+    """
+    numbers = n * (inputs + outputs)
+    return {"adapted": numbers, "lora": rank * numbers, "products": 2}
 
 
 def attention_work(mixer: MixerFacts, passes: BlockPasses, on_cpu: bool) -> Work:
