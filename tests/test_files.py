@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from your_ai import files
-from your_ai.files import TEMPORARY, atomic_folder, clean, sha256
+from your_ai.files import TEMPORARY, atomic_folder, clean, remedy_of, sha256
 
 
 def names(folder: Path) -> list[str]:
@@ -122,3 +122,17 @@ def test_clean_deletes_only_temporary_folders(own_folder):
 
 def test_clean_of_a_missing_folder_does_nothing(own_folder):
     clean(own_folder / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "free some disk space"),
+        (errno.EDQUOT, "free some disk space"),
+        (errno.EROFS, "correct its permissions"),
+        (errno.EIO, "check the disk"),
+        (None, "check the disk"),
+    ],
+)
+def test_remedies_fit_the_error(number, remedy):
+    assert remedy_of(OSError(number, "why")) == remedy

@@ -30,6 +30,7 @@ class Interrupted(BaseException):
         self.number = number
 
 
+UNREADABLE = "[read]"  # the beginning of MLX's message
 OUT_OF_MEMORY = (
     "Insufficient Memory",
     "maximum allowed buffer size",
@@ -51,19 +52,30 @@ def is_memory_error(error: BaseException) -> bool:
     return mlx or isinstance(error, MemoryError)
 
 
+def is_read_error(error: BaseException) -> bool:
+    """Whether MLX could not read a file whose arrays are lazy."""
+    return type(error) is RuntimeError and str(error).startswith(UNREADABLE)
+
+
+def is_of_model_code(error: Exception) -> bool:
+    """Whether an error may be the fault of a model's code: not of the memory, a file or a user."""
+    given = isinstance(error, RunError | UserError)
+    return not (given or is_memory_error(error) or is_read_error(error))
+
+
 @contextlib.contextmanager
 def suppress_model_errors() -> Iterator[None]:
-    """Suppress errors from a model's code, except those about too little memory."""
+    """Suppress errors from a model's code, which may raise anything, and no others."""
     try:
         yield
-    except Exception as error:  # an architecture's code may raise anything
-        if is_memory_error(error):
+    except Exception as error:
+        if not is_of_model_code(error):
             raise
 
 
 def explain(reason: str) -> str:
     """Turn a message from MLX into one that says what failed and what the user can do."""
-    if reason.startswith("[read]"):
+    if reason.startswith(UNREADABLE):
         return f"the model's files can no longer be read; put them back, {RESUME}"
     if is_out_of_memory(reason):
         return f"out of memory ({reason}); lower --batch-size or --max-seq-length"

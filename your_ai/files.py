@@ -133,6 +133,15 @@ def read_at(file: int, size: int, offset: int) -> bytes:
     return b"".join(parts)
 
 
+def remedy_of(error: OSError) -> str:
+    """What to do first about a file that cannot be written or read, for the text of an error."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some disk space"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "correct its permissions"
+    return "check the disk"
+
+
 def read_into(file: int, buffer: memoryview, offset: int) -> int:
     """Fill a buffer of bytes from `offset`; return how many there were before the file ended."""
     done = 0

@@ -46,17 +46,25 @@ def test_appended_arrays_use_no_memory(tmp_path):
     assert mx.get_active_memory() - before < 2 * 256 * 256 * 4
 
 
-@pytest.mark.parametrize(("call", "done"), [("pwrite", "written"), ("preadv", "read")])
-def test_disk_errors_are_reported(tmp_path, monkeypatch, call, done):
+@pytest.mark.parametrize(
+    ("call", "done", "number", "remedy"),
+    [
+        ("pwrite", "written", errno.ENOSPC, "free some disk space"),
+        ("pwrite", "written", errno.EIO, "check the disk"),
+        ("preadv", "read", errno.EIO, "check the disk"),
+    ],
+)
+def test_disk_errors_are_reported(tmp_path, monkeypatch, call, done, number, remedy):
     stack = Spilled(tmp_path)
     if call == "preadv":
         stack.append(mx.ones((1, 4, 4)))
 
     def fail(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, call, fail)
-    with pytest.raises(RunError, match=rf"{done} \(No space left"):
+    reason = os.strerror(number)
+    with pytest.raises(RunError, match=rf"{done} \({reason}\); {remedy}, then resume the run"):
         stack.pop() if call == "preadv" else stack.append(mx.ones((1, 4, 4)))
 
 

@@ -7,8 +7,11 @@ import mlx.nn as nn
 import pytest
 
 from tests.conftest import make_model
+from your_ai.errors import RunError
 from your_ai.nets import model
-from your_ai.nets.parts import arrays_of, put, structure
+from your_ai.nets.block_calls import Unsplittable
+from your_ai.nets.parts import arrays_of, parts_of, put, structure
+from your_ai.nets.split import split
 
 
 class Placed(nn.Module):
@@ -65,3 +68,28 @@ def test_arrays_in_lists_are_put_back():
     module = Listed()
     put(module, {"rows.1": mx.full((2,), 7.0)})
     assert mx.array_equal(arrays_of(module)["rows.1"], mx.full((2,), 7.0)).item()
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (RunError("gone"), RunError),
+        (RuntimeError("[read] Unable to read from file."), RuntimeError),
+        (MemoryError(), MemoryError),
+        (ValueError("shapes"), Unsplittable),
+    ],
+)
+def test_only_errors_of_a_models_code_mean_that_it_cannot_be_split(tmp_path, error, wanted):
+    """The blocks of a streamed model read their files while it is split."""
+    network, _ = model.load_network(make_model(tmp_path / "m", "llama"), mx.float32)
+    halves = split(network)
+
+    class Failing(nn.Module):
+        use_sliding = False
+
+        def __call__(self, *args, **kwargs):
+            raise error
+
+    network.model.layers = [Failing() for _ in network.layers]
+    with pytest.raises(wanted):
+        parts_of(network, halves)

@@ -37,7 +37,7 @@ import numpy as np
 
 from your_ai.data.batches import MULTIPLE, PADDING, round_up
 from your_ai.errors import RESUME, RunError, UserError
-from your_ai.files import open_to_append, read_at, write_at
+from your_ai.files import open_to_append, read_at, remedy_of, write_at
 from your_ai.gates.text import counted
 from your_ai.run.folder import LOCK_WAIT_S
 
@@ -251,7 +251,7 @@ class DiskStore:
     def _failure(self, error: OSError) -> RunError:
         return RunError(
             f"{self.folder}: the prefix cache cannot be written ({error.strerror}); "
-            f"free some disk space, {RESUME}, {INSTEAD}"
+            f"{remedy_of(error)}, {RESUME}, {INSTEAD}"
         )
 
 

@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple, Protocol
 import mlx.core as mx
 
 from your_ai.errors import RESUME, RunError
-from your_ai.files import read_into, write_at
+from your_ai.files import read_into, remedy_of, write_at
 
 COPIED_BYTES = 1 << 20  # of a file, at a time
 ALIGNMENT = 8  # of a safetensors header
@@ -88,8 +88,8 @@ class ArrayFile:
 
     def _failure(self, done: str, error: OSError) -> RunError:
         return RunError(
-            f"{self.folder}: {self.contents} cannot be {done} ({error.strerror}); free some disk "
-            f"space, {RESUME}"
+            f"{self.folder}: {self.contents} cannot be {done} ({error.strerror}); "
+            f"{remedy_of(error)}, {RESUME}"
         )
 
 

@@ -27,7 +27,7 @@ from mlx.utils import tree_flatten
 
 from your_ai.engine.reading import Part, ReadClock, hint
 from your_ai.engine.streamed_experts import only_routed
-from your_ai.errors import RESUME, RunError, UserError, is_memory_error
+from your_ai.errors import RESUME, RunError, UserError, is_read_error
 from your_ai.files import read_into
 from your_ai.gates.untrusted import read_header
 from your_ai.memory.facts import VOCABULARY
@@ -168,17 +168,22 @@ class Streamed:
         if index in self._held:
             return self._held[index]
         arrays = self._ahead.pop(index, None) or self.load(index)
-        with self.clock.waiting():
-            try:
-                mx.eval(arrays)
-            except RuntimeError as error:
-                if is_memory_error(error):
-                    raise
-                files = sorted({tensor.file for tensor in self.files[index].values()})
-                raise gone(files[0], str(error)) from error
+        with self.clock.waiting(), self.reading(index):
+            mx.eval(arrays)
         if self.is_resident(index):
             self._held[index] = arrays
         return arrays
+
+    @contextlib.contextmanager
+    def reading(self, index: int) -> Iterator[None]:
+        """Raise RunError, which names a file, where the block's arrays cannot be read."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_read_error(error):
+                raise
+            files = sorted({tensor.file for tensor in self.files[index].values()})
+            raise gone(files[0], str(error)) from error
 
     def ahead(self, indices: Iterable[int]) -> None:
         left = [index for index in indices if index not in self._held]
@@ -362,7 +367,8 @@ def stream(
             stays = weights.is_resident(index)
             put(blocks[index], weights.read(index) if stays else weights.load(index))
             try:
-                with only_routed(blocks[index], {} if stays else readers[index]):
+                routed = only_routed(blocks[index], {} if stays else readers[index])
+                with routed, weights.reading(index):
                     result = blocks[index](*args, **kwargs)
                     mx.eval(result)
                 return result

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from your_ai.errors import RunError
-from your_ai.files import read_text, sync
+from your_ai.files import read_text, remedy_of, sync
 from your_ai.run.folder import RunFolder
 
 VERSION = 1
@@ -77,8 +77,8 @@ def write(folder: RunFolder, found: dict[str, Any]) -> None:
         sync(folder.path)
     except OSError as error:
         raise EvaluationNotKept(
-            f"{target}: cannot be written ({error.strerror}); free some disk space, then evaluate "
-            "again",
+            f"{target}: cannot be written ({error.strerror}); {remedy_of(error)}, then "
+            "evaluate again",
             found,
         ) from error
 

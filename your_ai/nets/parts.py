@@ -19,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from your_ai.errors import is_memory_error, suppress_model_errors
+from your_ai.errors import is_of_model_code, suppress_model_errors
 from your_ai.nets.block_calls import (
     Arrays,
     ArraySource,
@@ -221,7 +221,7 @@ def parts_of(model: nn.Module, halves: Split, blocks: list[nn.Module] | None = N
     except Unsplittable:
         raise
     except Exception as error:  # the code of an architecture may raise any type
-        if is_memory_error(error):
+        if not is_of_model_code(error):
             raise
         raise Unsplittable(f"{type(error).__name__}: {error}".splitlines()[0]) from error
     if not mx.allclose(ours, wanted[:, 1:], rtol=1e-3, atol=1e-3).item():

@@ -26,7 +26,7 @@ from typing import Any
 import mlx.core as mx
 
 from your_ai.errors import RESUME, RunError, UserError, is_memory_error
-from your_ai.files import atomic_folder, read_text, sha256
+from your_ai.files import atomic_folder, read_text, remedy_of, sha256
 
 ADAPTERS = "adapters.safetensors"
 PEFT_ADAPTERS = "adapter_model.safetensors"  # the same in the format of PEFT
@@ -143,7 +143,7 @@ def _write_folder(
     except OSError as error:
         reason = error.strerror or error
         raise RunError(
-            f"{target}: cannot be written ({reason}); free some disk space, {RESUME}"
+            f"{target}: cannot be written ({reason}); {remedy_of(error)}, {RESUME}"
         ) from error
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from your_ai.errors import RESUME, RunError, UserError
-from your_ai.files import open_regular
+from your_ai.files import open_regular, remedy_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -482,7 +482,7 @@ class EventLog:
 
     def _failure(self, error: OSError) -> RunError:
         return RunError(
-            f"{self.path}: cannot be written ({error.strerror}); free some disk space, {RESUME}"
+            f"{self.path}: cannot be written ({error.strerror}); {remedy_of(error)}, {RESUME}"
         )
 
     def close(self) -> None:

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from your_ai.errors import RunError
-from your_ai.files import TEMPORARY
+from your_ai.errors import RESUME, RunError
+from your_ai.files import TEMPORARY, remedy_of
 from your_ai.gates.untrusted import is_number
 
 FOLDER = "rollouts"
@@ -93,8 +93,7 @@ def write_rollouts(path: Path, records: list[RolloutRecord]) -> None:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise RunError(
-            f"{path}: cannot be written ({error.strerror}); free some disk space, then resume the "
-            "run"
+            f"{path}: cannot be written ({error.strerror}); {remedy_of(error)}, {RESUME}"
         ) from error
 
 
