@@ -55,9 +55,14 @@ def target_parts(
 
 
 def slots_of(targets: Targets, indices: np.ndarray, places: np.ndarray, share: int) -> Targets:
-    """The targets at `indices`, with padding to a multiple of `share`; places: their positions."""
+    """The targets at `indices`, with padding to a multiple of `share`.
+
+    places: (S,) the positions of all targets in the part, out of range for those of other parts.
+    """
     count = len(indices)
-    slots = np.zeros(-(-count // share) * share, np.int64)
+    # The padding repeats a target of the part. MLX checks no index: the head would gather other
+    # memory for a position out of range, and its backward pass would write there.
+    slots = np.full(-(-count // share) * share, indices[0])
     slots[:count] = indices
     at = mx.array(slots.astype(np.int32))
     found = Targets(*(None if array is None else array[at] for array in targets))
