@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from your_ai.data.batches import Batch
-from your_ai.nets.dora import dora_layers
+from your_ai.nets.dora import NORMS, dora_layers, use_norms
 from your_ai.nets.parts import skeleton
 
 T = TypeVar("T")
@@ -93,9 +93,9 @@ def can_compile(model: nn.Module) -> bool:
     """
     try:
         twin = skeleton(model)
-        for _, layer in dora_layers(twin):
-            layer.keep_own_norms()
-        mx.compile(twin)(mx.arange(TRIED_TOKENS)[None])  # never evaluated
+        layers = dora_layers(twin)
+        with use_norms(layers, {f"{path}.{NORMS}": layer.m for path, layer in layers}):
+            mx.compile(twin)(mx.arange(TRIED_TOKENS)[None])  # never evaluated
     except ValueError as error:
         return "[eval]" not in str(error)
     return True

@@ -39,7 +39,11 @@ from your_ai.nets.source_names import names_read
 from your_ai.nets.split import Head, Path, Split, blocks_path, module_at, replaced
 
 TRIED_TOKENS = 4  # length of the row that tests what a block does with its mask
-PASSING = ("_training", "_kept")  # attributes of layers that do not change what they compute
+PASSING = (
+    "_training",
+    "_kept",
+    "_initial",
+)  # attributes of layers that do not change what they compute
 
 
 @dataclass(frozen=True)
