@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 # The end of an error: of a run that can be resumed, and of one that never began.
 RESUME, AGAIN = "then resume the run", "then run the same command again"
+# The end of a message about a fault that is not the user's.
+REPORT = "please report it, with the file that this command writes: your_ai doctor --report FILE"
 
 
 class UserError(Exception):

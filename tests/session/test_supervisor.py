@@ -241,9 +241,9 @@ def test_deaths_with_new_checkpoints_are_always_restarted(run):
 
 def test_gives_up_at_the_third_death_without_a_new_checkpoint(run):
     with pytest.raises(Lost) as caught:
-        supervised(run, "start(); save(0); step(1); die(signal.SIGSEGV)")
+        supervised(run, "start(); save(0); step(1); die(signal.SIGKILL)")
     assert str(caught.value) == (
-        "runs/r: training died: killed by SIGSEGV after step 1; 3 deaths in a row without a new "
+        "runs/r: training died: killed by SIGKILL after step 1; 3 deaths in a row without a new "
         "checkpoint; its output is in runs/r/process.log; continue with: your_ai train --resume r"
     )
     assert [(died.step, died.level) for died in events_of(run, events.Died)] == [
@@ -251,6 +251,36 @@ def test_gives_up_at_the_third_death_without_a_new_checkpoint(run):
         (1, 0),
         (1, None),
     ]
+
+
+@pytest.mark.parametrize("number", ["SIGSEGV", "SIGBUS", "SIGABRT"])
+def test_after_three_faults_of_the_program_a_smaller_plan_is_tried_once(run, number):
+    with pytest.raises(Lost) as caught:
+        supervised(run, f"start(); save(0); step(1); die(signal.{number})")
+    assert str(caught.value) == (
+        f"runs/r: training died: killed by {number} after step 1; 4 deaths in a row without a new "
+        "checkpoint; this is a bug in your_ai or in MLX: please report it, with the file that this "
+        "command writes: your_ai doctor --report FILE; its output is in runs/r/process.log; "
+        "continue with: your_ai train --resume r"
+    )
+    assert [died.level for died in events_of(run, events.Died)] == [0, 0, 1, None]
+    assert levels(run) == [0, 0, 0, 1]
+
+
+def test_run_goes_on_under_the_smaller_plan_that_has_no_fault(run):
+    fault = "start(); save(0); step(1); die(signal.SIGSEGV)"
+    assert supervised(run, fault, fault, fault, "start(); step(1); finish()") == DONE
+    died = events_of(run, events.Died)[-1]
+    assert died.reason == (
+        "killed by SIGSEGV after step 1, 3 times in a row; trying the next smaller plan once"
+    )
+
+
+def test_other_deaths_among_the_faults_give_up_at_the_third(run):
+    lives = [f"start(); save(0); step(1); die(signal.SIG{n})" for n in ("SEGV", "KILL", "SEGV")]
+    with pytest.raises(Lost, match="3 deaths in a row"):
+        supervised(run, *lives)
+    assert levels(run) == [0, 0, 0]
 
 
 def test_death_before_the_first_checkpoint_restarts(run):

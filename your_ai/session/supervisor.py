@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import BinaryIO
 
 from your_ai.config import TrainConfig, build
-from your_ai.errors import RunError, UserError
+from your_ai.errors import REPORT, RunError, UserError
 from your_ai.gates.console import echo_error, echo_traceback
 from your_ai.gates.programs import python_module
 from your_ai.hub.find import find_model
@@ -71,6 +71,8 @@ from your_ai.session.stalls import STARTING, Patience, StallWatch, patience_of
 from your_ai.trackers.upload import tracked
 
 MAX_IN_A_ROW = 3  # deaths without a new checkpoint, or restarts without a step
+# A process that dies of these is broken: your_ai's fault or MLX's, not the machine's.
+FAULTS = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT)
 LAST_SAMPLES = 5
 NEAR_LIMIT = 0.85  # a process that dies above this fraction of the limit probably ran out of memory
 CRITICAL_PRESSURE = 4
@@ -187,8 +189,11 @@ def supervise(
                 died = events.Died(step=life.step, reason=decision.reason, level=decision.level)
                 write(folder, died)
             if decision.level is None and not received:
+                fault = ""
+                if life.status in FAULTS:
+                    fault = f"this is a bug in your_ai or in MLX: {REPORT}; "
                 raise Lost(
-                    f"{folder.path}: training died: {decision.reason}; its output is in "
+                    f"{folder.path}: training died: {decision.reason}; {fault}its output is in "
                     f"{folder.path / LOG}; continue with: your_ai train --resume {folder.reference}"
                 )
             lives.append(life)
@@ -370,12 +375,20 @@ def after_restart(lives: Sequence[Life], life: Life) -> Decision:
 
 
 def after_death(deaths: Sequence[Life], death: Life) -> Decision:
-    """Restart, with a smaller plan if memory ran out; give up at the third without progress."""
+    """Restart, with a smaller plan if memory ran out; give up at the third without progress.
+
+    If all three were faults of the program, the next smaller plan, whose code differs, is tried
+    once.
+    """
     what = describe(death)
     same = [earlier for earlier in deaths if earlier.checkpoint == death.checkpoint]
+    faults = all(each.status in FAULTS and not each.stalled for each in (*same, death))
+    if faults and len(same) + 1 == MAX_IN_A_ROW:
+        under = "trying the next smaller plan once"
+        return Decision(death.level + 1, f"{what}, {MAX_IN_A_ROW} times in a row; {under}")
     if len(same) + 1 >= MAX_IN_A_ROW:
         kind = "stalls" if all(each.stalled for each in (*same, death)) else "deaths"
-        return Decision(None, f"{what}; {MAX_IN_A_ROW} {kind} in a row without a new checkpoint")
+        return Decision(None, f"{what}; {len(same) + 1} {kind} in a row without a new checkpoint")
     near_limit = death.near_limit and not death.stalled  # it was not killed for its memory
     of_memory = death.status == OUT_OF_MEMORY or near_limit or death.critical
     smaller = death.smaller or of_memory
