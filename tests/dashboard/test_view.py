@@ -104,6 +104,16 @@ def test_summary_shows_peak_memory_and_limit():
     assert "peak memory: 5.00 GB of 7.00 GB" in lines
 
 
+def test_summary_says_that_a_run_passed_its_limit():
+    limit = events.Limit(limit_bytes=4_990_000_000, reason="")
+    finished = events.Finished(step=4, reason="done", adapter="a", seconds=9.0)
+    lines = drawn(*view.summary(state_of(limit, step(4), finished), "r"), width=200)
+    assert (
+        "the run passed its memory limit by 10.0 MB, which is a bug in your_ai; please report it, "
+        "with the file that this command writes: your_ai doctor --report FILE" in lines
+    )
+
+
 def test_skipped_steps_and_notices_have_lines():
     skipped = events.Skipped(step=4, reason="the loss is nan", in_a_row=1, total=2)
     assert view.event_line(skipped, ViewState()) == (

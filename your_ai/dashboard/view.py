@@ -11,6 +11,7 @@ from rich.text import Text
 from your_ai.dashboard.metric_table import JUDGE, line_texts, other_values, plain
 from your_ai.dashboard.shares import match_share
 from your_ai.dashboard.state import ViewState
+from your_ai.errors import REPORT
 from your_ai.gates.text import counted, loss_text, size_text
 from your_ai.run import events
 from your_ai.run.events import Event
@@ -145,6 +146,10 @@ def summary(state: ViewState, run: str, events_shown: bool = True) -> list[Rende
     if state.highest_bytes is not None:
         limit = f" of {size_text(state.limit.limit_bytes)}" if state.limit else ""
         parts.append(f"peak memory: {size_text(state.highest_bytes)}{limit}")
+        if state.limit and state.highest_bytes > state.limit.limit_bytes:
+            over = size_text(state.highest_bytes - state.limit.limit_bytes)
+            text = f"the run passed its memory limit by {over}, which is a bug in your_ai"
+            parts.append(f"{text}; {REPORT}")
     parts += result_lines(state)
     parts.append(f"adapter: {finished.adapter}{which_adapter(finished)}")
     has_answers = state.started is None or state.started.has_answers
