@@ -25,11 +25,12 @@ from your_ai.memory.calibration import (
     extrapolated,
     next_shape,
 )
-from your_ai.memory.calibration_steps import is_certain, measure_and_choose, measured
+from your_ai.memory.calibration_steps import Peak, is_certain, measure_and_choose, measured
 from your_ai.memory.estimate import Plan
 from your_ai.memory.plan import (
     ENGINES,
     Demand,
+    DoesNotFit,
     choose,
     estimate_of,
     estimate_rows,
@@ -72,13 +73,13 @@ class Machine:
     def process_bytes(self, plan: Plan, shape: Shape) -> int:
         return estimate_of(self.demand, plan, *shape, work_ratio=self.factor).process_bytes
 
-    def peak_bytes(self, plan: Plan, shape: Shape) -> int:
-        """The peak of MLX's buffers for gradients; records shapes that exceed the limit."""
+    def peak_of(self, plan: Plan, shape: Shape) -> Peak:
+        """The memory of gradients; records shapes that exceed the limit."""
         found = estimate_of(self.demand, plan, *shape, work_ratio=self.factor, gradients_only=True)
         self.shapes.append(shape)
         if found.process_bytes > self.limit_bytes:
             self.above.append((plan, shape, found.process_bytes / self.limit_bytes))
-        return found.mlx_bytes
+        return Peak(found.mlx_bytes)
 
 
 def settled(machine: Machine, demand: Demand, limit_bytes: int) -> tuple[Demand, Plan]:
@@ -86,7 +87,7 @@ def settled(machine: Machine, demand: Demand, limit_bytes: int) -> tuple[Demand,
     for _ in range(8):
         choice = choose(demand, limit_bytes)
         before = choice.option.plan
-        demand, choice = measure_and_choose(demand, choice, limit_bytes, 0, machine.peak_bytes)
+        demand, choice = measure_and_choose(demand, choice, limit_bytes, 0, machine.peak_of)
         plan = choice.option.plan
         if (plan.engine, plan.spill) == (before.engine, before.spill):
             return demand, plan
@@ -108,7 +109,7 @@ def test_wrong_coefficients_lead_to_a_good_plan_without_exceeding_the_limit(
         largest = largest_shape(demand, option.plan)
         for shape in (Shape(1, 32), Shape(1, largest.tokens), largest):
             found = estimate_of(demand, option.plan, *shape, work_ratio=factor, gradients_only=True)
-            points.append(measured(demand, option.plan, shape, found.mlx_bytes))
+            points.append(measured(demand, option.plan, shape, Peak(found.mlx_bytes)))
     true = replace(demand, calibration=Calibration(tuple(points)))
     floors = [min(o.needed_bytes for o in options(either)) for either in (demand, true)]
     limit_bytes = int(room * max(floors))
@@ -232,10 +233,49 @@ def test_measurements_correct_the_estimates():
     plan = Plan("staged", 2048)
     before = estimate_rows(demand, plan, 1, 512).work_bytes
     peak = estimate_of(demand, plan, 1, 512, work_ratio=2.0, gradients_only=True).mlx_bytes
-    found = measured(demand, plan, Shape(1, 512), peak)
+    found = measured(demand, plan, Shape(1, 512), Peak(peak))
     assert found.ratio == pytest.approx(2.0, rel=1e-3)
     corrected = replace(demand, calibration=Calibration((found,)))
     assert estimate_rows(corrected, plan, 1, 512).work_bytes > 1.5 * before
+
+
+def with_beside(demand, plan, more: int) -> Demand:
+    """The demand after a measurement that found `more` bytes outside MLX than estimated."""
+    shape = Shape(1, 512)
+    expected = estimate_of(demand, plan, *shape, gradients_only=True)
+    peak = Peak(expected.mlx_bytes, expected.beside_bytes + more)
+    found = measured(demand, plan, shape, peak)
+    return replace(demand, calibration=demand.calibration.with_one(found))
+
+
+def test_measured_memory_outside_mlx_is_planned():
+    demand, plan = demand_of_two_lengths(), Plan("staged", 2048)
+    known = with_beside(demand, plan, 0)
+    needed = estimate_rows(known, plan, 1, 512).process_bytes
+    more = with_beside(demand, plan, 7 * MB)
+    assert estimate_rows(more, plan, 1, 512).process_bytes == needed + 7 * MB
+    again = with_beside(more, plan, 2 * MB)  # beyond what was known; of the same size, the larger
+    assert estimate_rows(again, plan, 1, 512).process_bytes == needed + 9 * MB
+    less = with_beside(demand, plan, -7 * MB)
+    assert estimate_rows(less, plan, 1, 512).process_bytes == needed
+
+
+def test_plan_without_margins_is_chosen_only_within_what_was_measured():
+    """The estimate outside MLX's buffers counts 10 MB for what is not known."""
+    demand = replace(demand_of_two_lengths(), engine="staged")
+    least = min(
+        o.estimate.process_bytes for o in options(with_beside(demand, Plan("staged", 1), 0))
+    )
+    for beside, lower, fits in ((None, 9, True), (0, 1, False), (-6, 5, True), (-6, 7, False)):
+        known = with_beside(demand, Plan("staged", 2048), (beside or 0) * MB)
+        if beside is None:
+            alone = tuple(replace(m, excess_bytes=None) for m in known.calibration.measurements)
+            known = replace(known, calibration=Calibration(alone))
+        if fits:
+            choose(known, least - lower * MB)
+        else:
+            with pytest.raises(DoesNotFit):
+                choose(known, least - lower * MB)
 
 
 # The file

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from your_ai.memory import guard, probe
-from your_ai.memory.guard import HEADROOM_BYTES, guarded
+from your_ai.memory.guard import guarded, wait_s
+from your_ai.memory.limit import headroom_bytes
 
 LIMIT = 1_000_000_000
 
@@ -33,17 +34,15 @@ def test_guard_calls_end_just_below_the_limit(held):
         calls.append(held_bytes)
         ended.set()
 
-    with guarded(LIMIT, end) as begin:
-        begin()
-        held.append(LIMIT - HEADROOM_BYTES)
+    with guarded(LIMIT, end):
+        held.append(LIMIT - headroom_bytes(LIMIT))
         assert wait_for(ended)
-    assert calls == [LIMIT - HEADROOM_BYTES]
+    assert calls == [LIMIT - headroom_bytes(LIMIT)]
 
 
 def test_guard_does_nothing_further_below_the_limit(held):
     ended = threading.Event()
-    with guarded(LIMIT, lambda _: ended.set()) as begin:
-        begin()
+    with guarded(LIMIT, lambda _: ended.set()):
         held.append(int(0.98 * LIMIT))
         time.sleep(0.2)
     assert not ended.is_set()
@@ -57,8 +56,7 @@ def test_guard_frees_memory_first_and_continues_if_that_helps(held, monkeypatch)
         freed.set()
 
     monkeypatch.setattr(guard.allocator, "free", free)
-    with guarded(LIMIT, lambda _: ended.set()) as begin:
-        begin()
+    with guarded(LIMIT, lambda _: ended.set()):
         held.append(LIMIT)
         assert wait_for(freed)
         time.sleep(0.05)
@@ -67,16 +65,24 @@ def test_guard_frees_memory_first_and_continues_if_that_helps(held, monkeypatch)
 
 def test_guard_ignores_a_gauge_that_cannot_be_read(held):
     ended = threading.Event()
-    with guarded(LIMIT, lambda _: ended.set()) as begin:
-        begin()
+    with guarded(LIMIT, lambda _: ended.set()):
         held.append(None)
         time.sleep(0.15)
     assert not ended.is_set()
 
 
-def test_guard_watches_only_after_it_is_started(held):
-    ended = threading.Event()
-    with guarded(LIMIT, lambda _: ended.set()):
+def test_guard_waits_until_it_may_end_the_process(held):
+    ended, ready = threading.Event(), threading.Event()
+    with guarded(LIMIT, lambda _: ended.set(), lambda most: ready.is_set()):
         held.append(LIMIT)
         time.sleep(0.15)
-    assert not ended.is_set()
+        assert not ended.is_set()
+        ready.set()
+        assert wait_for(ended)
+
+
+@pytest.mark.parametrize("room_bytes", [-5, 0, 10**6, 10**8, 10**11])
+def test_guard_looks_again_before_the_process_can_reach_the_limit(room_bytes):
+    wait = wait_s(room_bytes)
+    assert 0 < wait <= 0.05
+    assert wait <= max(0.001, room_bytes / 4e9)

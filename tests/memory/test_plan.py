@@ -199,7 +199,7 @@ def test_streamed_plans_are_tried_with_fewer_and_fewer_blocks_in_memory():
     assert [o.plan.resident for o in found] == list(range(30, -2, -2))
     crossed = 0
     for more, less in itertools.pairwise(found[:-1]):
-        added = more.needed_bytes - less.needed_bytes
+        added = more.estimate.process_bytes - less.estimate.process_bytes
         if more.plan.resident >= DEMAND.training.blocks > less.plan.resident:
             assert added < 2 * 123 * MB  # here on, the backward pass reads no block
             crossed += 1
@@ -541,8 +541,8 @@ def test_corrected_rows_are_the_maximum_that_fits():
     found.learn(8, 256, measured(found, 8, 256, 1.3))
     rows = found.rows(256)
     assert 1 < rows < 8
-    assert found.expected_bytes(rows, 256) <= found.limit_bytes
-    assert found.expected_bytes(rows + 1, 256) > found.limit_bytes
+    assert found.expected_bytes(rows, 256) <= found.most_bytes
+    assert found.expected_bytes(rows + 1, 256) > found.most_bytes
 
 
 def test_bucket_without_measurement_uses_the_worst_ratio():

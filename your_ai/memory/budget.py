@@ -75,6 +75,11 @@ def python_bytes() -> int:
     return (probe.process_bytes() or 0) + LATER_BYTES
 
 
+def empty_bytes() -> int | None:
+    """Memory of this process before it read rows and weights; None if it has not measured that."""
+    return python_bytes() - LATER_BYTES if python_bytes.cache_info().currsize else None
+
+
 def row_limit(max_row_bytes: int, max_memory_gb: float | None, force: bool = False) -> RowLimit:
     """The maximum length of a row of data, so that reading stays under the limit.
 

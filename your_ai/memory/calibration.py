@@ -39,6 +39,8 @@ class Measurement:
     """Peak memory without weights, adapters and optimizer state."""
     ratio: float
     """The factor on the coefficients that makes the estimate equal to the measurement."""
+    excess_bytes: int | None = None
+    """Memory of the process outside MLX's buffers, less the estimate of it; None if unknown."""
 
     @property
     def size(self) -> int:
@@ -68,6 +70,12 @@ class Calibration:
         ours = [m for m in self.measurements if m.engine == family]
         found = {m.size: m for m in sorted(ours, key=lambda m: m.work_bytes)}
         return [found[size] for size in sorted(found)]
+
+    def excess_bytes(self, family: str) -> int | None:
+        """The memory outside MLX's buffers beyond its estimate, of the family's largest
+        measurement that knows it; None if none does."""
+        known = [m for m in self.measurements if m.engine == family and m.excess_bytes is not None]
+        return max(known, key=lambda m: (m.size, m.excess_bytes)).excess_bytes if known else None
 
     def largest(self, family: str) -> int:
         """The largest measured N; 0 if there is none."""

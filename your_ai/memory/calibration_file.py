@@ -44,6 +44,8 @@ def measurement_of(entry: Any) -> Measurement:
     found = Measurement(**entry)
     counts = (found.rows, found.tokens, found.work_bytes)
     whole = all(type(count) is int and 0 < count < 1 << 50 for count in counts)
+    excess = found.excess_bytes
+    whole &= excess is None or (type(excess) is int and abs(excess) < 1 << 50)
     if not (whole and type(found.ratio) is float and math.isfinite(found.ratio)):
         raise ValueError("not a measurement")
     if (

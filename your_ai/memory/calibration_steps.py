@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from your_ai.memory.calibration import (
     FAR,
@@ -31,7 +32,18 @@ from your_ai.memory.plan import (
 )
 
 HALVINGS = 24
-Measure = Callable[[Plan, Shape], int]  # the peak of MLX's buffers, in bytes
+
+
+class Peak(NamedTuple):
+    """The measured memory of a micro-batch, in bytes."""
+
+    mlx_bytes: int
+    """Peak of MLX's buffers."""
+    beside_bytes: int | None = None
+    """Memory of the process outside MLX's buffers, with the graphs; None if unknown."""
+
+
+Measure = Callable[[Plan, Shape], Peak]
 Note = Callable[[Measurement], None]
 
 
@@ -46,7 +58,7 @@ def measure_and_choose(
     """Measure under the engine of `choice` until its plan is known to fit or another is better.
 
     level: as in `choose`.
-    measure: computes a micro-batch and returns its peak of MLX's buffers, in bytes.
+    measure: computes a micro-batch and returns its memory.
     note: is called with each measurement as soon as it is taken.
 
     Returns the demand with the measurements, and the choice based on them. If that choice is of
@@ -68,8 +80,8 @@ def measure_and_choose(
     return demand, choice
 
 
-def measured(demand: Demand, plan: Plan, shape: Shape, peak_bytes: int) -> Measurement:
-    """The measurement of a micro-batch whose gradients had a peak of `peak_bytes`.
+def measured(demand: Demand, plan: Plan, shape: Shape, peak: Peak) -> Measurement:
+    """The measurement of a micro-batch whose gradients needed `peak`.
 
     Its ratio is the largest one whose estimate is at most that peak. If even the smallest ratio
     gives more, the ratio is 1: the peak then comes from other memory than activations.
@@ -81,13 +93,19 @@ def measured(demand: Demand, plan: Plan, shape: Shape, peak_bytes: int) -> Measu
     low, high = LEAST_RATIO, MOST_RATIO
     for _ in range(HALVINGS):  # the estimate grows with the ratio
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if estimated(middle).mlx_bytes <= peak_bytes else (low, middle)
+        fits = estimated(middle).mlx_bytes <= peak.mlx_bytes
+        low, high = (middle, high) if fits else (low, middle)
+    excess = None
+    if peak.beside_bytes is not None:  # beyond the estimate without earlier measurements
+        known = demand.calibration.excess_bytes(plan.family) or 0
+        excess = peak.beside_bytes - (estimated(low).beside_bytes - known)
     return Measurement(
         engine=plan.family,
         rows=shape.rows,
         tokens=shape.tokens,
-        work_bytes=max(1, peak_bytes - held_bytes(estimated(low))),
+        work_bytes=max(1, peak.mlx_bytes - held_bytes(estimated(low))),
         ratio=low if low > LEAST_RATIO else 1.0,
+        excess_bytes=excess,
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from your_ai.memory.estimate import Estimate
 from your_ai.memory.estimate_kept import at_rung, highest, rung_of
+from your_ai.memory.limit import headroom_bytes
 from your_ai.memory.plan import (
     Demand,
     estimate_rows,
@@ -41,6 +42,11 @@ class Corrections:
     def __post_init__(self) -> None:
         self.room_bytes = self.room_bytes or with_margin(largest(self.demand, self.plan))
 
+    @property
+    def most_bytes(self) -> int:
+        """What the process may use before the guard ends it."""
+        return self.limit_bytes - headroom_bytes(self.limit_bytes)
+
     def learn(self, rows: int, tokens: int, measured_mlx_bytes: int) -> bool:
         """Record a measured peak; return whether it raised the ratio of this bucket."""
         found = self._estimate(rows, tokens, self.kept(rows, tokens))
@@ -60,7 +66,7 @@ class Corrections:
         Whole groups, or less than a group if not even that fits.
         """
         rows, together = rows_of(self.demand, self.plan, tokens), self.demand.rows_together
-        while rows > 1 and self.expected_bytes(rows, tokens) > self.limit_bytes:
+        while rows > 1 and self.expected_bytes(rows, tokens) > self.most_bytes:
             rows -= together if rows > together else 1
         return rows
 
@@ -83,8 +89,8 @@ class Corrections:
 
         def fits(rung: int) -> bool:
             expected = self._expected(rows, tokens, at(rung))
-            if rung <= rung_of(planned) or expected > self.limit_bytes:
-                return expected <= self.limit_bytes
+            if rung <= rung_of(planned) or expected > self.most_bytes:
+                return expected <= self.most_bytes
             # Both sides count this process without a model, so that it may differ after a resume.
             margin = margin_of(self.demand) * self._estimate(rows, tokens, at(rung)).work_bytes
             return expected + margin <= self.room_bytes

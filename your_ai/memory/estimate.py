@@ -78,9 +78,9 @@ class Estimate:
     """Bytes of the process at the peak of each phase of a step, of those that generate rollouts:
     generate, score and update."""
 
-    def with_weights(self, more: int) -> Estimate:
-        """With more bytes of weights, which are in memory in every phase."""
-        components = self.components | {"weights": self.components["weights"] + more}
+    def with_more(self, name: str, more: int) -> Estimate:
+        """With more bytes of a component that is in memory in every phase, such as weights."""
+        components = self.components | {name: self.components[name] + more}
         return Estimate(components, {name: size + more for name, size in self.phases.items()})
 
     @property

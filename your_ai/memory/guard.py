@@ -11,31 +11,38 @@ import threading
 from collections.abc import Callable, Iterator
 
 from your_ai.memory import allocator, probe
+from your_ai.memory.limit import headroom_bytes
 
-EVERY_S = 0.004  # a process can allocate a few MB in that time
-CALM_S = 0.05  # the interval while the process uses less than CALM of the limit
-CALM = 0.5
-HEADROOM = 0.01  # the process ends this share of the limit below it,
-HEADROOM_BYTES = 3_000_000  # or this many bytes below it, if that is more
+FASTEST_BYTES_S = 4e9  # a process fills new memory no faster; measured: 2 GB/s with two cores
+MOST_WAIT_S, LEAST_WAIT_S = 0.05, 0.001  # between two readings
+
+
+def wait_s(room_bytes: int) -> float:
+    """Seconds until the next reading, in which a process cannot allocate `room_bytes`."""
+    return min(MOST_WAIT_S, max(LEAST_WAIT_S, room_bytes / FASTEST_BYTES_S))
 
 
 @contextlib.contextmanager
-def guarded(limit_bytes: int, end: Callable[[int], None]) -> Iterator[Callable[[], None]]:
+def guarded(
+    limit_bytes: int,
+    end: Callable[[int], None],
+    ready: Callable[[int], bool] = lambda most_bytes: True,
+) -> Iterator[None]:
     """Call `end` with the bytes in use, from a thread, when the process nears its limit.
 
-    Yields a function that starts watching. Before it calls `end`, it frees MLX's cache, and
-    continues if that helps.
+    ready: whether to watch already, given the bytes at which the process ends.
+
+    Before it calls `end`, it frees MLX's cache, and continues if that helps.
     """
-    most = limit_bytes - max(HEADROOM_BYTES, int(HEADROOM * limit_bytes))
-    over, armed = threading.Event(), threading.Event()
+    most = limit_bytes - headroom_bytes(limit_bytes)
+    over = threading.Event()
 
     def watch() -> None:
-        armed.wait()
-        wait = CALM_S
+        wait = LEAST_WAIT_S
         while not over.wait(wait):
             held = probe.process_bytes() or 0
-            wait = CALM_S if held < CALM * limit_bytes else EVERY_S
-            if held < most:
+            wait = wait_s(most - held)
+            if held < most or not ready(most):
                 continue
             allocator.free(collect=False)
             held = probe.process_bytes() or 0
@@ -46,8 +53,7 @@ def guarded(limit_bytes: int, end: Callable[[int], None]) -> Iterator[Callable[[
     thread = threading.Thread(target=watch, name="guard", daemon=True)
     thread.start()
     try:
-        yield armed.set
+        yield
     finally:
         over.set()
-        armed.set()
         thread.join()

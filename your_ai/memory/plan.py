@@ -23,6 +23,7 @@ from your_ai.memory.estimate import Estimate, estimate, read_alone_bytes, weight
 from your_ai.memory.estimate_kept import at_rung, highest, rung_of, step_cost
 from your_ai.memory.facts import ModelFacts, vocabulary_held
 from your_ai.memory.front import fastest_first, front_of
+from your_ai.memory.limit import with_headroom
 from your_ai.memory.memoized import memoized
 from your_ai.memory.sample import in_gb
 from your_ai.memory.speed import UNKNOWN, KnownSpeed
@@ -130,7 +131,9 @@ class Option:
 
 
 def with_margin(found: Estimate, margin: float = WORK_MARGIN) -> int:
-    return int(found.process_bytes + margin * found.work_bytes)
+    """The limit that an estimate asks for: with a margin, and the room that the guard leaves."""
+    process_bytes = found.process_bytes
+    return max(int(process_bytes + margin * found.work_bytes), with_headroom(process_bytes))
 
 
 @memoized
@@ -288,8 +291,9 @@ def options_of(demand: Demand, plan: Plan) -> list[Option]:
             base, counted = option_of(demand, wanted, bytes_to_update(demand, wanted)), more
             known = reads
         added = more - counted
-        bytes_needed = base.needed_bytes + added
-        found.append(Option(wanted, base.estimate.with_weights(added), base.cost, bytes_needed))
+        larger = base.estimate.with_more("weights", added)
+        needed_bytes = max(base.needed_bytes + added, with_headroom(larger.process_bytes))
+        found.append(Option(wanted, larger, base.cost, needed_bytes))
     return found[::-1]
 
 
@@ -398,7 +402,7 @@ def estimate_of(
     work_ratio: float = 1.0,
     gradients_only: bool = False,
 ) -> Estimate:
-    return estimate(
+    found = estimate(
         workload_of(demand, gradients_only),
         plan,
         rows,
@@ -407,6 +411,9 @@ def estimate_of(
         work_ratio=work_ratio,
         gradients_only=gradients_only,
     )
+    excess = demand.calibration.excess_bytes(plan.family) or 0
+    # What it needed less may be needed later in the step.
+    return found.with_more("python", excess) if excess > 0 else found
 
 
 @memoized
@@ -467,7 +474,9 @@ def choose(demand: Demand, limit_bytes: int, level: int = 0, kept: Plan | None =
             f"--plan {demand.engine}: this model's weights are converted on load, so they "
             "cannot be streamed; convert it with `mlx_lm.convert` first, or use --plan staged"
         )
-    spare = SPARE_BYTES + VARIES_BYTES if demand.calibration.measurements else 0
+    spare = 0
+    if kept is not None and demand.calibration.measurements:
+        spare = spare_bytes(demand, kept.family) + VARIES_BYTES
     tried = every if kept is None else with_plan(demand, every, kept)
     for index, option in enumerate(tried):
         if option.plan == kept and option.estimate.process_bytes - spare <= limit_bytes:
@@ -546,7 +555,14 @@ def fits_exactly(demand: Demand, every: list[Option], limit_bytes: int) -> list[
     """The smallest option, if its engine was measured and it fits without safety margins."""
     least = min(every, key=lambda option: option.needed_bytes)
     known = bool(demand.calibration.of(least.plan.family)) and demand.before_bytes <= limit_bytes
-    return [least] if known and least.estimate.process_bytes - SPARE_BYTES <= limit_bytes else []
+    exact = least.estimate.process_bytes - spare_bytes(demand, least.plan.family)
+    return [least] if known and exact <= limit_bytes else []
+
+
+def spare_bytes(demand: Demand, family: str) -> int:
+    """What the estimate of memory outside MLX's buffers counts too much: measured, or a guess."""
+    excess = demand.calibration.excess_bytes(family)
+    return SPARE_BYTES if excess is None else min(SPARE_BYTES, max(0, -excess))
 
 
 def descending(every: Sequence[Option]) -> list[Option]:

@@ -101,6 +101,8 @@ class Measured:
     """Measured memory of its activations."""
     ratio: float
     """`work_bytes` divided by the estimate."""
+    excess_bytes: int | None = None
+    """Memory of the process outside MLX's buffers, less the estimate of it; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

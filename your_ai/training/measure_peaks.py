@@ -14,10 +14,10 @@ from your_ai.data.batches import Batch, make_schedule
 from your_ai.data.examples import Examples, RowCounts
 from your_ai.engine.prefix import unchanged
 from your_ai.gates.text import size_text
-from your_ai.memory import allocator
+from your_ai.memory import allocator, probe
 from your_ai.memory import calibration_file as measurements
 from your_ai.memory.calibration import Calibration, Measurement, Shape
-from your_ai.memory.calibration_steps import measure_and_choose
+from your_ai.memory.calibration_steps import Peak, measure_and_choose
 from your_ai.memory.estimate import Plan
 from your_ai.memory.governor import MemoryAction, Watch
 from your_ai.memory.plan import DoesNotFit
@@ -46,7 +46,7 @@ def calibrated(
         return prepared
     plan = budget.choice.option.plan
 
-    def measure(plan: Plan, shape: Shape) -> int:
+    def measure(plan: Plan, shape: Shape) -> Peak:
         prepared.engine.keep(lambda rows, tokens: plan.kept)
         prepared.engine.hold(plan.resident, plan.blocks_ahead)
         return peak_of(prepared, shape, log)
@@ -86,8 +86,8 @@ def calibrated(
     return replace(prepared, budget=budget)
 
 
-def peak_of(prepared: Prepared, shape: Shape, log: events.EventLog) -> int:
-    """Compute the gradients of a micro-batch; return the peak of MLX's buffers, in bytes."""
+def peak_of(prepared: Prepared, shape: Shape, log: events.EventLog) -> Peak:
+    """Compute the gradients of a micro-batch; return the memory that they needed."""
     log.write(events.Stage(text=f"measuring {shape.rows} x {shape.tokens} tokens"))
     batch = batch_of(shape, prepared.config.packing)
     objective = prepared.engine.objective
@@ -108,8 +108,11 @@ def peak_of(prepared: Prepared, shape: Shape, log: events.EventLog) -> int:
     prepared.gradients.clear()
     mx.synchronize()
     peak_bytes = max(mx.get_peak_memory(), mx.get_active_memory())
+    allocator.free(collect=False)  # the C library keeps freed buffers, which the peak has counted
+    process_bytes = probe.process_bytes()  # while the graphs are there
+    beside = None if process_bytes is None else process_bytes - mx.get_active_memory()
     prepared.engine.drop()
-    return peak_bytes
+    return Peak(peak_bytes, beside)
 
 
 def batch_of(shape: Shape, packing: bool) -> Batch:

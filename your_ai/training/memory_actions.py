@@ -20,9 +20,10 @@ from your_ai.config import TrainConfig
 from your_ai.data.batches import Batch
 from your_ai.engine.reload import reload_adapted
 from your_ai.errors import RunError
+from your_ai.gates.console import echo_error
 from your_ai.gates.text import size_text
 from your_ai.memory import allocator, probe
-from your_ai.memory.budget import plan_of
+from your_ai.memory.budget import empty_bytes, plan_of
 from your_ai.memory.corrections import Corrections
 from your_ai.memory.estimate import Plan
 from your_ai.memory.governor import (
@@ -199,20 +200,34 @@ def telling_gauges(folder: RunFolder, log: events.EventLog) -> Iterator[None]:
         thread.join()
 
 
+@contextlib.contextmanager
 def within_limit(
     folder: RunFolder, config: TrainConfig, last_word: Callable[[], None] = lambda: None
-) -> contextlib.AbstractContextManager[Callable[[], None]]:
+) -> Iterator[Callable[[], None]]:
     """End this process before it exceeds --max-memory; its supervisor continues, smaller.
 
     last_word: is called before the process ends.
-    Yields a function that starts watching. Call it once the run is known to fit.
+    Yields a function to call once the run is known to fit. Before that, a process that reads more
+    than the limit allows ends with an error of the user; one that is over the limit without any
+    rows goes on, because its plan will be refused with the limit that it needs.
     """
     if config.max_memory is None:
-        return contextlib.nullcontext(lambda: None)
-    limit_bytes = int(1e9 * config.max_memory)
+        yield lambda: None
+        return
+    limit_bytes, fits = int(1e9 * config.max_memory), threading.Event()
+
+    def ready(most_bytes: int) -> bool:
+        return fits.is_set() or 0 < (empty_bytes() or 0) < most_bytes
 
     def end(held_bytes: int) -> None:
         held, limit = size_text(held_bytes), size_text(limit_bytes)
+        if not fits.is_set():
+            with contextlib.suppress(BaseException):
+                echo_error(
+                    f"error: --max-memory {config.max_memory:g}: reading the rows took {held} of "
+                    f"{limit} before training; raise the limit, or shorten the longest rows"
+                )
+            os._exit(exits.USER)
         with contextlib.suppress(BaseException):  # the process must end in any case
             text = f"the process used {held} of {limit} within a step: ending it before the limit"
             with contextlib.closing(events.EventLog(folder.events)) as log:
@@ -221,4 +236,5 @@ def within_limit(
             last_word()
         os._exit(exits.OUT_OF_MEMORY)
 
-    return guarded(limit_bytes, end)
+    with guarded(limit_bytes, end, ready):
+        yield fits.set

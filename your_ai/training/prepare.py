@@ -168,12 +168,14 @@ def prepare(
     folder: Path,
     level: int = 0,
     ranks: Ranks = ALONE,
+    on_fit: Callable[[], None] = lambda: None,
 ) -> Prepared:
     """Check and load everything, the cheapest first.
 
     folder: the run folder, for files that exist only while it runs.
     level: the number of faster plans that fit but are skipped.
     ranks: this process among those that train together.
+    on_fit: is called once a plan fits, before anything is loaded.
     """
     found = check_splits(config)
     for text in found.notes:
@@ -217,6 +219,7 @@ def prepare(
         reward_models=[run.sizes(opened.folder, opened.dtype.size) for run in runs],
         joined=ranks.size > 1,
     )
+    on_fit()
     # Before there are adapters:
     scored_by = [open_reward_model(run, opened) for run in runs]
     is_soft = config.objective == SOFT

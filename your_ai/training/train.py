@@ -108,10 +108,9 @@ def run(
     clean(folder.path / ROLLOUTS)
     config = agreed_settings(ranks, config, recorded(config, folder.read_config()))
     ranks.share_files(folder, folder.start.name)
-    prepared = prepare(config, log, folder.path, level, ranks)
+    prepared = prepare(config, log, folder.path, level, ranks, begin_guard)
     ranks.check_same({"adapter": json.dumps(prepared.adapters.config, sort_keys=True)})
     try:
-        begin_guard()
         return run_prepared(folder, prepared, log, stop, level, watch, sampler, began)
     finally:
         if prepared.rewards is not None:
