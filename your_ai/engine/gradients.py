@@ -91,14 +91,14 @@ class SpilledGradients:
 
     def add(self, grads: Arrays, *also: Any) -> None:
         mx.eval(grads, *also)
-        sums = {name: grads.pop(name).astype(mx.float32) for name in list(grads)}
-        for name in sums.keys() & self._squares.keys():
-            sums[name] = self._file.get(name) + sums[name]
-        squares = {name: square_of(grad) for name, grad in sums.items()}
-        mx.eval(sums, squares)
-        for name, grad in sums.items():
+        for name in list(grads):
+            grad = grads.pop(name).astype(mx.float32)
+            if name in self._squares:
+                grad = self._file.get(name) + grad
+            square = square_of(grad)
+            mx.eval(grad, square)
             self._file.put(name, grad)
-        self._squares |= squares
+            self._squares[name] = square
 
     def sizes(self) -> dict[str, int]:
         return {name: self._file.places[name].nbytes for name in in_order(self._squares)}
