@@ -25,8 +25,7 @@ class DPO(PairObjective):
     label_smoothing: float = 0.0
 
     def of_pairs(self, pairs: Pairs) -> PairLosses:
-        chosen = self.beta * (pairs.chosen - pairs.chosen_reference)
-        rejected = self.beta * (pairs.rejected - pairs.rejected_reference)
+        chosen, rejected = self.beta * pairs.chosen_ratio, self.beta * pairs.rejected_ratio
         losses, slopes = minus_log_sigmoid(chosen - rejected, self.label_smoothing)
         return PairLosses(losses, self.beta * slopes, -self.beta * slopes, chosen, rejected)
 
@@ -42,8 +41,8 @@ class IPO(PairObjective):
 
     def of_pairs(self, pairs: Pairs) -> PairLosses:
         chosen_tokens, rejected_tokens = pairs.chosen_tokens, pairs.rejected_tokens
-        chosen = (pairs.chosen - pairs.chosen_reference) / at_least_one(chosen_tokens)
-        rejected = (pairs.rejected - pairs.rejected_reference) / at_least_one(rejected_tokens)
+        chosen = pairs.chosen_ratio / at_least_one(chosen_tokens)
+        rejected = pairs.rejected_ratio / at_least_one(rejected_tokens)
         distances = chosen - rejected - 1 / (2 * self.beta)
         return PairLosses(
             distances**2,

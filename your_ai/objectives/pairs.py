@@ -31,9 +31,10 @@ class Pairs(NamedTuple):
     chosen: mx.array
     """Sum of the log-probabilities."""
     rejected: mx.array
-    chosen_reference: mx.array
-    """The same under the reference; 0 without one."""
-    rejected_reference: mx.array
+    chosen_ratio: mx.array
+    """Sum of the differences from the log-probabilities under the reference, token by token: the
+    difference of the sums of a long answer would lose digits. Without a reference, the sum."""
+    rejected_ratio: mx.array
     chosen_tokens: mx.array
     rejected_tokens: mx.array
     weights: mx.array
@@ -42,16 +43,16 @@ class Pairs(NamedTuple):
     @staticmethod
     def of(scores: Scores, targets: Targets) -> Pairs:
         real = targets.is_real
-        reference = (
-            mx.zeros_like(scores.current) if targets.reference is None else targets.reference
-        )
+        ratios = scores.current
+        if targets.reference is not None:
+            ratios = ratios - targets.reference
         tokens = real.astype(mx.float32)
-        values = (mx.where(real, scores.current, 0), mx.where(real, reference, 0), tokens,
+        values = (mx.where(real, scores.current, 0), mx.where(real, ratios, 0), tokens,
                   tokens * targets.weights)  # fmt: skip
         halves = [by_pair(targets.sum_by_text(value)) for value in values]
-        (chosen, rejected), references, counts, weights = halves
+        (chosen, rejected), ratios, counts, weights = halves
         weight = weights[0] / at_least_one(counts[0])  # every target has the weight of its row
-        return Pairs(chosen, rejected, *references, *counts, weight)
+        return Pairs(chosen, rejected, *ratios, *counts, weight)
 
     @property
     def means(self) -> tuple[mx.array, mx.array]:
