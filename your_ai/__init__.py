@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from your_ai.config import TrainConfig
     from your_ai.errors import RunError, UserError
 
-__version__ = "0.1.0"
+__version__ = "0.1.1"
 __all__ = [
     "PlannedRun",
     "Run",
