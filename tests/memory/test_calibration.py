@@ -203,7 +203,7 @@ def test_next_shape_fits_even_with_steeper_growth():
 @pytest.mark.parametrize(("size", "ratio"), [(8, 3.0), (16, 3.0), (24, 3.0), (32, 2.0), (64, 2.0)])
 def test_ratio_between_two_measurements_is_the_larger_one(size, ratio):
     calibration = Calibration((one(16, 1, ratio=3.0), one(32, 1, ratio=2.0)))
-    assert calibration.ratio("staged", size, 10**9) == ratio
+    assert calibration.ratio("staged", size, 10**6) == ratio
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_ratio_between_two_measurements_is_the_larger_one(size, ratio):
     [
         (3, 5, 5),  # growth as estimated: from 3 to 4 MB in 16 tokens, and 1 MB more in 32
         (2, 5, 7),  # the estimate missed 1 MB in 16 tokens, so 2 MB are added for 32
-        (4, 5, 5),  # smaller growth than estimated does not reduce the extrapolation
+        (4, 5, 4.5),  # no growth, where it was estimated: then as the estimate alone grows
         (3, 4, 4),  # the estimate levels off
     ],
 )
@@ -276,6 +276,21 @@ def test_plan_without_margins_is_chosen_only_within_what_was_measured():
         else:
             with pytest.raises(DoesNotFit):
                 choose(known, least - lower * MB)
+
+
+def test_work_that_hardly_grows_is_extrapolated_as_the_estimate_grows():
+    """Measured with rank 512: 36, 38 and 41 MB for 32, 64 and 96 tokens, where 16, 20 and 24 were
+    estimated. For 128 tokens, where 28 are estimated, it was 41 MB: no reason to refuse 45."""
+    works, estimates = (36, 38, 41), (16, 20, 24)
+    found = [
+        one(32 * (i + 1), work, ratio=work / estimate)
+        for i, (work, estimate) in enumerate(zip(works, estimates, strict=True))
+    ]
+    expected = 28 * 41 / 24 * MB  # at the last ratio
+    carried = extrapolated(found, 128, expected)
+    assert carried == pytest.approx(45 * MB, rel=1e-3)
+    ratio = Calibration(tuple(found)).ratio("staged", 128, expected)
+    assert 28 * ratio == pytest.approx(45, rel=1e-3)
 
 
 # The file

@@ -90,7 +90,8 @@ class Calibration:
         expected_bytes: its estimated work, corrected by the ratio of the largest measurement.
 
         Between two measurements it is the larger of their ratios. Beyond all measurements it is
-        the last ratio, increased if the last two measurements grew more than their estimates.
+        the last ratio, increased if the last two measurements grew more than their estimates, and
+        reduced if they grew less.
         A family without measurements uses the last ratio of the others.
         """
         found = self.of(family)
@@ -106,7 +107,7 @@ class Calibration:
         if not found[1:]:
             return max(LEAST_RATIO, found[-1].ratio)
         carried = extrapolated(found, size, expected_bytes) / max(1.0, expected_bytes)
-        return max(LEAST_RATIO, found[-1].ratio * max(1.0, carried))
+        return max(LEAST_RATIO, found[-1].ratio * carried)
 
 
 def extrapolated(
@@ -115,8 +116,10 @@ def extrapolated(
     """Extrapolate bytes of work to N = `size`, beyond all measurements.
 
     Work grows as the estimate does, plus, per token, the growth of the last two measurements
-    beyond their estimates. So memory that levels off is not extrapolated in a straight line.
-    With only one measurement, work is proportional to N.
+    beyond their estimates. So memory that levels off is not extrapolated in a straight line. If
+    the ratio falls, what the estimate missed does not depend on N, such as gradients of a high
+    rank: then work grows as measured, and at least as estimated without a correction. With only
+    one measurement, work is proportional to N.
 
     expected_bytes: as in `Calibration.ratio`.
     slack: factor on the growth.
@@ -127,6 +130,10 @@ def extrapolated(
     expected_before = before[-1].work_bytes * last.ratio / before[-1].ratio  # at the last ratio
     missed = max(0.0, expected_before - before[-1].work_bytes) / (last.size - before[-1].size)
     growth = expected_bytes - last.work_bytes + missed * (size - last.size)
+    if 1 < last.ratio < before[-1].ratio:
+        estimated = [m.work_bytes / m.ratio for m in (before[-1], last)]
+        seen = (last.work_bytes - before[-1].work_bytes) / max(1.0, estimated[1] - estimated[0])
+        growth *= min(1.0, max(1.0, seen) / last.ratio)
     return last.work_bytes + slack * max(0.0, growth)
 
 
@@ -162,8 +169,8 @@ def next_shape(
     shapes = [Shape(1, s) if one_row else Shape(s // goal.tokens, goal.tokens) for s in sizes]
 
     def fits(shape: Shape, slack: float) -> bool:
-        expected = expected_bytes(shape)
-        return max(extrapolated(found, shape.size, expected, slack), expected) <= room_bytes(shape)
+        carried = extrapolated(found, shape.size, expected_bytes(shape), slack)
+        return carried <= room_bytes(shape)
 
     enough = len(found) >= ENOUGH
     if enough and extrapolated(found, goal.size, expected_bytes(goal), SURELY) > room_bytes(goal):

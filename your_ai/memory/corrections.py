@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from your_ai.memory.estimate import Estimate
 from your_ai.memory.estimate_kept import at_rung, highest, rung_of
-from your_ai.memory.limit import headroom_bytes
+from your_ai.memory.limit import headroom_bytes, with_headroom
 from your_ai.memory.plan import (
     Demand,
     estimate_rows,
@@ -93,7 +93,7 @@ class Corrections:
                 return expected <= self.most_bytes
             # Both sides count this process without a model, so that it may differ after a resume.
             margin = margin_of(self.demand) * self._estimate(rows, tokens, at(rung)).work_bytes
-            return expected + margin <= self.room_bytes
+            return max(expected + margin, with_headroom(expected)) <= self.room_bytes
 
         # A little more kept may need more memory than much more, whose backward pass needs less.
         rung = rung_of(planned)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import transformers
-from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
+from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models.bitlinear_layers import BitLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -34,6 +34,7 @@ from your_ai.hub.awq_gptq import packing_of
 from your_ai.hub.check import check_model, check_tokenizer_files
 from your_ai.hub.quantization import method_of
 from your_ai.nets.dora import put_dora
+from your_ai.nets.parts import put
 from your_ai.nets.source_names import weights_read
 from your_ai.rng import derive_seed
 
@@ -494,10 +495,15 @@ def adapter_arrays(model: nn.Module) -> dict[str, mx.array]:
 def set_adapters(model: nn.Module, arrays: dict[str, mx.array]) -> None:
     """Set the adapters to `arrays`, as returned by `adapter_arrays`, in the dtypes of the model's.
 
+    Arrays that are still in a file are read one after the other, each in place of an old one:
+    adapters of a high rank take more memory than a step leaves free.
+
     Raises UserError if names or shapes differ.
     """
     own = adapter_arrays(model)
+    dtypes = {name: array.dtype for name, array in own.items()}
     ours = {name: array.shape for name, array in own.items()}
+    del own
     theirs = {name: array.shape for name, array in arrays.items()}
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
@@ -505,8 +511,10 @@ def set_adapters(model: nn.Module, arrays: dict[str, mx.array]) -> None:
             raise UserError(
                 f"the adapter does not fit the model: {name} is {found}, expected {wanted}"
             )
-    cast_arrays = [(name, array.astype(own[name].dtype)) for name, array in arrays.items()]
-    model.update(tree_unflatten(cast_arrays))
+    for name, array in arrays.items():
+        cast = array.astype(dtypes[name])
+        put(model, {name: cast})
+        mx.eval(cast)
 
 
 def text_of_shape(shape: tuple[int, ...] | None) -> str:

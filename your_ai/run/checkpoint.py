@@ -218,31 +218,23 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def load(path: Path) -> SavedCheckpoint:
-    """Read a checkpoint that `newest` returned, but for the arrays of the optimizer, which are
-    read when they are used."""
+    """Read a checkpoint that `newest` returned, but for its arrays, which are read when they are
+    used."""
     try:
         state = json.loads(read_text(path / STATE, JSON_BYTES))
         checkpoint = SavedCheckpoint(
             state=TrainState(**state["state"]),
-            adapters=read_adapters(path),
+            adapters=load_adapters(path),
             optimizer=mx.load(str(path / OPTIMIZER)),
             adapter_config=json.loads(read_text(path / ADAPTER_CONFIG, JSON_BYTES)),
             depends_on=state["depends_on"],
         )
     except (TypeError, LookupError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: was written by another version of your_ai ({error})") from error
-    mx.eval(checkpoint.adapters)
     return checkpoint
 
 
 def load_adapters(path: Path) -> dict[str, mx.array]:
-    """The adapters of an intact checkpoint, by name, without the optimizer's arrays."""
-    adapters = read_adapters(path)
-    mx.eval(adapters)
-    return adapters
-
-
-def read_adapters(path: Path) -> dict[str, mx.array]:
     """The lazy arrays of an adapter by name, with those of its score head."""
     found = mx.load(str(path / ADAPTERS))
     if (path / SCORE_HEAD).exists():
