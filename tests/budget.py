@@ -324,11 +324,12 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--jobs", type=int, default=2, help="cases at the same time")
     parser.add_argument("--json", help="write every outcome to this file")
+    parser.add_argument("--folder", help="where the folders of runs are made and removed")
     parser.add_argument("--before", help="Python code that each process runs first")
     given = parser.parse_args()
 
     def one(seed: int) -> Outcome:
-        with tempfile.TemporaryDirectory(prefix="budget-") as place:
+        with tempfile.TemporaryDirectory(prefix="budget-", dir=given.folder) as place:
             case = case_of(seed)
             try:
                 found = run_case(case, Path(place), given.before or "")
