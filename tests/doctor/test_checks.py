@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_map
 
 from your_ai.doctor import checks as selfchecks
-from your_ai.doctor import shapes
+from your_ai.doctor import machine, shapes
 from your_ai.doctor.checks import CHECKS, MadeModel
 from your_ai.hub.check import check_model
 from your_ai.memory.tiles import tiles_of
@@ -230,8 +230,10 @@ def test_a_peak_that_is_far_from_its_estimate_fails(folder, monkeypatch, peak, o
     assert outcome.figures["seconds"] == 1
 
 
-def test_what_is_shared_about_the_machine_has_no_paths(folder):
+def test_what_is_shared_about_the_machine_has_no_paths(folder, monkeypatch):
+    monkeypatch.setattr(machine.platform, "release", lambda: "6.8.0-made-by-ada")
     found = selfchecks.describe_machine(folder).figures
     assert found["ram_bytes"] > 0
+    assert found["release"] in ("6.8.0", machine.platform.mac_ver()[0])
     assert not {"store", "openblas", "endpoint"} & found.keys()
     assert not [value for value in found.values() if "/" in str(value)]

@@ -36,7 +36,6 @@ from your_ai.run.folder import RunFolder
 
 MINUTES, QUICK_MINUTES = 14.0, 2.9
 DIGITS = 4  # of a figure
-DTYPES = ("float32", "bfloat16", "float16")
 # Cases that compare a real with an estimated peak: plan, bits of the weights, tokens of a row.
 PEAKS = [
     (plan, bits, tokens)
@@ -78,7 +77,7 @@ def train_demo(
         done(command("train", settings), folder, preset, deadline)
     logged = [record.event for record in events.tail(run.events)[0]]
     steps = [event for event in logged if isinstance(event, events.Step)]
-    deaths = sum(isinstance(event, events.Died) for event in logged)
+    deaths = [event.reason for event in logged if isinstance(event, events.Died)]
     losses = [step.loss for step in steps]
     figures = {
         "losses": losses,
@@ -90,10 +89,10 @@ def train_demo(
     }
     if not steps:
         raise Failed("the run ended without a step")
-    ok = len(steps) == DEMO_STEPS and all(map(math.isfinite, losses)) and deaths == 0
+    ok = len(steps) == DEMO_STEPS and all(map(math.isfinite, losses)) and not deaths
     text = f"{counted(len(steps), 'step')}, loss {losses[0]:.4f} to {losses[-1]:.4f}, "
     text += f"{min(figures['seconds']):.2f} s for the fastest"
-    text += f", {counted(deaths, 'death')} of the training process" if deaths else ""
+    text += f"; the training process died: {'; '.join(deaths)}" if deaths else ""
     return {"ok": ok, "measured": text, "figures": figures}
 
 
@@ -139,18 +138,21 @@ def bench_shape(name: str, folder: Path, model: dict[str, Any], deadline: float)
     text = f"{settings['shape']}{smaller}, {BENCH['dtype']}, {settings['seq_len']} tokens: "
     text += ", ".join(shown)
     text += "" if ok else f"; the last losses differ: {ours:.4f} and {theirs:.4f}"
-    return {"ok": ok, "measured": text, "figures": {**settings, "rows": rows}}
+    measured = [{name: each for name, each in row.items() if each is not None} for row in rows]
+    return {"ok": ok, "measured": text, "figures": {**settings, "rows": measured}}
 
 
 def watch_budgets(folder: Path, model: dict[str, Any], deadline: float) -> dict[str, Any]:
     """Watch random runs under random limits from outside, with tests/budget.py of a checkout."""
     arguments = [str(ROOT / "tests" / "budget.py"), "--runs", str(BUDGET_RUNS), "--seed", "1"]
     arguments += ["--json", str(folder / "budget.json"), "--folder", str(folder)]
+    finished = True
     try:
         done(arguments, folder, "harness", deadline)
-    except Failed:  # its status is the number of cases that failed
+    except (Failed, OutOfTime) as error:  # its status is the number of cases that failed
         if not (folder / "budget.json").exists():
             raise
+        finished = isinstance(error, Failed)
     cases = json.loads((folder / "budget.json").read_text(encoding="utf-8"))
     faults = [f"{case['case']['seed']}: {case['fault']}" for case in cases if case["fault"]]
     names = ("limit_mb", "held_mb", "most_mb", "estimate_mb", "peak_mb", "beside_mb", "plans",
@@ -158,8 +160,10 @@ def watch_budgets(folder: Path, model: dict[str, Any], deadline: float) -> dict[
     figures = {str(case["case"]["seed"]): {name: case[name] for name in names} for case in cases}
     closest = max(max(c["held_mb"], c["most_mb"]) / (c["limit_mb"] or 1) for c in cases)
     text = f"{counted(len(cases), 'run')}, at most {closest:.0%} of the limit in the process"
+    text += "" if finished else f"; out of time before the other {BUDGET_RUNS - len(cases)}"
     text += f"; failed: {'; '.join(faults)}" if faults else ""
-    return {"ok": not faults, "measured": text, "figures": figures}
+    ok = False if faults else finished or None
+    return {"ok": ok, "measured": text, "figures": figures}
 
 
 def has_harness() -> bool:
@@ -175,20 +179,18 @@ def parts_of(quick: bool) -> list[Part]:
     def plain(dtype: str) -> Part:
         return Part(dtype, partial(compare_with_plain, dtype), 120.0)
 
-    first = [Part("counters"), *map(plain, DTYPES)]
-    demo = {name: Part(name, partial(train_demo, f"demo-{name}", "")) for name in ("dpo", "grpo")}
+    first = [Part("counters"), plain("float32"), plain("bfloat16")]
+    dpo, grpo = (Part(name, partial(train_demo, f"demo-{name}", "")) for name in ("dpo", "grpo"))
     if quick:
-        return [*first[:3], Part("budget"), demo["dpo"], Part("checkpoint")]
+        return [*first, Part("budget"), dpo, Part("checkpoint")]
     return [
-        *(*first, Part("tiles"), demo["dpo"], demo["grpo"]),
+        *(*first, Part("tiles"), dpo, grpo),
         Part("soft", partial(train_demo, "demo-soft", "demo-reward"), 120.0),
-        Part("checkpoint"),
-        Part("budget"),
+        *(Part("checkpoint"), Part("budget"), plain("float16")),
         Part("peaks", compare_peaks, 150.0),
         *(Part(f"bench {name}", partial(bench_shape, name), 120.0) for name in BENCHES),
-        Part("gradients"),
+        *(Part("gradients"), Part("reload"), Part("speed")),
         *([Part("budget runs", watch_budgets, 240.0)] if has_harness() else []),
-        *(Part("reload"), Part("speed")),
     ]
 
 

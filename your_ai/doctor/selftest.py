@@ -125,6 +125,8 @@ def line_of(part: Part, folder: Path, until: float, model: dict[str, Any]) -> Re
         measured += f"; its processes used {late.cpu_s:.0f} s of CPU time"
     except Failed as failure:
         ok, measured, figures = False, str(failure), {}
+    except Exception as error:  # a fault in one check must not lose the results of the others
+        ok, measured, figures = False, f"{type(error).__name__}: {error}", {}
     return ReportLine(check, ok, measured, time.monotonic() - began, figures)
 
 
@@ -312,6 +314,8 @@ def hold_budget(folder: Path, model: dict[str, Any], deadline: float) -> dict[st
         f"fastest plan takes {size_text(fused)}, an empty process {size_text(empty)}; "
         f"planned: {'; '.join(plans)}"
     )
+    if any(of_mlx):
+        text += f"; MLX's peak was {size_text(max(of_mlx))}"
     if ratios:  # the last one is of the largest micro-batch
         text += f"; activations took {ratios[-1]:.2f} times the estimate"
     return {"ok": 0 < peak <= 1e9 * budget_gb, "measured": text, "figures": figures}
