@@ -173,7 +173,8 @@ def test_the_cases_of_the_budget_harness_are_read(own_folder, monkeypatch):
         names = ("limit_mb", "held_mb", "most_mb", "estimate_mb", "peak_mb", "beside_mb",
                  "seconds", "deaths")  # fmt: skip
         case = {**dict.fromkeys(names, 1.0), "plans": [], "most_mb": 0.9, "fault": ""}
-        cases = [{**case, "case": {"seed": 1}}, {**case, "case": {"seed": 2}, "fault": "exit 3"}]
+        cases = [{**case, "case": {"seed": seed}} for seed in range(10)]
+        cases[2]["fault"] = "exit 3"
         (own_folder / "budget.json").write_text(json.dumps(cases))
         raise Failed("its process ended with status 1")
 
@@ -181,15 +182,18 @@ def test_the_cases_of_the_budget_harness_are_read(own_folder, monkeypatch):
     outcome = report.watch_budgets(own_folder, {}, 0.0)
     assert not outcome["ok"]
     assert outcome["measured"] == (
-        "2 runs, at most 100% of the limit in the process; failed: 2: exit 3"
+        "10 runs, at most 100% of the limit in the process; failed: 2: exit 3"
     )
-    late = OutOfTime.__new__(OutOfTime)
-    monkeypatch.setattr(report, "done", lambda *_: (_ for _ in ()).throw(late))
-    fine = json.loads((own_folder / "budget.json").read_text())[:1]
-    (own_folder / "budget.json").write_text(json.dumps(fine))
-    outcome = report.watch_budgets(own_folder, {}, 0.0)
-    assert outcome["ok"] is None
-    assert outcome["measured"].endswith("; out of time before the other 9")
+    few = json.loads((own_folder / "budget.json").read_text())[:2]
+    (own_folder / "budget.json").write_text(json.dumps(few))
+    for error, ok, last in (
+        (OutOfTime.__new__(OutOfTime), None, "not finished: 8"),
+        (Failed("it was killed by SIGABRT"), False, "failed: it was killed by SIGABRT"),
+    ):
+        monkeypatch.setattr(report, "done", lambda *_, e=error: (_ for _ in ()).throw(e))
+        outcome = report.watch_budgets(own_folder, {}, 0.0)
+        assert outcome["ok"] is ok
+        assert outcome["measured"].endswith(last)
     (own_folder / "budget.json").unlink()
     monkeypatch.setattr(report, "done", lambda *_: (_ for _ in ()).throw(Failed("no pytest")))
     with pytest.raises(Failed, match="no pytest"):

@@ -146,24 +146,25 @@ def watch_budgets(folder: Path, model: dict[str, Any], deadline: float) -> dict[
     """Watch random runs under random limits from outside, with tests/budget.py of a checkout."""
     arguments = [str(ROOT / "tests" / "budget.py"), "--runs", str(BUDGET_RUNS), "--seed", "1"]
     arguments += ["--json", str(folder / "budget.json"), "--folder", str(folder)]
-    finished = True
+    stopped: Failed | OutOfTime | None = None
     try:
         done(arguments, folder, "harness", deadline)
     except (Failed, OutOfTime) as error:  # its status is the number of cases that failed
         if not (folder / "budget.json").exists():
             raise
-        finished = isinstance(error, Failed)
+        stopped = error
     cases = json.loads((folder / "budget.json").read_text(encoding="utf-8"))
     faults = [f"{case['case']['seed']}: {case['fault']}" for case in cases if case["fault"]]
+    left = BUDGET_RUNS - len(cases)
+    faults += [str(stopped)] if left and isinstance(stopped, Failed) else []
     names = ("limit_mb", "held_mb", "most_mb", "estimate_mb", "peak_mb", "beside_mb", "plans",
              "seconds", "deaths", "fault")  # fmt: skip
     figures = {str(case["case"]["seed"]): {name: case[name] for name in names} for case in cases}
     closest = max(max(c["held_mb"], c["most_mb"]) / (c["limit_mb"] or 1) for c in cases)
     text = f"{counted(len(cases), 'run')}, at most {closest:.0%} of the limit in the process"
-    text += "" if finished else f"; out of time before the other {BUDGET_RUNS - len(cases)}"
+    text += f"; not finished: {left}" if left else ""
     text += f"; failed: {'; '.join(faults)}" if faults else ""
-    ok = False if faults else finished or None
-    return {"ok": ok, "measured": text, "figures": figures}
+    return {"ok": False if faults else None if left else True, "measured": text, "figures": figures}
 
 
 def has_harness() -> bool:
