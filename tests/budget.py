@@ -25,6 +25,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import psutil
@@ -336,31 +337,40 @@ def line_of(found: Outcome) -> str:
 
 
 def main() -> int:
+    from your_ai.files import replace_text
+
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="seed of the first case")
     parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--jobs", type=int, default=2, help="cases at the same time")
-    parser.add_argument("--json", help="write every outcome to this file")
+    parser.add_argument("--json", help="write every outcome to this file, as soon as it is there")
+    parser.add_argument("--folder", help="where the folders of runs are made and removed")
     parser.add_argument("--before", help="Python code that each process runs first")
     given = parser.parse_args()
 
+    outcomes: list[Outcome] = []
+    writing = Lock()
+
     def one(seed: int) -> Outcome:
-        with tempfile.TemporaryDirectory(prefix="budget-") as place:
+        with tempfile.TemporaryDirectory(prefix="budget-", dir=given.folder) as place:
             case = case_of(seed)
             try:
                 found = run_case(case, Path(place), given.before or "")
             except Exception as error:  # the other cases continue
                 found = Outcome(case=case, fault=f"{type(error).__name__}: {error}")
         print(line_of(found), flush=True)
+        with writing:
+            outcomes.append(found)
+            if given.json:
+                text = json.dumps([asdict(each) for each in outcomes], indent=1)
+                replace_text(Path(given.json), text)
         return found
 
     with ThreadPoolExecutor(given.jobs) as pool:
-        outcomes = list(pool.map(one, range(given.seed, given.seed + given.runs)))
+        list(pool.map(one, range(given.seed, given.seed + given.runs)))
     faults = [found for found in outcomes if found.fault]
     above = [found for found in faults if found.fault == "above the limit"]
     print(f"{len(outcomes)} runs, {len(above)} above the limit, {len(faults)} failed in total")
-    if given.json:
-        Path(given.json).write_text(json.dumps([asdict(found) for found in outcomes], indent=1))
     return min(100, len(faults))
 
 

@@ -13,9 +13,10 @@ import pytest
 from mlx.utils import tree_map
 
 from your_ai.doctor import checks as selfchecks
-from your_ai.doctor import shapes
+from your_ai.doctor import machine, shapes
 from your_ai.doctor.checks import CHECKS, MadeModel
 from your_ai.hub.check import check_model
+from your_ai.memory.tiles import tiles_of
 from your_ai.nets import model
 
 CPU = mx.default_device().type == mx.cpu
@@ -172,3 +173,67 @@ def test_adapters_may_differ_slightly_only_on_a_gpu(tmp_path, monkeypatch):
 def test_values_that_are_not_finite_differ_infinitely():
     nan = mx.array([1.0, float("nan")])
     assert selfchecks.relative(nan, mx.array([1.0, 1.0])) == float("inf")
+
+
+def test_plans_agree_with_mlx_lm(folder):
+    outcome = selfchecks.compare_with_plain(folder, "float32")
+    assert outcome.ok, outcome.measured
+    found = [outcome.figures[f"{way}{bits}"] for way in selfchecks.WAYS for bits in ("", " 4-bit")]
+    assert all(0 < each < 1e-4 for each in found)
+
+
+@pytest.mark.parametrize(("factor", "ok"), [(1.0, True), (1.05, False)])
+def test_plans_may_differ_as_mlx_lm_does_in_half_precision(folder, monkeypatch, factor, ok):
+    def scaled(found: MadeModel) -> tuple[float, dict[str, mx.array]]:
+        loss, grads = step_of(found)
+        return loss, {name: factor * grad for name, grad in grads.items()}
+
+    step_of = selfchecks.step_of
+    monkeypatch.setattr(selfchecks, "step_of", scaled)
+    monkeypatch.setattr(selfchecks, "WAYS", ("staged",))
+    outcome = selfchecks.compare_with_plain(folder, "float16")
+    assert outcome.ok is ok, outcome.measured
+    assert 1e-4 < outcome.figures["plain 4-bit"] < 0.03
+
+
+def test_rows_in_tiles_agree_with_fused_ones(folder, monkeypatch):
+    for name in ("LONG_TOKENS", "LONG_TOKENS_OF_A_CPU"):
+        monkeypatch.setattr(selfchecks, name, 520)
+    assert len(tiles_of(selfchecks.ROWS, 520)) > 1
+    outcome = selfchecks.compare_tiles(folder)
+    assert outcome.ok, outcome.measured
+    assert 0 < outcome.figures["staged float32"] < 1e-4
+    assert outcome.figures["staged float32 peak MB"] > 1
+
+
+@pytest.mark.parametrize("wrong", [1.1, float("nan"), float("inf")])
+def test_tiles_with_another_gradient_fail(folder, monkeypatch, wrong):
+    found = {"fused": 1.0, "staged": 1.0, "kept": wrong}
+    monkeypatch.setattr(selfchecks, "made", lambda _, plan, *__, **___: plan)
+    monkeypatch.setattr(selfchecks, "step_of", lambda plan: (2.0, {"a": mx.array([found[plan]])}))
+    assert not selfchecks.compare_tiles(folder).ok
+
+
+@pytest.mark.parametrize(
+    ("peak", "ok"), [(0.5, False), (0.7, True), (1.05, True), (1.2, False), (3.0, False)]
+)
+def test_a_peak_that_is_far_from_its_estimate_fails(folder, monkeypatch, peak, ok):
+    found = {
+        "peak_bytes": 1e6 * peak,
+        "estimated_bytes": 1e6,
+        "process_bytes": 1,
+        "seconds": [2, 1],
+    }
+    monkeypatch.setattr(selfchecks.bench, "run_contender", lambda *_: found)
+    outcome = selfchecks.compare_peak(folder, "staged", "4", "256")
+    assert (outcome.ok, outcome.measured) == (ok, f"{peak:.2f}")
+    assert outcome.figures["seconds"] == 1
+
+
+def test_what_is_shared_about_the_machine_has_no_paths(folder, monkeypatch):
+    monkeypatch.setattr(machine.platform, "release", lambda: "6.8.0-made-by-ada")
+    found = selfchecks.describe_machine(folder).figures
+    assert found["ram_bytes"] > 0
+    assert found["release"] in ("6.8.0", machine.platform.mac_ver()[0])
+    assert not {"store", "openblas", "endpoint"} & found.keys()
+    assert not [value for value in found.values() if "/" in str(value)]

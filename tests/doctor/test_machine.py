@@ -11,7 +11,7 @@ import mlx.core as mx
 import psutil
 import pytest
 
-from your_ai.doctor import machine
+from your_ai.doctor import findings, machine
 from your_ai.doctor.machine import read_machine
 from your_ai.memory import probe
 
@@ -120,7 +120,11 @@ def test_chip_wired_limit_and_rosetta_of_a_mac_are_read(monkeypatch):
 def test_the_memory_of_a_card_is_read(monkeypatch):
     info = {"device_name": "NVIDIA H100", "total_memory": 80 << 30, "free_memory": 78 << 30}
     monkeypatch.setattr(mx, "device_info", lambda: info)
+    monkeypatch.setattr(machine, "device", lambda: "cuda")
+    monkeypatch.setattr(machine, "output_of", lambda *command: f"version of {command[0]}")
     found = read_machine()
+    assert (found.gpu, found.driver) == ("NVIDIA H100", "version of nvidia-smi")
+    assert "NVIDIA H100" in findings.facts(found)["device"]
     assert (found.gpu_bytes, found.gpu_free_bytes) == (80 << 30, 78 << 30)
     assert found.recommended_bytes is None
 

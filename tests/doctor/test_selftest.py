@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import json
@@ -23,6 +24,7 @@ from your_ai.doctor.selftest import (
     CHECKS,
     Failed,
     OutOfTime,
+    Part,
     ReportLine,
     failed,
     peak_memory_of,
@@ -117,9 +119,9 @@ def test_remaining_checks_are_not_done_when_time_runs_out(canned, monkeypatch):
 @pytest.mark.parametrize(
     ("took_s", "computed_s", "ok", "measured"),
     [
-        (40, 30, None, "not finished within 40 s; its last process used 30 s of CPU time"),
-        (40, 0.5, False, "hangs: not finished within 40 s; its last process used 0 s of CPU time"),
-        (6, 0.1, None, "not finished within 6 s; its last process used 0 s of CPU time"),
+        (40, 30, None, "not finished within 40 s; its processes used 30 s of CPU time"),
+        (40, 0.5, False, "hangs: not finished within 40 s; its processes used 0 s of CPU time"),
+        (6, 0.1, None, "not finished within 6 s; its processes used 0 s of CPU time"),
     ],
 )
 def test_a_hanging_check_is_distinguished_from_a_slow_one(
@@ -128,8 +130,17 @@ def test_a_hanging_check_is_distinguished_from_a_slow_one(
     canned["reload"] = late(computed_s)
     times = iter([0.0, took_s, took_s])
     monkeypatch.setattr(selftest.time, "monotonic", lambda: next(times))
-    line = selftest.line_of("reload", Path(), 100.0, {})
+    line = selftest.line_of(Part("reload"), Path(), 100.0, {"device": "cpu"})
     assert (line.ok, line.measured) == (ok, measured)
+
+
+@pytest.mark.parametrize(("device", "ok"), [("cuda", False), ("cpu", None)])
+def test_a_gpu_that_is_waited_for_with_the_cpu_hangs_too(canned, monkeypatch, device, ok):
+    canned["reload"] = late(30)
+    times = iter([0.0, 40.0, 40.0])
+    monkeypatch.setattr(selftest.time, "monotonic", lambda: next(times))
+    line = selftest.line_of(Part("reload", most_s=40.0), Path(), 100.0, {"device": device})
+    assert line.ok is ok
 
 
 def test_stopping_early_removes_the_temporary_folder(canned, temporary):
@@ -158,6 +169,28 @@ def test_a_process_that_takes_too_long_is_killed(own_folder):
         selftest.done(["-c", code], own_folder, "x", time.monotonic() + 1.0)
     assert caught.value.cpu_s < 1
     assert not psutil.pid_exists(int((own_folder / "x.out").read_text()))
+
+
+def test_the_children_of_a_process_count_and_are_killed(own_folder):
+    """A compiler works for the process that waits; a supervisor's child has its own session."""
+    child = "import os; print(os.getpid(), flush=True); [None for _ in iter(int, 1)]"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], "
+    code += "start_new_session=True)"
+    with pytest.raises(OutOfTime) as caught:
+        selftest.done(["-c", code], own_folder, "x", time.monotonic() + 1.5)
+    assert caught.value.cpu_s > 0.2
+    assert ended(int((own_folder / "x.out").read_text()))
+
+
+def ended(pid: int) -> bool:
+    """Whether a process is gone within some seconds, or waits for another to notice its end."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process, deadline = psutil.Process(pid), time.monotonic() + 10
+        while process.status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+    return True
 
 
 def test_a_check_without_a_result_fails(own_folder, monkeypatch):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -222,15 +224,46 @@ def doctor(
             "to it.",
         ),
     ] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            help="Try everything on this machine, in less than 15 minutes, and write what was "
+            "measured to a new JSON file, without anything private.",
+            metavar="FILE",
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer parts of --report, in less than 3 minutes.")
+    ] = False,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            help="Time limit of --report, which drops its last parts; default: 14, or 2.9 with "
+            "--quick.",
+            min=0.1,
+        ),
+    ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Write the file of --report without asking.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check this machine: what is missing or risky, and the command that fixes it."""
     from your_ai.doctor import findings as examining
     from your_ai.doctor.machine import read_machine
 
+    chosen = {"--fit-memory": fit_memory, "--selftest": selftest, "--report": report is not None}
+    given = [name for name, value in chosen.items() if value]
+    if len(given) > 1:
+        raise UserError(f"{given[0]}: cannot be combined with {given[1]}")
+    of_report = {"--quick": quick, "--minutes": minutes is not None, "--yes": yes}
+    if report is None and (alone := [name for name, value in of_report.items() if value]):
+        raise UserError(f"{alone[0]}: only works with --report; give --report FILE, too")
+    if report is not None:
+        report_device(report, quick, minutes, yes, as_json)
+        return
     if fit_memory:
-        if selftest:
-            raise UserError("--fit-memory: cannot be combined with --selftest")
         fit_to_machine(as_json)
         return
     machine = read_machine()
@@ -262,6 +295,49 @@ def test_device(machine: MachineInfo, as_json: bool) -> None:
     else:
         echo(f"\n{selftest.report(lines, machine)}")
     if selftest.failed(lines):
+        raise typer.Exit(1)
+
+
+def report_device(path: Path, quick: bool, minutes: float | None, yes: bool, as_json: bool) -> None:
+    """Show each part when it is done, then what would be written, and write it; exit status 1 if a
+    part failed, or if the user does not want it written."""
+    from your_ai.doctor import report as reporting
+    from your_ai.doctor import selftest
+    from your_ai.files import replace_text
+
+    reporting.check_place(path)
+    if minutes is None:
+        minutes = reporting.QUICK_MINUTES if quick else reporting.MINUTES
+    began, lines = time.monotonic(), []
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave no process behind
+    try:
+        for line in reporting.run(reporting.parts_of(quick), minutes):
+            lines.append(line)
+            if not as_json:
+                echo(selftest.text(line))
+    except KeyboardInterrupt:
+        echo_error(f"the report was interrupted; {path} was not written")
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    content = reporting.document(lines, time.monotonic() - began, minutes)
+    written = reporting.text_of(content)
+    if as_json:
+        echo(written, nl=False)
+    else:
+        echo(f"\n{written}")
+        on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        if on_terminal and not yes and not confirm(f"write this, and nothing else, to {path}?"):
+            echo("nothing was written")
+            raise typer.Exit(1)
+    try:
+        replace_text(path, written)
+    except OSError as error:
+        raise reporting.unwritable(path, error) from error
+    if not as_json:
+        dropped = f"; dropped: {', '.join(content['dropped'])}" if content["dropped"] else ""
+        echo(f"wrote {path}{dropped}")
+    if content["failed"]:
         raise typer.Exit(1)
 
 

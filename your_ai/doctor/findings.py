@@ -249,11 +249,12 @@ def facts(machine: MachineInfo) -> dict[str, str]:
         (machine.swap_bytes or None, "swapped out"),
     )
     limit = limit_of(machine)
+    card = machine.gpu if machine.device == "cuda" else None  # a Mac's GPU is named as its chip
     versions = (("Python", machine.python), ("MLX", machine.mlx), ("mlx-lm", machine.mlx_lm),
                 ("your_ai", machine.your_ai))  # fmt: skip
     lines = {
         "machine": [machine.chip, cores, f"{system} {machine.release or ''}".strip()],
-        "device": [DEVICES.get(machine.device or "", machine.device)],
+        "device": [DEVICES.get(machine.device or "", machine.device), card],
         "memory": [f"{roughly(size)} {name}" for size, name in sizes if size is not None],
         "a run": [limit and limits.text(limit)],
         "store": [machine.store],

@@ -37,6 +37,15 @@ PACKAGES = {  # the packages of each extra
     "tune": ("optuna",),
     "wandb": ("wandb",),
 }
+MLX_PACKAGES = ("mlx-metal", "mlx-cuda-13", "mlx-cuda-12", "mlx-cpu")  # each with MLX's code
+# The fields of MachineInfo that tell nothing about the machine's owner.
+SHARED = (
+    *("system", "release", "architecture", "translated", "chip", "cores", "device", "gpu"),
+    *("driver", "ram_bytes", "recommended_bytes", "max_buffer_bytes", "wired_limit_bytes"),
+    *("gpu_bytes", "gpu_free_bytes", "available_bytes", "swap_bytes", "pressure"),
+    *("container_bytes", "disk_free_bytes", "python", "mlx", "mlx_package", "mlx_fault"),
+    *("mlx_lm", "your_ai"),
+)
 MIB = 1 << 20
 COMMAND_S = 5.0
 
@@ -58,6 +67,10 @@ class MachineInfo:
     cores: int | None = None
     device: str | None = None
     """metal, cuda or cpu; None if mlx cannot be loaded."""
+    gpu: str | None = None
+    """Name of the GPU that MLX computes on."""
+    driver: str | None = None
+    """Version of NVIDIA's driver."""
     nvidia: bool = False
     """Whether there is an NVIDIA card."""
     blas: str | None = None
@@ -91,6 +104,8 @@ class MachineInfo:
     store_writable: bool | None = None
     python: str | None = None
     mlx: str | None = None
+    mlx_package: str | None = None
+    """The package with MLX's code for this device, and its version."""
     mlx_fault: str | None = None
     """Why mlx cannot be loaded."""
     mlx_lm: str | None = None
@@ -136,6 +151,7 @@ def read_machine() -> MachineInfo:
         chip=attempt(chip),
         cores=psutil.cpu_count(logical=False) or os.cpu_count(),
         device=attempt(device),
+        driver=attempt(driver),
         nvidia=os.path.exists("/dev/nvidia0") or shutil.which("nvidia-smi") is not None,
         blas=attempt(loaded_blas),
         openblas=attempt(installed_openblas),
@@ -146,6 +162,7 @@ def read_machine() -> MachineInfo:
         store_writable=parent and os.access(parent, os.W_OK),
         python=platform.python_version(),
         mlx=attempt(lambda: metadata.version("mlx")),
+        mlx_package=mlx_package(),
         mlx_fault=fault or None,
         mlx_lm=attempt(lambda: metadata.version("mlx-lm")),
         your_ai=__version__,
@@ -177,8 +194,8 @@ def load_mlx() -> str:
     return ""
 
 
-def memory() -> dict[str, int | None]:
-    """The fields of MachineInfo that memory.probe reads."""
+def memory() -> dict[str, Any]:
+    """The fields of MachineInfo that memory.probe or MLX reads."""
     import mlx.core as mx
 
     from your_ai.memory import probe
@@ -186,6 +203,7 @@ def memory() -> dict[str, int | None]:
     machine, sample = probe.machine(), probe.read()
     info = attempt(lambda: (getattr(mx, "device_info", None) or mx.metal.device_info)()) or {}
     return {
+        "gpu": info.get("device_name") if device() != "cpu" else None,
         "ram_bytes": machine.ram_bytes,
         "recommended_bytes": machine.working_set_bytes,
         "max_buffer_bytes": info.get("max_buffer_length") or None,
@@ -231,10 +249,26 @@ def chip() -> str | None:
 
 def sysctl(name: str) -> str:
     """A value of the macOS kernel as text. Raises OSError or a SubprocessError."""
-    done = subprocess.run(
-        ["sysctl", "-n", name], capture_output=True, text=True, timeout=COMMAND_S, check=True
-    )
+    return output_of("sysctl", "-n", name)
+
+
+def driver() -> str:
+    """Version of the driver of the first NVIDIA card. Raises OSError or a SubprocessError."""
+    return output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0")
+
+
+def output_of(*command: str) -> str:
+    """What a program prints. Raises OSError or a SubprocessError."""
+    done = subprocess.run([*command], capture_output=True, text=True, timeout=COMMAND_S, check=True)
     return done.stdout.strip()
+
+
+def mlx_package() -> str | None:
+    """`mlx-cuda-13 0.32.4`; None if no such package is installed."""
+    for name in MLX_PACKAGES:
+        if version := attempt(lambda name=name: metadata.version(name)):
+            return f"{name} {version}"
+    return None
 
 
 def loaded_blas() -> str | None:

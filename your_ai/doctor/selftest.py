@@ -16,10 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -32,7 +32,8 @@ from your_ai.run.folder import RunFolder
 MAX_S = 120.0
 CHECK_S = 75.0  # maximum time of one check
 # A check that ran out of time hangs, if it had HANGS_FROM_S and used the CPU for less than
-# IDLE_SHARE of its time. Otherwise it is only slow.
+# IDLE_SHARE of its time, or if it had all its time and computes on a GPU, whose driver may wait
+# by using the CPU. Otherwise it is only slow.
 HANGS_FROM_S, IDLE_SHARE = 20.0, 0.05
 LEAST_S = 5.0  # no check starts with less time left
 # The most informative checks come first, because time may run out before the last.
@@ -58,16 +59,29 @@ class ReportLine:
     figures: dict[str, Any] = field(default_factory=dict)
 
 
+Work = Callable[[Path, dict[str, Any], float], dict[str, Any]]
+"""(folder, figures of the model, deadline) -> the outcome of a check."""
+
+
+class Part(NamedTuple):
+    """A check to be done."""
+
+    name: str
+    work: Work | None = None
+    """What does it; None for the check of that name."""
+    most_s: float = CHECK_S
+
+
 class Failed(Exception):
     """A check cannot be carried out. The text says why."""
 
 
 class OutOfTime(Exception):
-    """A check ran out of time. `cpu_s` is the CPU time that its process used."""
+    """A check ran out of time. `cpu_s` is the CPU time that its process used, with its children,
+    such as compilers."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        times = psutil.Process(process.pid).cpu_times()
-        self.cpu_s = times.user + times.system
+        self.cpu_s = sum(map(cpu_seconds, tree_of(process.pid)))
 
 
 def run(max_seconds: float = MAX_S) -> Iterator[ReportLine]:
@@ -77,36 +91,42 @@ def run(max_seconds: float = MAX_S) -> Iterator[ReportLine]:
     """
     until = time.monotonic() + max_seconds
     with tempfile.TemporaryDirectory(prefix="your_ai-selftest-") as place:
-        folder = Path(place).resolve()
-        made = line_of("model", folder, until, {})
-        yield made
-        if not made.ok:
-            return
-        for check in CHECKS:
-            yield line_of(check, folder, until, made.figures)
+        yield from in_turn(map(Part, CHECKS), Path(place).resolve(), until)
 
 
-def line_of(check: str, folder: Path, until: float, model: dict[str, Any]) -> ReportLine:
-    """Run one check in the remaining time."""
-    began = time.monotonic()
+def in_turn(parts: Iterable[Part], folder: Path, until: float) -> Iterator[ReportLine]:
+    """Create the model, then run checks with it one after the other; none if that fails."""
+    made = line_of(Part("model"), folder, until, {})
+    yield made
+    if made.ok:
+        for part in parts:
+            yield line_of(part, folder, until, made.figures)
+
+
+def line_of(part: Part, folder: Path, until: float, model: dict[str, Any]) -> ReportLine:
+    """Run one check in the remaining time. model: its figures; empty before there is one."""
+    check, began = part.name, time.monotonic()
     left_s = until - began
     if left_s < LEAST_S:
         return ReportLine(check, None, "not done: out of time")
-    deadline = began + min(left_s, CHECK_S)
+    deadline = began + min(left_s, part.most_s)
     try:
-        if check in RUNS:
-            outcome = RUNS[check](folder, model, deadline)
+        if work := part.work or RUNS.get(check):
+            outcome = work(folder, model, deadline)
         else:
             outcome = asked(check, folder, deadline)
         ok, measured, figures = outcome["ok"], outcome["measured"], outcome.get("figures", {})
     except OutOfTime as late:
         given_s = time.monotonic() - began
         hung = given_s >= HANGS_FROM_S and late.cpu_s < IDLE_SHARE * given_s
+        hung = hung or (given_s >= part.most_s and model.get("device") != "cpu")
         ok, figures = (False if hung else None), {}
         measured = f"{'hangs: ' if hung else ''}not finished within {given_s:.0f} s"
-        measured += f"; its last process used {late.cpu_s:.0f} s of CPU time"
+        measured += f"; its processes used {late.cpu_s:.0f} s of CPU time"
     except Failed as failure:
         ok, measured, figures = False, str(failure), {}
+    except Exception as error:  # a fault in one check must not lose the results of the others
+        ok, measured, figures = False, f"{type(error).__name__}: {error}", {}
     return ReportLine(check, ok, measured, time.monotonic() - began, figures)
 
 
@@ -116,6 +136,30 @@ def failed(lines: Sequence[ReportLine]) -> bool:
 
 
 # Processes
+
+
+def tree_of(pid: int) -> list[psutil.Process]:
+    """A process and all that it started, as far as they still run."""
+    with contextlib.suppress(psutil.Error):
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    return []
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """The CPU time of a process and of its children that have ended; 0 if it has ended itself."""
+    with contextlib.suppress(psutil.Error):
+        return sum(process.cpu_times()[:4])  # user and system, its own and of its children
+    return 0.0
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and all that it started: a supervisor starts another in its own session."""
+    for each in tree_of(process.pid):
+        with contextlib.suppress(psutil.Error):
+            each.kill()
+    process.kill()
+    process.wait()
 
 
 @contextlib.contextmanager
@@ -134,8 +178,7 @@ def started(arguments: Sequence[str], folder: Path, name: str) -> Iterator[subpr
         try:
             yield process
         finally:
-            process.kill()
-            process.wait()
+            kill(process)
 
 
 def done(arguments: Sequence[str], folder: Path, name: str, deadline: float) -> str:
@@ -160,9 +203,10 @@ def describe_end(folder: Path, name: str, status: int) -> str:
     return f"its process {ended}" + (f": {lines[-1]}" if lines else "")
 
 
-def asked(check: str, folder: Path, deadline: float) -> dict[str, Any]:
-    """Run one of the checks in `doctor.checks` and return its outcome."""
-    output = done(["-m", "your_ai.doctor.checks", check, str(folder)], folder, check, deadline)
+def asked(check: str, folder: Path, deadline: float, *more: str) -> dict[str, Any]:
+    """Run one of the checks in `doctor.checks` and return its outcome. more: its arguments."""
+    arguments = ["-m", "your_ai.doctor.checks", check, str(folder), *more]
+    output = done(arguments, folder, check, deadline)
     try:
         return json.loads(output.splitlines()[-1])
     except (ValueError, IndexError) as error:
@@ -260,14 +304,18 @@ def hold_budget(folder: Path, model: dict[str, Any], deadline: float) -> dict[st
     logged = [record.event for record in events.tail(RunFolder(folder / "runs" / "held").events)[0]]
     plans = [event.text for event in logged if isinstance(event, events.Planned)]
     ratios = [event.ratio for event in logged if isinstance(event, events.Measured)]
+    of_mlx = [event.peak_bytes or 0 for event in logged if isinstance(event, events.Step)]
     figures = {"limit_bytes": int(1e9 * budget_gb), "peak_bytes": peak, "looks": looks,
                "fused_bytes": fused, "empty_bytes": empty, "plans": plans,
-               "measured_over_estimated": ratios}  # fmt: skip
+               "measured_over_estimated": ratios,
+               "mlx_peak_bytes": max(of_mlx, default=0)}  # fmt: skip
     text = (
         f"with --max-memory {budget_gb:g} the peak was {size_text(peak)}, in {looks} readings; the "
         f"fastest plan takes {size_text(fused)}, an empty process {size_text(empty)}; "
         f"planned: {'; '.join(plans)}"
     )
+    if any(of_mlx):
+        text += f"; MLX's peak was {size_text(max(of_mlx))}"
     if ratios:  # the last one is of the largest micro-batch
         text += f"; activations took {ratios[-1]:.2f} times the estimate"
     return {"ok": 0 < peak <= 1e9 * budget_gb, "measured": text, "figures": figures}
