@@ -103,8 +103,8 @@ if "YOUR_AI_TESTS_CACHE" not in os.environ:  # not in xdist's workers
         [str(QUICK_START.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     precompile_header()
-# Tests that compute most indices run under the checker of tests/indices.py, and therefore without
-# compilation, except for those that measure memory, fuse kernels, or have the mark `compiled`.
+# Tests that compute most indices run under the checker of tests/indices.py, except for those that
+# measure memory, fuse kernels, or have the mark `compiled`: it adds to graphs.
 CHECKED_FOLDERS = ("engine", "generation", "objectives", "rewards", "soft")
 CHECKED_FILES = ("training/test_rollouts.py", "training/test_soft.py")
 CHECKS_ALL = bool(os.environ.get(indices.VARIABLE))  # of all tests
@@ -149,18 +149,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Let the threads take turns in tests that do not measure memory, and check indices in some."""
     take_turns(item.get_closest_marker("memory") is None)
-    compiled = item.get_closest_marker("compiled") is not None
+    unsuited = [mark for mark in ("compiled", "memory") if item.get_closest_marker(mark)]
     if CHECKS_ALL:
-        if compiled:
+        if "compiled" in unsuited:
             pytest.skip("compiles, which it does not where all indices are checked")
         return
     place = item.path.relative_to(Path(__file__).parent)
-    kernels = getattr(item.module, "KERNELS", False)
     checked = place.parts[0] in CHECKED_FOLDERS or str(place) in CHECKED_FILES
-    checked = checked and not (compiled or kernels or item.get_closest_marker("memory"))
+    checked = checked and not unsuited and not getattr(item.module, "KERNELS", False)
     if checked != indices.is_checking():
         indices.check(checked)
-        fuse(kernels)
 
 
 @pytest.hookimpl(trylast=True)

@@ -3,7 +3,8 @@
 `check(True)` replaces what takes an index in MLX, for the package, mlx-lm and mlx.nn alike:
 `array[...]`, `array[...] = `, `array.at[...]` and the functions of CHECKED. An index array has to
 be evaluated for that. MLX can do so inside `mx.grad` and the rules of custom functions, but not
-while it traces for `mx.compile` or `mx.vmap`: the checker then notes that it could not look.
+while it traces. For `mx.compile`, the graph gives the range of each index array beside its results.
+Inside `mx.vmap`, the checker notes that it could not look.
 
 A negative number in an index array is out of range, too. MLX counts it from the end, but a
 computed position that is negative is a mistake.
@@ -22,7 +23,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -43,11 +44,25 @@ PACKAGES = {
 }
 
 FAULTS: list[str] = []  # of this process
-NOTED: set[tuple[str, CodeType, int]] = set()  # kinds and expressions that are already noted
+# Of each function that is being traced: the least and the largest index of each array, by the text
+# of its `Traced`.
+TRACED: list[dict[str, mx.array]] = []
+NOTED: set[tuple[str | CodeType | int, ...]] = set()  # kinds and expressions that are already noted
 
 
 class OutOfRange(AssertionError):
     """An index is outside the axis that it selects from."""
+
+
+class Traced(NamedTuple):
+    """An index array of a compiled function."""
+
+    place: str
+    call: str
+    size: int
+    """Of the axis."""
+    number: int
+    """In the function."""
 
 
 def check_array(index: mx.array, size: int, call: str) -> None:
@@ -62,15 +77,21 @@ def check_array(index: mx.array, size: int, call: str) -> None:
     except ValueError as error:
         if "transformations like compile or vmap" not in str(error):
             raise
-        note(UNSEEN, call)
+        if not TRACED:
+            note(UNSEEN, call)
+        elif index.size:
+            key = Traced(place_of(caller()), call, size, len(TRACED[-1]))
+            TRACED[-1]["\t".join(map(str, key))] = mx.stack([index.min(), index.max()])
         return
     note(FOUND, call)
-    if index.size == 0:
-        return
-    values = np.asarray(index)
-    low, high = int(values.min()), int(values.max())
+    if index.size:
+        values = np.asarray(index)
+        check_range(int(values.min()), int(values.max()), size, call)
+
+
+def check_range(low: int, high: int, size: int, call: str, place: str | None = None) -> None:
     if low < 0 or high >= size:
-        refuse(f"{call}: index array of {low} ... {high} for an axis of {size}")
+        refuse(f"{call}: index array of {low} ... {high} for an axis of {size}", place)
 
 
 def check_integer(index: int, size: int, call: str) -> None:
@@ -206,6 +227,38 @@ def put(self, index, value):
     return SETITEM(self, index, value)
 
 
+def compiled(fun, inputs=None, outputs=None, shapeless=False):
+    """`mx.compile`, with a graph that also computes the range of each index array."""
+
+    def traced(*arguments, **named):
+        TRACED.append({})
+        try:
+            return fun(*arguments, **named), TRACED[-1]
+        finally:
+            TRACED.pop()
+
+    own = MLX["compile"](traced, inputs, outputs, shapeless)
+
+    def call(*arguments, **named):
+        result, ranges = own(*arguments, **named)
+        check_traced(ranges)
+        return result
+
+    return call
+
+
+def check_traced(ranges: dict[str, mx.array]) -> None:
+    """Assert the ranges of a compiled function, or hand them on to one that is traced around it."""
+    for key, found in ranges.items():
+        if TRACED:
+            TRACED[-1][f"{key}\t{len(TRACED[-1])}"] = found
+            continue
+        place, call, size, *_ = key.split("\t")
+        note(FOUND, call, place)
+        low, high = found.tolist()
+        check_range(low, high, int(size), call, place)
+
+
 class At:
     """`array.at`, and `array.at[...]` once it has an index."""
 
@@ -238,6 +291,7 @@ CHECKED = {
         )
     },
     (mx, "slice"): slice_of,
+    (mx, "compile"): compiled,
     (mx.fast, "cross_entropy"): cross_entropy,
     (mx.array, "__getitem__"): get,
     (mx.array, "__setitem__"): put,
@@ -260,10 +314,13 @@ def is_checking() -> bool:
     return mx.take is take
 
 
-def refuse(text: str) -> None:
-    """Note a fault, in case that the package catches the error, and raise it."""
-    note(FAULT, text)
-    FAULTS.append(f"{place_of(caller())}: {text}")
+def refuse(text: str, place: str | None = None) -> None:
+    """Note a fault, in case that the package catches the error, and raise it.
+
+    place: of the expression, if it is not evaluated now.
+    """
+    note(FAULT, text, place)
+    FAULTS.append(f"{place or place_of(caller())}: {text}")
     raise OutOfRange(FAULTS[-1])
 
 
@@ -284,19 +341,22 @@ def place_of(frame: FrameType) -> str:
     return f"{code.co_filename}:{frame.f_lineno}:{first}-{last}"
 
 
-def note(kind: str, text: str) -> None:
-    """Write down an expression once, and each fault, at once: the process may be killed."""
+def note(kind: str, text: str, place: str | None = None) -> None:
+    """Write down an expression once, and each fault, at once: the process may be killed.
+
+    place: of the expression, if it is not evaluated now.
+    """
     folder = os.environ.get(NOTES)
     if folder is None:
         return
     frame = caller()
-    key = (kind, frame.f_code, frame.f_lasti)
+    key = (kind, place) if place else (kind, frame.f_code, frame.f_lasti)
     if key in NOTED and kind != FAULT:
         return
     NOTED.add(key)
     name = FAULTS_FILE if kind == FAULT else f"{os.getpid()}.txt"
     with open(Path(folder, name), "a", encoding="utf-8") as file:
-        file.write(f"{kind}\t{place_of(frame)}\t{text}\n")
+        file.write(f"{kind}\t{place or place_of(frame)}\t{text}\n")
 
 
 def take_faults() -> list[str]:

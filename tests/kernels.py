@@ -56,12 +56,12 @@ def fuse(on: bool) -> None:
 
     That also holds for the processes that tests start; see quick_start/sitecustomize.py. What was
     compiled before in this thread is compiled again when it is next called. Where MLX has no such
-    switch, kernels are compiled; `mx.disable_compile` would not even trace. It is used where
-    indices are checked: arrays have no values while MLX traces.
+    switch, kernels are compiled; `mx.disable_compile` would not even trace. It is used where all
+    tests run under the checker of indices.
     """
     mode = FUSE if on else NO_FUSE
     os.environ[VARIABLE] = str(mode)
-    set_mode(UNCOMPILED if indices.is_checking() else mode)
+    set_mode(UNCOMPILED if os.environ.get(indices.VARIABLE) else mode)
 
 
 def set_mode(mode: int) -> None:

@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from tests import indices
+from tests import indices, kernels
 from tests.conftest import QUICK_START
 
 ROWS, COLUMNS = 4, 32
@@ -230,6 +230,76 @@ def test_indices_inside_of_custom_functions_have_values(where):
 
     with pytest.raises(indices.OutOfRange, match="at...." if where == "backward" else "[...]"):
         mx.grad(loss)(table())
+
+
+def loss_of(rows: mx.array, at: mx.array) -> mx.array:
+    at = mx.stop_gradient(at)  # mx.checkpoint would differentiate it
+    return (rows[at] ** 2).sum() + mx.take(rows, at, axis=0).sum()
+
+
+@mx.custom_function
+def gathered(rows: mx.array, at: mx.array) -> mx.array:
+    return rows[mx.zeros_like(at)]
+
+
+@gathered.vjp
+def scattered(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, ...]:
+    rows, at = primals
+    return mx.zeros_like(rows).at[at].add(cotangent), mx.zeros_like(at)
+
+
+COMPILED: dict[str, Callable[[], Call]] = {
+    "plain": lambda: mx.compile(loss_of),
+    "gradient": lambda: mx.compile(mx.grad(loss_of)),
+    "inside of a gradient": lambda: mx.grad(mx.compile(loss_of)),
+    "checkpoint": lambda: mx.compile(mx.grad(mx.checkpoint(loss_of))),
+    "custom rule": lambda: mx.compile(mx.grad(lambda rows, at: gathered(rows, at).sum())),
+    "nested": lambda: mx.compile(twice(mx.compile(loss_of))),
+}
+
+
+def twice(function: Call) -> Call:
+    return lambda table, at: function(table, at[::-1]) + function(table, mx.zeros_like(at))
+
+
+@pytest.fixture
+def compiling() -> Iterator[None]:
+    """Let MLX trace, also where all tests run under the checker without compilation."""
+    mode = kernels.MODE
+    kernels.set_mode(kernels.NO_FUSE)
+    yield
+    kernels.set_mode(kernels.FUSE if mode is None else mode)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_indices_of_compiled_functions_are_checked_at_each_call(compiling, name):
+    function = COMPILED[name]()
+    inside, other = mx.array([3, 0]), mx.array([1, 1])
+    found = [function(table(), at) for at in (inside, other)]
+    for outside in OUTSIDE:
+        with pytest.raises(indices.OutOfRange, match=f"{Path(__file__).name}.*axis of {ROWS}"):
+            function(table(), mx.array([0, outside]))
+    indices.check(False)
+    plain = COMPILED[name]()
+    for at, result in zip((inside, other), found, strict=True):
+        assert mx.allclose(result, plain(table(), at))
+
+
+def test_compiled_functions_change_their_state(compiling):
+    state = {"rows": table(), "count": mx.array(0)}
+
+    def step(at: mx.array) -> mx.array:
+        state["rows"] = state["rows"].at[at].add(1.0)
+        state["count"] = state["count"] + 1
+        return state["rows"][at].sum()
+
+    compiled = mx.compile(step, inputs=state, outputs=state)
+    compiled(mx.array([1, 2]))
+    assert compiled(mx.array([2, 2])).shape == ()
+    assert state["count"].item() == 2
+    assert mx.allclose(state["rows"] - table(), mx.array([0.0, 1.0, 3.0, 0.0])[:, None], atol=1e-6)
+    with pytest.raises(indices.OutOfRange):
+        compiled(mx.array([0, ROWS]))
 
 
 def test_what_cannot_be_evaluated_is_noted(tmp_path, monkeypatch):
