@@ -5,6 +5,7 @@ The checker of indices (tests/indices.py) fails each test that reads beyond it.
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,13 @@ from tests.evaluation.conftest import carry_out
 from your_ai.errors import UserError
 from your_ai.evaluation.compare import Request, compare
 from your_ai.evaluation.custom_metric import Metric
+from your_ai.evaluation.reward_model import load_reward_model, score_rows
 from your_ai.evaluation.rows import choose_file
-from your_ai.nets.saved_adapter import open_trained
+from your_ai.nets.saved_adapter import Trained, open_trained
+from your_ai.rewards.rollout import Rollout
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
+from your_ai.training.reward_models import score_rollouts
 
 
 def model_with(positions: int) -> str:
@@ -78,3 +82,44 @@ def test_measured_answers_end_where_the_positions_do(train_on):
         request = Request(batch_size=2, metric=metric, max_tokens=most)
         found = carry_out(compare(run, path, request))
         assert (found.base.scores > 0).all()
+
+
+@pytest.fixture
+def reward_model(configure, data_folder):
+    """A function that trains a reward model whose table has this many positions."""
+
+    def run(positions: int) -> Trained:
+        rows = [{"prompt": "Ask", "completion": "yes", "score": i / 4} for i in range(4)]
+        for name in ("train", "valid", "test"):
+            write_rows(data_folder / f"{name}.jsonl", rows)
+        settings = {"objective": "reward", "max_steps": 1, "lora_targets": ["c_attn"]}
+        return open_trained(str(train(configure(model=model_with(positions), **settings)).path))
+
+    return run
+
+
+def text_of(words: int) -> dict[str, str]:
+    return {"prompt": "please " * words, "completion": "yes"}
+
+
+def test_padding_of_a_scored_text_ends_where_the_positions_do(reward_model):
+    """544 positions: the next length that texts are padded to is 576."""
+    (row,) = score_rows(reward_model(544), [text_of(520)], "error", 2, None)
+    assert math.isfinite(row["reward"])
+
+
+def test_a_text_that_is_longer_than_the_positions_is_not_scored(reward_model):
+    """The run's --max-seq-length allows more."""
+    run = reward_model(64)
+    with pytest.raises(UserError, match=r"row 1: .* more than the 64 position embeddings of r; "):
+        list(score_rows(run, [text_of(90)], "error", 2, None))
+    (row,) = score_rows(run, [{**text_of(3), "completion": "yes " * 90}], "truncate", 2, None)
+    assert math.isfinite(row["reward"])
+
+
+@pytest.mark.parametrize(("count", "scored"), [(64, True), (65, False)])
+def test_a_completion_that_ends_after_the_positions_has_no_score(reward_model, count, scored):
+    model = load_reward_model(reward_model(64))
+    rollout = Rollout("Ask", [], "Yes", 2, True, None, {}, "p:1", 0, ids=(5,) * count)
+    (found,) = score_rollouts(model, True, [rollout])
+    assert (found is not None) == scored
