@@ -123,3 +123,14 @@ def test_a_completion_that_ends_after_the_positions_has_no_score(reward_model, c
     rollout = Rollout("Ask", [], "Yes", 2, True, None, {}, "p:1", 0, ids=(5,) * count)
     (found,) = score_rollouts(model, True, [rollout])
     assert (found is not None) == scored
+
+
+def test_padding_of_rollouts_ends_where_the_positions_do(configure, data_folder):
+    """544 positions: the next length that rollouts are padded to is 576."""
+    rows = [{"prompt": "please " * words} for words in (3, 515)]
+    for name in ("train", "valid", "test"):
+        write_rows(data_folder / f"{name}.jsonl", rows)
+    settings = {"objective": "grpo", "reward": ["length:3"], "rollouts": 2, "prompts_per_step": 2}
+    settings |= {"max_new_tokens": 4, "kl_beta": 0.1, "max_steps": 1, "lora_targets": ["c_attn"]}
+    run = train(configure(model=model_with(544), batch_size=1, **settings))
+    assert len(events_of(run, events.Step)) == 1
