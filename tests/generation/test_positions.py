@@ -28,6 +28,7 @@ from your_ai.evaluation.compare import Request, compare
 from your_ai.evaluation.custom_metric import Metric
 from your_ai.evaluation.reward_model import load_reward_model, score_rows
 from your_ai.evaluation.rows import choose_file
+from your_ai.export.fuse_difference import difference
 from your_ai.nets.saved_adapter import Trained, open_trained
 from your_ai.rewards.rollout import Rollout
 from your_ai.run import events
@@ -82,6 +83,16 @@ def test_measured_answers_end_where_the_positions_do(train_on):
         request = Request(batch_size=2, metric=metric, max_tokens=most)
         found = carry_out(compare(run, path, request))
         assert (found.base.scores > 0).all()
+
+
+def test_a_fused_model_is_measured_on_no_row_beyond_the_positions(train_on, data_folder):
+    """The file may have changed since the run checked it."""
+    run = open_trained(str(train_on(64, SHORT).path))
+    write_rows(data_folder / "valid.jsonl", [LONG])
+    with pytest.raises(UserError, match=r"valid\.jsonl: .* 64 position embeddings; use --max-seq"):
+        difference(run, Path("gpt2"))
+    write_rows(data_folder / "valid.jsonl", SHORT)
+    assert difference(run, Path("gpt2")).positions > 0
 
 
 @pytest.fixture

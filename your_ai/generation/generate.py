@@ -304,11 +304,15 @@ def check_answers(model: nn.Module, tokenizer: Any, base: Path) -> None:
 
 
 def context_tokens(base: Path) -> int | None:
-    """The context length of a model: tokens of prompt and answer; None if not known."""
+    """The context length of a model: tokens of prompt and answer; None if not known.
+
+    The least of those in config.json: one of them is the length of a table of positions, beyond
+    which MLX would read other memory.
+    """
     config = read_json(base / "config.json", "a model folder has one")
     text = {**config, **(config.get("text_config") or {})}
-    found = next((text[key] for key in CONTEXT if isinstance(text.get(key), int)), 0)
-    return found if found > 0 else None
+    found = [text[key] for key in CONTEXT if isinstance(text.get(key), int)]
+    return min((length for length in found if length > 0), default=None)
 
 
 def prompt_tokens(
