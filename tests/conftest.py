@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, settings
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import load_tokenizer, quantize_model, save_config
 
+from tests import indices
 from tests.kernels import fuse, precompile_header
 from tests.scheduling import take_turns
 from your_ai import cli
@@ -102,6 +103,17 @@ if "YOUR_AI_TESTS_CACHE" not in os.environ:  # not in xdist's workers
         [str(QUICK_START.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     precompile_header()
+# Tests that compute most indices run under the checker of tests/indices.py, except for those that
+# measure memory, fuse kernels, or have the mark `compiled`: it adds to graphs.
+CHECKED_FOLDERS = ("engine", "generation", "objectives", "rewards", "soft")
+CHECKED_FILES = ("training/test_rollouts.py", "training/test_soft.py")
+CHECKS_ALL = bool(os.environ.get(indices.VARIABLE))  # of all tests
+if CHECKS_ALL:
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+    notes = Path(os.environ["YOUR_AI_TESTS_CACHE"], "indices", worker)
+    notes.mkdir(parents=True, exist_ok=True)
+    os.environ[indices.NOTES] = str(notes)
+    indices.check(True)
 
 LONG_FOLDERS = (
     *("doctor", "engine", "evaluation", "export", "fault", "objectives", "session", "soft"),
@@ -135,8 +147,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Let the threads take turns in tests that do not measure memory."""
+    """Let the threads take turns in tests that do not measure memory, and check indices in some."""
     take_turns(item.get_closest_marker("memory") is None)
+    unsuited = [mark for mark in ("compiled", "memory") if item.get_closest_marker(mark)]
+    if CHECKS_ALL:
+        if "compiled" in unsuited:
+            pytest.skip("nothing is compiled where all indices are checked")
+        return
+    place = item.path.relative_to(Path(__file__).parent)
+    checked = place.parts[0] in CHECKED_FOLDERS or str(place) in CHECKED_FILES
+    checked = checked and not unsuited and not getattr(item.module, "KERNELS", False)
+    if checked != indices.is_checking():
+        indices.check(checked)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Fail the test if an index was out of range, also where the package caught the error."""
+    faults = indices.take_faults()
+    assert not faults, "\n".join(faults)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many expressions were checked, where the whole suite was."""
+    file = os.environ.get(indices.VARIABLE)
+    if not file:
+        return
+    notes = Path(os.environ["YOUR_AI_TESTS_CACHE"], "indices")
+    for line in indices.summary(notes):
+        terminalreporter.write_line(line)
+    if file != "1":
+        Path(file).write_text(json.dumps(indices.expressions(notes), indent=1))
 
 
 @pytest.hookimpl(wrapper=True)

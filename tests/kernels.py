@@ -18,12 +18,14 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from tests import indices
 from tests.quick_start.sitecustomize import SET_MODE, VARIABLE, library_of
 
 HEADER = "mlx/backend/cpu/compiled_preamble.h"
 CACHE = "_ZN3mlx4core6detail13compile_cacheEv"
 CLEAR = "_ZN3mlx4core6detail19compile_clear_cacheERKSt8weak_ptrINS1_12CompileCacheEE"
-NO_FUSE, FUSE = 2, 3  # of MLX's modes of compilation
+UNCOMPILED, NO_FUSE, FUSE = 0, 2, 3  # of MLX's modes of compilation
+MODE: int | None = None  # of this process
 FLAGS = ("-std=c++17", "-O3", "-Wall", "-fPIC")  # as MLX calls g++
 
 
@@ -54,15 +56,23 @@ def fuse(on: bool) -> None:
 
     That also holds for the processes that tests start; see quick_start/sitecustomize.py. What was
     compiled before in this thread is compiled again when it is next called. Where MLX has no such
-    switch, kernels are compiled; `mx.disable_compile` would not even trace.
+    switch, kernels are compiled; `mx.disable_compile` would not even trace. It is used where all
+    tests run under the checker of indices.
     """
-    mode = str(FUSE if on else NO_FUSE)
-    if os.environ.get(VARIABLE) == mode:
+    mode = FUSE if on else NO_FUSE
+    os.environ[VARIABLE] = str(mode)
+    set_mode(UNCOMPILED if os.environ.get(indices.VARIABLE) else mode)
+
+
+def set_mode(mode: int) -> None:
+    global MODE
+    if mode == MODE:
         return
-    os.environ[VARIABLE] = mode
+    MODE = mode
+    (mx.disable_compile if mode == UNCOMPILED else mx.enable_compile)()
     with contextlib.suppress(OSError, AttributeError, ValueError):
         library = library_of(Path(mx.__file__).parent)
-        set_mode, cache, clear = (library[name] for name in (SET_MODE, CACHE, CLEAR))
+        switch, cache, clear = (library[name] for name in (SET_MODE, CACHE, CLEAR))
         cache.argtypes, cache.restype = [], WeakPointer
-        set_mode(int(mode))
+        switch(mode)
         clear(ctypes.byref(cache()))

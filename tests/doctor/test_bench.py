@@ -106,6 +106,7 @@ def with_kernels() -> Iterator[None]:
     fuse(False)
 
 
+@pytest.mark.compiled
 @pytest.mark.memory
 def test_a_plan_is_chosen_for_a_peak_of_mlx(tmp_path, monkeypatch, with_kernels):
     """More memory gives a plan that keeps more, up to the fused one."""

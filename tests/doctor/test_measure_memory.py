@@ -25,6 +25,7 @@ def one_small_model(tmp_path, monkeypatch):
     monkeypatch.setattr(measure_memory.tempfile, "TemporaryDirectory", lambda **_: there)
 
 
+@pytest.mark.compiled
 def test_plans_use_what_was_measured_and_fitted(own_folder, capsys):
     assert call("doctor", "--fit-memory", "--json") == 0
     fitted = json.loads(capsys.readouterr().out)

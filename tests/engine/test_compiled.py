@@ -102,6 +102,7 @@ def test_total_size_stays_within_the_limit(tokens, room):
         assert len(graphs) == len(held)
 
 
+@pytest.mark.compiled
 @pytest.mark.memory
 def test_drop_frees_arrays_captured_by_a_graph():
     """An array that is not an input becomes a constant of the graph and lives as long."""

@@ -171,6 +171,7 @@ def test_reload_does_not_touch_adapter_arrays(models, loaded, dora):
     assert all(after[name] is array for name, array in before.items())
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("plan", PLANS)
 def test_memory_does_not_grow_after_reload(models, loaded, plan):
     made = loaded(models[None], plan, lora_layers="all")

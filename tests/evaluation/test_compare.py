@@ -147,7 +147,7 @@ def test_answers_depend_on_neither_wave_nor_plan(
     run, answers_alone, tmp_path, engine, wave, monkeypatch
 ):
     """Each has its own limit: twice the tokens of the expected answer, and some more."""
-    monkeypatch.setattr(evaluation, "ANSWER_TOKENS", 5)
+    monkeypatch.setattr("your_ai.generation.generate.ANSWER_TOKENS", 5)
     monkeypatch.setattr("your_ai.memory.plan.wave_sizes", lambda rows: [[wave]])
     rows = [chat(f"Question {n} " + "please " * n, "Answer " * (n % 3 + 1)) for n in range(8)]
     path = write_rows(tmp_path / "rows.jsonl", rows)

@@ -45,6 +45,7 @@ SMALL = Case(
 LIMIT_GB = 0.24  # near what it needs
 
 
+@pytest.mark.compiled
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [304, 358])
 def test_random_run_stays_under_its_limit(seed, tmp_path):
@@ -53,6 +54,7 @@ def test_random_run_stays_under_its_limit(seed, tmp_path):
     assert found.samples > 50
 
 
+@pytest.mark.compiled
 @pytest.mark.slow
 def test_low_coefficients_lead_to_the_same_plan_as_correct_ones(tmp_path):
     """tests/memory/test_calibration.py tries many coefficients, without a process."""

@@ -282,6 +282,7 @@ def test_context_length_is_read_from_config_json(tmp_path, tiny_model):
     assert generate.context_tokens(tiny_model) == 2048
     for config, most in (
         ({"n_ctx": 64}, 64),
+        ({"max_position_embeddings": 2048, "n_positions": 64}, 64),  # as long is GPT-2's table
         ({}, None),
         ({"max_position_embeddings": None}, None),
         ({"text_config": {"max_position_embeddings": 32}}, 32),

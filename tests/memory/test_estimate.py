@@ -416,6 +416,7 @@ def tiny_shape(tmp_path_factory) -> Path:
     return make_shape("tiny", 4, "float32", tmp_path_factory.mktemp("shapes"))
 
 
+@pytest.mark.compiled
 @pytest.mark.memory
 @pytest.mark.parametrize(("tokens", "rows", "layers", "targets", "contender"), CHEAP)
 def test_peaks_measured_here_are_estimated(
@@ -449,6 +450,7 @@ def test_peaks_measured_here_are_estimated(
     assert found.mlx_bytes == pytest.approx(peak, rel=CLOSE)
 
 
+@pytest.mark.compiled
 @pytest.mark.memory
 @pytest.mark.parametrize(
     ("engine", "tokens", "rows", "adapted"),
@@ -485,6 +487,7 @@ def test_peaks_of_an_evaluation_measured_here_are_estimated(
 
 # The head is most of a small fused model: of 1 or 2 slices of the vocabulary, then of many. How
 # far MLX runs ahead, and so how many slices are there at once, depends on who else computes.
+@pytest.mark.compiled
 @pytest.mark.memory
 @pytest.mark.parametrize(
     ("hidden", "tokens", "bits"), [(64, 32, None), (64, 64, 4), (64, 256, None), (256, 64, 4)]

@@ -352,6 +352,7 @@ def test_compiled_loss_uses_the_current_weights(case):
     assert compiled(case["hidden"]).item() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.compiled
 @pytest.mark.memory
 @pytest.mark.parametrize("compiled", [False, True])
 def test_large_vocabulary_needs_little_memory(compiled):
@@ -389,6 +390,7 @@ print(*(path for path in mapped if "/mlx/" in path and "site-packages" not in pa
 """
 
 
+@pytest.mark.compiled
 @pytest.mark.skipif(sys.platform != "linux", reason="only there kernels are compiled to files")
 def test_all_slices_share_compiled_kernels():
     """A number that differs between slices would be compiled into separate kernels."""

@@ -16,6 +16,7 @@ import sys
 METHODS = "methods.marshal"
 VARIABLE = "YOUR_AI_TESTS_COMPILE_MODE"  # of MLX
 BLAS = "YOUR_AI_TESTS_BLAS"  # see tests/matmul.py
+INDICES = "YOUR_AI_CHECK_INDICES"  # see tests/indices.py
 SET_MODE = "_ZN3mlx4core16set_compile_modeENS0_11CompileModeE"
 
 
@@ -53,11 +54,30 @@ def load_blas():
         ctypes.CDLL(os.environ[BLAS], ctypes.RTLD_GLOBAL)
 
 
+def prepare_mlx(module):
+    fuse_as_the_test(module)
+    check_indices(module)
+
+
 def fuse_as_the_test(module):
     if VARIABLE not in os.environ:
         return
     with contextlib.suppress(OSError, AttributeError, ValueError):
         library_of(os.path.dirname(module.__file__))[SET_MODE](int(os.environ[VARIABLE]))
+
+
+def check_indices(module):
+    """Check them in this process, too. MLX is loaded by now, and `module` is mlx.core."""
+    if os.environ.get(INDICES):
+        import importlib.util
+
+        name = "tests.indices"  # a worker of the suite imports the same module later
+        file = os.path.join(os.path.dirname(os.path.dirname(__file__)), "indices.py")
+        spec = importlib.util.spec_from_file_location(name, file)
+        sys.modules[name] = indices = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(indices)
+        indices.check(True)
+        module.disable_compile()
 
 
 def library_of(folder):
@@ -144,5 +164,5 @@ def be_ordinary():
 if "YOUR_AI_TESTS_CACHE" in os.environ and not __name__.startswith("tests."):
     be_ordinary()
     sys.meta_path.insert(0, Finder("transformers.utils.import_utils", read_models_once))
-    sys.meta_path.insert(0, Finder("mlx.core", fuse_as_the_test, before=load_blas))
+    sys.meta_path.insert(0, Finder("mlx.core", prepare_mlx, before=load_blas))
     keep_methods()

@@ -141,6 +141,7 @@ def test_parameters_with_different_rates_are_updated_as_by_several_optimizers_of
         assert mx.allclose(array, expected, rtol=1e-5, atol=1e-6), path
 
 
+@pytest.mark.compiled
 def test_blocks_with_different_rates_share_a_compiled_update(monkeypatch):
     config = TrainConfig(loraplus_ratio=4.0, layerwise_lr_decay=0.5)
     network, traced = Adapted(), []
@@ -279,6 +280,7 @@ def test_loss_scale_grows_again_only_in_float16():
     assert optimizer.first_state(mx.bfloat16).loss_scale == 1.0
 
 
+@pytest.mark.compiled
 @pytest.mark.memory
 @pytest.mark.parametrize(
     ("name", "rank", "bits", "dtype"),

@@ -36,7 +36,7 @@ from your_ai.evaluation.rows import (
     load_rows,
 )
 from your_ai.gates.token_ids import vocabulary_of
-from your_ai.generation.generate import ANSWER_TOKENS, Sampling
+from your_ai.generation.generate import Sampling, answer_room
 from your_ai.generation.samples import MOST_TOGETHER, sampled
 from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
@@ -158,7 +158,7 @@ def compare(
         request.max_memory_gb,
         engine=request.engine,
         can_stream=opened.can_stream,
-        answers=None if request.metric is None else answer_sizes(rows, tokenizer, request),
+        answers=None if request.metric is None else answer_sizes(rows, network, tokenizer, request),
         score_head=is_reward,
     )
     hold(budget)
@@ -297,7 +297,10 @@ def answered(
     yield EvaluationProgress(f"{name}: answers", 0, len(chosen))
     while wave := list(islice(reading, ready.wave)):  # other rows stay in the file
         prompts = [rows.encoder.prompt_of(row) for _, row, _ in wave]
-        limits = [answer_limit(tokenizer, prompt, request) for prompt in prompts]
+        limits = [
+            answer_room(ready.network, tokenizer, prompt, request.max_tokens)[0]
+            for prompt in prompts
+        ]
         asked = [
             (prompt_ids(tokenizer, prompt), Sampling(max_tokens=limit))
             for prompt, limit in zip(prompts, limits, strict=True)
@@ -315,19 +318,15 @@ def prompt_ids(tokenizer: Any, prompt: SamplePrompt) -> list[int]:
     return token_ids(tokenizer, prompt.rendered, "a row", special=False)
 
 
-def answer_limit(tokenizer: Any, prompt: SamplePrompt, request: Request) -> int:
-    """The maximum number of tokens in the answer to a prompt."""
-    if request.max_tokens is not None:
-        return request.max_tokens
-    return 2 * len(token_ids(tokenizer, prompt.expected, "a row")) + ANSWER_TOKENS
-
-
-def answer_sizes(rows: EvaluationRows, tokenizer: Any, request: Request) -> RolloutSizes:
+def answer_sizes(
+    rows: EvaluationRows, network: nn.Module, tokenizer: Any, request: Request
+) -> RolloutSizes:
     """The answers to all rows that ask for one, for the memory that generating takes."""
     prompt_tokens = new_tokens = 0
     for _, row, _ in rows.read(np.flatnonzero(rows.asks)):
         prompt = rows.encoder.prompt_of(row)
-        prompt_tokens = max(prompt_tokens, len(prompt_ids(tokenizer, prompt)))
-        new_tokens = max(new_tokens, answer_limit(tokenizer, prompt, request))
+        answer, both = answer_room(network, tokenizer, prompt, request.max_tokens)
+        prompt_tokens = max(prompt_tokens, both - answer)
+        new_tokens = max(new_tokens, answer)
     together = min(MOST_TOGETHER, int(rows.asks.sum()))
     return RolloutSizes(prompt_tokens, new_tokens, group=1, rows=together)

@@ -53,30 +53,38 @@ class RewardModel:
     engine: Engine
     rows_at: RowsAt
     max_seq_length: int
+    positions: int | None
+    """The length of its learned position table; None without one."""
 
     def encode(self, row: Row, too_long: str = "error") -> list[EncodedRow]:
         """The texts of a row: two for a pair. Raises UserError for one that cannot be scored."""
         texts = []
+        most, limit = self.max_seq_length, f"--max-seq-length {self.max_seq_length}"
+        if self.positions is not None and self.positions < most:
+            most, limit = self.positions, counted(self.positions, "position embedding")
         for text in self.encoder.encode_all(row):
             count = len(text.tokens)
-            if too_long == "error" and count > self.max_seq_length:
+            if too_long == "error" and count > most:
                 raise UserError(
-                    f"{row.where}: {counted(count, 'token')}, more than the --max-seq-length "
-                    f"{self.max_seq_length} of {self.name}; shorten it, or use --too-long truncate"
+                    f"{row.where}: {counted(count, 'token')}, more than the {limit} of "
+                    f"{self.name}; shorten it, or use --too-long truncate"
                 )
-            fitted, _ = next(fit(text, self.max_seq_length, too_long, row.where))
+            fitted, _ = next(fit(text, most, too_long, row.where))
             if fitted is None:
-                raise UserError(
-                    f"{row.where}: no answer is within --max-seq-length {self.max_seq_length}"
-                )
+                raise UserError(f"{row.where}: no answer is within {limit}")
             texts.append(to_score(fitted))
         return texts
 
     def scores(self, texts: Sequence[EncodedRow]) -> np.ndarray:
-        """(n,) float64 scores of encoded texts, which end where `to_score` ends them."""
+        """(n,) float64 scores of encoded texts, which end where `to_score` ends them.
+
+        No text may have more inputs than the model has learned positions.
+        """
         examples = examples_of(texts)
         order, found = by_length(examples), np.zeros(len(texts))
         edges = few_edges(max(self.max_seq_length, int(examples.lengths.max())))
+        if self.positions is not None:  # MLX would read what pads a row from beyond their table
+            edges = np.minimum(edges, self.positions)
         done = 0
         for batch in micro_batches(examples, order, self.rows_at, edges):
             count = batch.trained_tokens  # one for each text
@@ -217,7 +225,8 @@ def load_reward_model(
     plan = budget.choice.option.plan
     engine = engine_of(opened, plan.engine)
     rows_at = partial(plan.rows, batch_size=batch_size)
-    return RewardModel(run.folder.name, encoder, engine, rows_at, config.max_seq_length)
+    positions = model.learned_positions(opened.network)
+    return RewardModel(run.folder.name, encoder, engine, rows_at, config.max_seq_length, positions)
 
 
 def encoder_of(

@@ -34,7 +34,7 @@ from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.plan import rounded_up
 from your_ai.memory.sample import in_gb
 from your_ai.memory.sizes import PREFILL_TOKENS
-from your_ai.nets.model import compute_dtype
+from your_ai.nets.model import check_positions, compute_dtype
 from your_ai.nets.saved_adapter import Adapter, Trained, put_adapter
 from your_ai.nets.split import Split, split
 
@@ -138,6 +138,7 @@ def difference(trained: Trained, fused: Path, max_memory_gb: float | None = None
     streamable = all(opened.can_stream for opened in models)
     facts = [facts_of(folder, dtype.size) for folder in (source, fused)]
     longest = int(examples.lengths[chosen].max())
+    check_positions(base, longest, f"{path}: --max-seq-length {trained.config.max_seq_length}")
     room = hold(facts, trained.adapter, longest, max_memory_gb, streamable)
 
     if not room.streams:

@@ -22,7 +22,7 @@ from your_ai.data.template import TemplateRefused, render
 from your_ai.engine.opened import open_model, prepare_for_generation
 from your_ai.engine.weights import last_position_only
 from your_ai.errors import RunError, UserError, is_memory_error
-from your_ai.gates.text import counted, shortened
+from your_ai.gates.text import counted, quoted, shortened
 from your_ai.gates.token_ids import EMBEDDINGS, HEADS, check_ids, rows_of, vocabulary_of
 from your_ai.gates.untrusted import read_json
 from your_ai.generation.rollouts import Sampler, keys_at, sampler_of, seed_keys
@@ -32,7 +32,7 @@ from your_ai.memory.facts import facts_of
 from your_ai.memory.sizes import PREFILL_TOKENS
 from your_ai.memory.workload import RolloutSizes
 from your_ai.modelfiles.quantized_copies import model_folder
-from your_ai.nets.model import compute_dtype, first_line
+from your_ai.nets.model import compute_dtype, first_line, learned_positions
 from your_ai.nets.saved_adapter import (
     Adapter,
     Trained,
@@ -304,11 +304,15 @@ def check_answers(model: nn.Module, tokenizer: Any, base: Path) -> None:
 
 
 def context_tokens(base: Path) -> int | None:
-    """The context length of a model: tokens of prompt and answer; None if not known."""
+    """The context length of a model: tokens of prompt and answer; None if not known.
+
+    The least of those in config.json: one of them is the length of a table of positions, beyond
+    which MLX would read other memory.
+    """
     config = read_json(base / "config.json", "a model folder has one")
     text = {**config, **(config.get("text_config") or {})}
-    found = next((text[key] for key in CONTEXT if isinstance(text.get(key), int)), 0)
-    return found if found > 0 else None
+    found = [text[key] for key in CONTEXT if isinstance(text.get(key), int)]
+    return min((length for length in found if length > 0), default=None)
 
 
 def prompt_tokens(
@@ -433,7 +437,26 @@ def answer(model: nn.Module, tokenizer: Any, prompt: str, max_tokens: int) -> st
     return "".join(stream(model, tokenizer, tokens, max_tokens)).strip()
 
 
-def answer_room(tokenizer: Any, sample: SamplePrompt) -> tuple[int, int]:
-    """Maximum tokens of the answer to a prompt, and of prompt and answer together."""
-    answer = 2 * len(token_ids(tokenizer, sample.expected, "a row")) + ANSWER_TOKENS
-    return answer, answer + len(token_ids(tokenizer, sample.rendered, "a row", False))
+def answer_room(
+    model: nn.Module, tokenizer: Any, sample: SamplePrompt, max_tokens: int | None = None
+) -> tuple[int, int]:
+    """Maximum tokens of the answer to a prompt, and of prompt and answer together.
+
+    max_tokens: of the answer; by default twice those of the expected one, and some more.
+
+    Raises UserError if the model has learned positions, and none is left for an answer.
+    """
+    answer = max_tokens
+    if answer is None:
+        answer = 2 * len(token_ids(tokenizer, sample.expected, "a row")) + ANSWER_TOKENS
+    prompt = len(token_ids(tokenizer, sample.rendered, "a row", False))
+    places = learned_positions(model)
+    if places is not None:
+        if prompt >= places:
+            raise UserError(
+                f"the prompt {quoted(sample.asked, 80)} has {counted(prompt, 'token')}, but the "
+                f"model has {counted(places, 'position embedding')}, and none for an answer; "
+                "shorten it, or leave this row out"
+            )
+        answer = min(answer, places - prompt)
+    return answer, answer + prompt

@@ -300,19 +300,25 @@ def _taken_apart(head: nn.Module, path: tuple[str, ...], hidden: mx.array) -> Li
     layer = head
     for name in path:
         layer = layer[name]
-    width = hidden.shape[-1]
+    rows = getattr(layer, "rows", None) or LayerRows(layer)
+    vocabulary, width = rows.shape[0], hidden.shape[-1]
+
+    def products_of(count: int) -> mx.array:
+        """What the layer returns in a trace. It is never evaluated, but as wide as the vocabulary:
+        code that writes to the logits of certain tokens finds them."""
+        return mx.zeros((1, count, vocabulary))
 
     def before(hidden: mx.array) -> mx.array:
-        return _run(head, path, hidden[None], mx.zeros((1, len(hidden), 1)))[0][0]
+        return _run(head, path, hidden[None], products_of(len(hidden)))[0][0]
 
     def after(products: mx.array) -> mx.array:
         unused = mx.zeros((1, len(products), width), hidden.dtype)
         return _run(head, path, unused, products[None])[1][0]
 
-    states, products = hidden[None], mx.zeros((1, len(hidden), 1))
+    states, products = hidden[None], products_of(len(hidden))
     given, result = _run(head, path, states, products)
     return LinearHead(
-        getattr(layer, "rows", None) or LayerRows(layer),
+        rows,
         before=None if given is states else before,
         after=None if result is products else after,
     )

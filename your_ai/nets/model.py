@@ -216,9 +216,17 @@ def cast(model: nn.Module, dtype: mx.Dtype) -> None:
     model.update(tree_map_with_path(convert, model.parameters()))
 
 
+def learned_positions(model: nn.Module) -> int | None:
+    """The length of the learned position table; None without one.
+
+    MLX does not check indices: a longer text would be read from other memory.
+    """
+    return rows_of(model, POSITIONS)
+
+
 def check_positions(model: nn.Module, tokens: int, label: str) -> None:
     """Raise UserError if a row of `tokens` tokens is longer than the learned position table."""
-    places = rows_of(model, POSITIONS)
+    places = learned_positions(model)
     padded = -(-(tokens - 1) // MULTIPLE) * MULTIPLE
     if places is not None and padded > places:
         raise UserError(

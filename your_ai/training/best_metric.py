@@ -111,7 +111,7 @@ def measured(best: BestMetric, ready: Ready, stop: Stop) -> float | None:
     for asked in best.questions:
         if stop:
             return None
-        limit, _ = generate.answer_room(ready.tokenizer, asked.prompt)
+        limit, _ = generate.answer_room(ready.network, ready.tokenizer, asked.prompt)
         answer = generate.answer(ready.network, ready.tokenizer, asked.prompt.rendered, limit)
         scores.append(
             best.function.score(answer, asked.prompt.expected, asked.content, asked.where)

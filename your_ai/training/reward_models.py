@@ -31,6 +31,7 @@ from your_ai.files import sha256
 from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
 from your_ai.memory.facts import facts_of
 from your_ai.memory.workload import Plan, RewardModelSizes
+from your_ai.nets.model import learned_positions
 from your_ai.nets.parts import skeleton
 from your_ai.nets.saved_adapter import Trained, base_files, open_trained
 from your_ai.rewards.chosen import ScoreRollouts
@@ -119,6 +120,7 @@ def scorer_of(run: RewardRun, opened: Opened, plan: Plan, batch_size: int) -> Sc
         engine_of(opened, engine),
         partial(plan.rows, batch_size=batch_size),
         trained.config.max_seq_length,
+        learned_positions(opened.network),
     )
     return partial(score_rollouts, model, run.shares_tokenizer)
 
@@ -143,6 +145,8 @@ def score_rollouts(
 def encoded(model: RewardModel, shares_tokenizer: bool, rollout: Rollout) -> EncodedRow | None:
     """A completion as the reward model reads it; None if it cannot be read."""
     if shares_tokenizer:
+        if model.positions is not None and len(rollout.ids) > model.positions:
+            return None
         tokens = np.array([*rollout.ids, 0], np.uint32)
         return EncodedRow(tokens, np.arange(len(tokens)) == len(rollout.ids))
     answer = [{"role": "assistant", "content": rollout.completion}]

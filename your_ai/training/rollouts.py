@@ -438,7 +438,10 @@ class RolloutSource:
 
     def edges(self, examples: Examples) -> np.ndarray:
         """The lengths that rollouts are padded to: few, and the same in every step."""
-        return few_edges(max(self.prepared.budget.demand.lengths[-1], int(examples.lengths.max())))
+        prepared = self.prepared
+        found = few_edges(max(prepared.budget.demand.lengths[-1], int(examples.lengths.max())))
+        positions = model.learned_positions(prepared.model)
+        return found if positions is None else np.minimum(found, positions)
 
     def metrics(self, records: Sequence[RolloutRecord]) -> dict[str, float]:
         """What to show of the rollouts of a step, with the names of TRL."""

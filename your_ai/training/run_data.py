@@ -112,19 +112,21 @@ def read_data(
     longest = max(int(found.lengths.max()) for found in examples.values())
     if config.packing:
         longest = max(longest, config.max_seq_length)
+    asked = [*samples, *(best.prompts if best else ())]
+    scored = [*examples.values(), *([best.rows.answers.examples] if best else [])]
+    longest = max(longest, *(int(found.lengths.max()) for found in scored))
     model.check_positions(network, longest, f"--max-seq-length {config.max_seq_length}")
     allocator.free()  # memory that tokenizing left
     if config.generates:
         return prompts_of_run(config, network, prompts, examples, samples, tokenizer)
-    asked = [*samples, *(best.prompts if best else ())]
-    scored = [*examples.values(), *([best.rows.answers.examples] if best else [])]
+    rooms = (answer_room(network, tokenizer, prompt) for prompt in asked)
     return RunData(
         examples=examples,
         samples=samples,
         best_metric=best,
         lengths=lengths_of(scored),
         tokens=sum(int((found.lengths - 1).sum()) for found in examples.values()),
-        answer_tokens=max((answer_room(tokenizer, prompt)[1] for prompt in asked), default=0),
+        answer_tokens=max((both for _, both in rooms), default=0),
     )
 
 
@@ -158,7 +160,7 @@ def prompts_of_run(
             for index in range(len(found.offsets)):
                 _, row = found.read(index)
                 check_expected(names, row.content.expected, row.where)
-    answers = (answer_room(tokenizer, prompt)[1] for prompt in samples)
+    rooms = (answer_room(network, tokenizer, prompt) for prompt in samples)
     shortest = min(int(found.lengths.min()) for found in examples.values())
     edges = few_edges(total - 1)
     return RunData(
@@ -167,7 +169,7 @@ def prompts_of_run(
         best_metric=None,
         lengths=edges[edges >= shortest].tolist(),
         tokens=0,
-        answer_tokens=max(answers, default=0),
+        answer_tokens=max((both for _, both in rooms), default=0),
         prompts=prompts,
     )
 

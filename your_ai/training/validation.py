@@ -176,7 +176,7 @@ def show_test_rows(
     for sample in prepared.samples:
         if stop:
             return
-        limit, _ = generate.answer_room(prepared.tokenizer, sample)
+        limit, _ = generate.answer_room(prepared.model, prepared.tokenizer, sample)
         answers.append(generate.answer(prepared.model, prepared.tokenizer, sample.rendered, limit))
     if answers:
         log.write(
