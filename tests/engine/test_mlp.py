@@ -212,6 +212,7 @@ def test_slicing_lowers_peak_memory(is_trained):
     assert peak(SlicedMLP.from_base(network, keys)) < peak(network) / 3
 
 
+@pytest.mark.compiled
 @pytest.mark.memory
 def test_projections_in_turn_lower_the_peak_memory_of_the_forward_pass(monkeypatch):
     """By two of the outputs of an inward projection, if weights are dequantized in slices."""
