@@ -25,7 +25,12 @@ from your_ai.memory.calibration import (
     extrapolated,
     next_shape,
 )
-from your_ai.memory.calibration_steps import Peak, is_certain, measure_and_choose, measured
+from your_ai.memory.calibration_steps import (
+    MicroBatchPeak,
+    is_certain,
+    measure_and_choose,
+    measured,
+)
 from your_ai.memory.estimate import Plan
 from your_ai.memory.plan import (
     ENGINES,
@@ -73,13 +78,13 @@ class Machine:
     def process_bytes(self, plan: Plan, shape: Shape) -> int:
         return estimate_of(self.demand, plan, *shape, work_ratio=self.factor).process_bytes
 
-    def peak_of(self, plan: Plan, shape: Shape) -> Peak:
+    def peak_of(self, plan: Plan, shape: Shape) -> MicroBatchPeak:
         """The memory of gradients; records shapes that exceed the limit."""
         found = estimate_of(self.demand, plan, *shape, work_ratio=self.factor, gradients_only=True)
         self.shapes.append(shape)
         if found.process_bytes > self.limit_bytes:
             self.above.append((plan, shape, found.process_bytes / self.limit_bytes))
-        return Peak(found.mlx_bytes)
+        return MicroBatchPeak(found.mlx_bytes)
 
 
 def settled(machine: Machine, demand: Demand, limit_bytes: int) -> tuple[Demand, Plan]:
@@ -109,7 +114,7 @@ def test_wrong_coefficients_lead_to_a_good_plan_without_exceeding_the_limit(
         largest = largest_shape(demand, option.plan)
         for shape in (Shape(1, 32), Shape(1, largest.tokens), largest):
             found = estimate_of(demand, option.plan, *shape, work_ratio=factor, gradients_only=True)
-            points.append(measured(demand, option.plan, shape, Peak(found.mlx_bytes)))
+            points.append(measured(demand, option.plan, shape, MicroBatchPeak(found.mlx_bytes)))
     true = replace(demand, calibration=Calibration(tuple(points)))
     floors = [min(o.needed_bytes for o in options(either)) for either in (demand, true)]
     limit_bytes = int(room * max(floors))
@@ -233,7 +238,7 @@ def test_measurements_correct_the_estimates():
     plan = Plan("staged", 2048)
     before = estimate_rows(demand, plan, 1, 512).work_bytes
     peak = estimate_of(demand, plan, 1, 512, work_ratio=2.0, gradients_only=True).mlx_bytes
-    found = measured(demand, plan, Shape(1, 512), Peak(peak))
+    found = measured(demand, plan, Shape(1, 512), MicroBatchPeak(peak))
     assert found.ratio == pytest.approx(2.0, rel=1e-3)
     corrected = replace(demand, calibration=Calibration((found,)))
     assert estimate_rows(corrected, plan, 1, 512).work_bytes > 1.5 * before
@@ -243,7 +248,7 @@ def with_beside(demand, plan, more: int) -> Demand:
     """The demand after a measurement that found `more` bytes outside MLX than estimated."""
     shape = Shape(1, 512)
     expected = estimate_of(demand, plan, *shape, gradients_only=True)
-    peak = Peak(expected.mlx_bytes, expected.beside_bytes + more)
+    peak = MicroBatchPeak(expected.mlx_bytes, expected.beside_bytes + more)
     found = measured(demand, plan, shape, peak)
     return replace(demand, calibration=demand.calibration.with_one(found))
 

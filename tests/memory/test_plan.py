@@ -20,7 +20,7 @@ from your_ai.memory.estimate_generation import RolloutSizes
 from your_ai.memory.estimate_kept import at_rung, computed_again, highest, rung_of
 from your_ai.memory.facts import BlockFacts, ModelFacts
 from your_ai.memory.front import ALIKE, front_of, time_of
-from your_ai.memory.limit import MachineMemory, find_limit
+from your_ai.memory.limit import MachineMemory, find_limit, rounded_up
 from your_ai.memory.mixer_facts import ATTENTION, MixerFacts
 from your_ai.memory.plan import (
     ENGINES,
@@ -36,7 +36,6 @@ from your_ai.memory.plan import (
     not_predicted,
     option_of,
     options,
-    rounded_up,
     rows_of,
     seconds_of,
     waves_of,

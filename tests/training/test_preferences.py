@@ -127,7 +127,8 @@ def test_the_memory_of_a_micro_batch_is_measured_without_a_reference(pairs, monk
 
     monkeypatch.setattr("your_ai.training.train.calibrated", measured)
     train(pairs(objective, max_steps=1))
-    assert found[0] > 0
+    assert found[0].mlx_bytes > 0
+    assert found[0].beside_bytes > 0
 
 
 def test_the_reference_is_computed_once_for_the_same_rows(pairs, monkeypatch):

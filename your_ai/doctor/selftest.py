@@ -26,6 +26,7 @@ import psutil
 from your_ai.doctor.findings import facts
 from your_ai.doctor.machine import MachineInfo
 from your_ai.gates.text import counted, size_text
+from your_ai.memory.limit import with_headroom
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
 
@@ -290,7 +291,7 @@ def hold_budget(folder: Path, model: dict[str, Any], deadline: float) -> dict[st
     planned = json.loads(done(fastest, folder, "plan", deadline))
     empty = planned["components"]["python"]
     fused = max(planned["needed_bytes"], (planned["larger"] or planned)["needed_bytes"])
-    budget_gb = round((empty + BUDGET_SHARE * (fused - empty)) / 1e9, 3)
+    budget_gb = round(with_headroom(int(empty + BUDGET_SHARE * (fused - empty))) / 1e9, 3)
     limited = {**settings, "run": "held", "max_steps": LONG_STEPS, "max_memory": budget_gb}
     peak, looks = 0, 0
     with started([*command("train", limited), "--no-supervise"], folder, "held") as process:

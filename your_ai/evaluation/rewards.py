@@ -180,7 +180,7 @@ def rewards_of(
     """
     reference = np.zeros_like(logps) if reference is None else reference
     with mx.stream(mx.cpu):  # the only device with float64
-        columns = (*logps, *reference, *tokens, np.ones(len(logps[0])))
+        columns = (*logps, *(logps - reference), *tokens, np.ones(len(logps[0])))
         pairs = Pairs(*(mx.array(column, mx.float64) for column in columns))
         found = objective.of_pairs(pairs)
         rewards = np.stack([np.array(found.chosen_rewards), np.array(found.rejected_rewards)])

@@ -31,7 +31,7 @@ from your_ai.memory.budget import coefficients_here, limit_of, python_bytes, row
 from your_ai.memory.estimate import weights_bytes
 from your_ai.memory.estimate_generation import generation_bytes
 from your_ai.memory.facts import ModelFacts, facts_of
-from your_ai.memory.plan import rounded_up
+from your_ai.memory.limit import rounded_up
 from your_ai.memory.sample import in_gb
 from your_ai.memory.sizes import PREFILL_TOKENS
 from your_ai.nets.model import check_positions, compute_dtype

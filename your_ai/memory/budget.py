@@ -25,8 +25,8 @@ from your_ai.memory.demand import Budget, ProcessFacts
 from your_ai.memory.estimate import weights_bytes
 from your_ai.memory.estimate_generation import generation_bytes, rollout_phases
 from your_ai.memory.facts import ModelFacts, facts_of
-from your_ai.memory.limit import MemoryLimit, find_limit
-from your_ai.memory.plan import Demand, choose, rounded_up, wave_sizes
+from your_ai.memory.limit import MemoryLimit, find_limit, rounded_up
+from your_ai.memory.plan import Demand, choose, wave_sizes
 from your_ai.memory.sample import in_gb
 from your_ai.memory.speed import FILE as SPEED_FILE
 from your_ai.memory.speed import KnownSpeed, known_speed

@@ -23,6 +23,7 @@ SLACK = 1.5  # growth beyond the measurements may be this much steeper (attentio
 ENOUGH, SURELY = 8, 0.9
 STEP = 32  # measured sequence lengths are a multiple of it, as those of batches are
 GROWTHS = (2.25, 1.5, 1.25)  # factors of N from one shape to the next, the largest first
+SPARE_BYTES = 10_000_000  # safety in the estimates of memory outside MLX's buffers
 LEAST_RATIO, MOST_RATIO = 0.1, 100.0  # ratios outside this range are not plausible
 
 
@@ -76,6 +77,11 @@ class Calibration:
         measurement that knows it; None if none does."""
         known = [m for m in self.measurements if m.engine == family and m.excess_bytes is not None]
         return max(known, key=lambda m: (m.size, m.excess_bytes)).excess_bytes if known else None
+
+    def spare_bytes(self, family: str) -> int:
+        """What estimates of memory outside MLX's buffers count too much: measured, or a guess."""
+        excess = self.excess_bytes(family)
+        return SPARE_BYTES if excess is None else min(SPARE_BYTES, max(0, -excess))
 
     def largest(self, family: str) -> int:
         """The largest measured N; 0 if there is none."""

@@ -34,7 +34,7 @@ from your_ai.memory.plan import (
 HALVINGS = 24
 
 
-class Peak(NamedTuple):
+class MicroBatchPeak(NamedTuple):
     """The measured memory of a micro-batch, in bytes."""
 
     mlx_bytes: int
@@ -43,7 +43,7 @@ class Peak(NamedTuple):
     """Memory of the process outside MLX's buffers, with the graphs; None if unknown."""
 
 
-Measure = Callable[[Plan, Shape], Peak]
+Measure = Callable[[Plan, Shape], MicroBatchPeak]
 Note = Callable[[Measurement], None]
 
 
@@ -80,7 +80,7 @@ def measure_and_choose(
     return demand, choice
 
 
-def measured(demand: Demand, plan: Plan, shape: Shape, peak: Peak) -> Measurement:
+def measured(demand: Demand, plan: Plan, shape: Shape, peak: MicroBatchPeak) -> Measurement:
     """The measurement of a micro-batch whose gradients needed `peak`.
 
     Its ratio is the largest one whose estimate is at most that peak. If even the smallest ratio

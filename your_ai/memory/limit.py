@@ -17,8 +17,9 @@ GB, GIB = 10**9, 1 << 30
 # The lowest share of RAM that macOS recommends for a process. Newer versions allow a tenth more.
 WORKING_SET_SHARE, LARGE_WORKING_SET_SHARE, LARGE_RAM_BYTES = 2 / 3, 3 / 4, 33 * GIB
 MARGIN_PERCENT = 5  # gauges lag behind a step, and free memory changes
-HEADROOM = 0.01  # the guard ends a process this share of the limit below it,
+HEADROOM = 0.0025  # the guard ends a process this share of the limit below it,
 HEADROOM_BYTES = 4_000_000  # or this many bytes below it, if that is more
+VARIES_BYTES = 2_000_000  # difference in memory between two starts of the same process
 # Reserved for the system, even if a raised iogpu.wired_limit_mb allows more. macOS itself
 # reserves more than this with any amount of RAM, so its default working set is not reduced.
 SYSTEM_SHARE = 16  # a sixteenth of the RAM,
@@ -182,3 +183,8 @@ def headroom_bytes(limit_bytes: int) -> int:
 def with_headroom(process_bytes: int) -> int:
     """The least limit under which a process of this size is not ended."""
     return max(process_bytes + HEADROOM_BYTES, math.ceil(process_bytes / (1 - HEADROOM)))
+
+
+def rounded_up(size_bytes: int) -> int:
+    """Round up to hundredths of a GB, so that the printed limit is enough the next time."""
+    return -(-(size_bytes + VARIES_BYTES) // 10_000_000) * 10_000_000

@@ -23,7 +23,7 @@ from your_ai.memory.estimate import Estimate, estimate, read_alone_bytes, weight
 from your_ai.memory.estimate_kept import at_rung, highest, rung_of, step_cost
 from your_ai.memory.facts import ModelFacts, vocabulary_held
 from your_ai.memory.front import fastest_first, front_of
-from your_ai.memory.limit import with_headroom
+from your_ai.memory.limit import VARIES_BYTES, rounded_up, with_headroom
 from your_ai.memory.memoized import memoized
 from your_ai.memory.sample import in_gb
 from your_ai.memory.speed import UNKNOWN, KnownSpeed
@@ -48,10 +48,8 @@ KEPT_SHARES = (1.0, 2 / 3, 1 / 2, 1 / 3, 0.0)  # of the highest rung of `estimat
 SCORING_COST = 1 / 3  # of a pass without gradients, relative to a step of the fused engine
 WORK_MARGIN = 0.12  # share of transient activations: an estimate may be a tenth too low
 MEASURED_MARGIN = 0.04  # the same, once something was measured on this machine
-SPARE_BYTES = 10_000_000  # safety in the estimates of memory outside MLX's buffers
 NOTICEABLY = 0.97  # a smaller plan needs at most this share of the memory of the one before
 GOOD_WAVE = 8  # completions generated together from which the plan matters more than the wave
-VARIES_BYTES = 2_000_000  # difference in memory between two starts of the same process
 
 
 class DoesNotFit(UserError):
@@ -411,9 +409,8 @@ def estimate_of(
         work_ratio=work_ratio,
         gradients_only=gradients_only,
     )
-    excess = demand.calibration.excess_bytes(plan.family) or 0
     # What it needed less may be needed later in the step.
-    return found.with_more("python", excess) if excess > 0 else found
+    return found.with_more("python", max(0, demand.calibration.excess_bytes(plan.family) or 0))
 
 
 @memoized
@@ -474,9 +471,8 @@ def choose(demand: Demand, limit_bytes: int, level: int = 0, kept: Plan | None =
             f"--plan {demand.engine}: this model's weights are converted on load, so they "
             "cannot be streamed; convert it with `mlx_lm.convert` first, or use --plan staged"
         )
-    spare = 0
-    if kept is not None and demand.calibration.measurements:
-        spare = spare_bytes(demand, kept.family) + VARIES_BYTES
+    known = kept is not None and demand.calibration.measurements
+    spare = demand.calibration.spare_bytes(kept.family) + VARIES_BYTES if known else 0
     tried = every if kept is None else with_plan(demand, every, kept)
     for index, option in enumerate(tried):
         if option.plan == kept and option.estimate.process_bytes - spare <= limit_bytes:
@@ -494,7 +490,8 @@ def choose(demand: Demand, limit_bytes: int, level: int = 0, kept: Plan | None =
         or fits_exactly(demand, every, limit_bytes)
     )
     if not fitting:
-        raise DoesNotFit(refusal(demand, every, limit_bytes))
+        least = min(every, key=lambda option: option.needed_bytes)
+        raise DoesNotFit(refusal(demand, least, limit_bytes))
     place = every.index(fitting[0])
     first = with_more_kept(demand, fitting[0], lambda option: option.needed_bytes <= limit_bytes)
     ladder = descending([first, *every[place:]])
@@ -555,14 +552,8 @@ def fits_exactly(demand: Demand, every: list[Option], limit_bytes: int) -> list[
     """The smallest option, if its engine was measured and it fits without safety margins."""
     least = min(every, key=lambda option: option.needed_bytes)
     known = bool(demand.calibration.of(least.plan.family)) and demand.before_bytes <= limit_bytes
-    exact = least.estimate.process_bytes - spare_bytes(demand, least.plan.family)
+    exact = least.estimate.process_bytes - demand.calibration.spare_bytes(least.plan.family)
     return [least] if known and exact <= limit_bytes else []
-
-
-def spare_bytes(demand: Demand, family: str) -> int:
-    """What the estimate of memory outside MLX's buffers counts too much: measured, or a guess."""
-    excess = demand.calibration.excess_bytes(family)
-    return SPARE_BYTES if excess is None else min(SPARE_BYTES, max(0, -excess))
 
 
 def descending(every: Sequence[Option]) -> list[Option]:
@@ -574,12 +565,10 @@ def descending(every: Sequence[Option]) -> list[Option]:
     return ladder
 
 
-def refusal(demand: Demand, every: list[Option], limit_bytes: int) -> str:
-    least = min(every, key=lambda option: option.needed_bytes)
-    parts = sorted(least.estimate.components.items(), key=lambda pair: -pair[1])
-    largest = ", ".join(
-        f"{name} {size_text(size)}" for name, size in parts[:3] if size >= 5_000_000
-    )
+def refusal(demand: Demand, least: Option, limit_bytes: int) -> str:
+    """The error if nothing fits; least: the option that needs least memory."""
+    parts = sorted(least.estimate.components.items(), key=lambda pair: -pair[1])[:3]
+    largest = ", ".join(f"{name} {size_text(size)}" for name, size in parts if size >= 5_000_000)
     if demand.forward:
         advice = f"shorten the rows (now up to {max(demand.lengths)} tokens)"
         if demand.rollouts is not None:
@@ -609,8 +598,3 @@ def refusal(demand: Demand, every: list[Option], limit_bytes: int) -> str:
         f"{in_gb(rounded_up(least.needed_bytes))} is needed ({largest}); raise the limit, or "
         f"{', or '.join(advice)}"
     )
-
-
-def rounded_up(size_bytes: int) -> int:
-    """Round up to hundredths of a GB, so that the printed limit is enough the next time."""
-    return -(-(size_bytes + VARIES_BYTES) // 10_000_000) * 10_000_000

@@ -38,7 +38,7 @@ from your_ai.hub.fingerprint import fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import limit_of, python_bytes
 from your_ai.memory.facts import entries_of
-from your_ai.memory.plan import rounded_up
+from your_ai.memory.limit import rounded_up
 from your_ai.memory.sample import in_gb
 from your_ai.modelfiles.targets import check_target, write_error
 from your_ai.modelfiles.unfinished import Work, check_disk, finished_shards, locked, write_record

@@ -21,7 +21,7 @@ from your_ai.errors import UserError
 from your_ai.files import is_plain_file, sha256, sync
 from your_ai.gates.text import size_text
 from your_ai.gates.untrusted import JSON_BYTES, is_hash, name_fault, parse_json, read_bytes
-from your_ai.memory.plan import rounded_up
+from your_ai.memory.limit import rounded_up
 
 OTHER_BYTES = 50_000_000  # disk space for the tokenizer and other small files
 WAIT_S = 0.5

@@ -66,7 +66,7 @@ class DoRA(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._kept = NormCache()
-        self._initial: Callable[[], mx.array | None] = lambda: None
+        self.first_m: Callable[[], mx.array | None] = lambda: None
 
     @staticmethod
     def from_base(base: DoRALinear) -> DoRA:
@@ -82,12 +82,12 @@ class DoRA(nn.Module):
         # A few operations that would compute the norms of the whole weight together: right if they
         # are evaluated, but `compute_magnitudes` needs the memory of a slice.
         layer.m = row_norms(base.linear, whole=True)
-        layer._initial = weakref.ref(layer.m)
+        layer.first_m = weakref.ref(layer.m)
         return layer
 
     def compute_magnitudes(self) -> None:
         """Evaluate `m`, slice by slice if it is still the one of a new layer."""
-        if self.m is self._initial():
+        if self.m is self.first_m():
             self.m = row_norms(self.linear)
         mx.eval(self.m)
 

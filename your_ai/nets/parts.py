@@ -42,7 +42,7 @@ TRIED_TOKENS = 4  # length of the row that tests what a block does with its mask
 PASSING = (
     "_training",
     "_kept",
-    "_initial",
+    "first_m",
 )  # attributes of layers that do not change what they compute
 
 

@@ -17,7 +17,7 @@ from your_ai.gates.text import size_text
 from your_ai.memory import allocator, probe
 from your_ai.memory import calibration_file as measurements
 from your_ai.memory.calibration import Calibration, Measurement, Shape
-from your_ai.memory.calibration_steps import Peak, measure_and_choose
+from your_ai.memory.calibration_steps import MicroBatchPeak, measure_and_choose
 from your_ai.memory.estimate import Plan
 from your_ai.memory.governor import MemoryAction, Watch
 from your_ai.memory.plan import DoesNotFit
@@ -46,7 +46,7 @@ def calibrated(
         return prepared
     plan = budget.choice.option.plan
 
-    def measure(plan: Plan, shape: Shape) -> Peak:
+    def measure(plan: Plan, shape: Shape) -> MicroBatchPeak:
         prepared.engine.keep(lambda rows, tokens: plan.kept)
         prepared.engine.hold(plan.resident, plan.blocks_ahead)
         return peak_of(prepared, shape, log)
@@ -86,7 +86,7 @@ def calibrated(
     return replace(prepared, budget=budget)
 
 
-def peak_of(prepared: Prepared, shape: Shape, log: events.EventLog) -> Peak:
+def peak_of(prepared: Prepared, shape: Shape, log: events.EventLog) -> MicroBatchPeak:
     """Compute the gradients of a micro-batch; return the memory that they needed."""
     log.write(events.Stage(text=f"measuring {shape.rows} x {shape.tokens} tokens"))
     batch = batch_of(shape, prepared.config.packing)
@@ -112,7 +112,7 @@ def peak_of(prepared: Prepared, shape: Shape, log: events.EventLog) -> Peak:
     process_bytes = probe.process_bytes()  # while the graphs are there
     beside = None if process_bytes is None else process_bytes - mx.get_active_memory()
     prepared.engine.drop()
-    return Peak(peak_bytes, beside)
+    return MicroBatchPeak(peak_bytes, beside)
 
 
 def batch_of(shape: Shape, packing: bool) -> Batch:
