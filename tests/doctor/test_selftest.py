@@ -239,7 +239,7 @@ def test_an_exceeded_memory_limit_is_detected(made, monkeypatch):
     planned = {"needed_bytes": 300_000_000, "larger": None, "components": {"python": 200_000_000}}
     monkeypatch.setattr(selftest, "done", lambda *_: json.dumps(planned))
     monkeypatch.setattr(selftest, "command", lambda *_: ["-c", "import time; time.sleep(0.5)"])
-    for held, ok in ((224_000_000, True), (226_000_000, False)):
+    for held, ok in ((228_000_000, True), (230_000_000, False)):
         monkeypatch.setattr(selftest, "peak_memory_of", lambda _, held=held: held)
         outcome = selftest.hold_budget(*made, time.monotonic() + SOON_S)
         assert outcome["figures"]["limit_bytes"] == 229_000_000

@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -720,6 +721,40 @@ def test_leaking_process_is_restarted_before_its_limit(quick, tmp_path, monkeypa
     assert 300 * MB < max(watcher.highest.values()) < 900 * MB
     assert steps_of(run) == list(range(1, 15))
     assert final_files(run) == final_files(whole)
+
+
+READING = """
+import sys
+
+if "your_ai.training" in sys.orig_argv:
+    import time
+
+    from your_ai.training import prepare
+
+    read_data = prepare.read_data
+
+    def reading(*args):
+        found = read_data(*args)
+        held = b"1" * 150_000_000
+        time.sleep(2)
+        return found
+
+    prepare.read_data = reading
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_process_whose_rows_take_more_than_the_limit_ends_before_it(quick, tmp_path, monkeypatch):
+    environment(tmp_path, monkeypatch, READING)
+    with started(quick(max_memory=0.23), "r", supervise=True) as process:
+        _, error = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 2
+    assert re.fullmatch(
+        r"error: --max-memory 0.23: reading the rows took 2\d\d MB of 230 MB before training; "
+        r"raise the limit, or shorten the longest rows\n",
+        error,
+    )
+    assert not (RUNS / "r").exists()
 
 
 EXHAUSTED = """

@@ -391,3 +391,27 @@ def test_rank_above_every_dimension_is_refused_before_adding_adapters(tmp_path, 
         model.add_adapters(network, config)
     assert not any("lora_a" in module for _, module in network.named_modules())
     model.add_adapters(network, dataclasses.replace(config, lora_rank=128))
+
+
+@pytest.mark.memory
+def test_adapters_in_a_file_are_read_one_after_the_other(tmp_path):
+    """Old and new ones together would be twice the adapters."""
+    network, _ = model.load_network(make_model(tmp_path / "m", hidden_size=256), mx.float32)
+    settings = {"lora_layers": "all", "lora_targets": ("all-linear",), "lora_rank": 128}
+    model.add_adapters(network, TrainConfig(**settings))
+    mx.eval(network.parameters())
+    arrays = model.adapter_arrays(network)
+    whole = sum(array.nbytes for array in arrays.values())
+    largest = max(array.nbytes for array in arrays.values())
+    assert largest < whole / 8
+    path = tmp_path / "adapters.safetensors"
+    checkpoint.save_arrays(path, {name: array + 1 for name, array in arrays.items()})
+    wanted = float(arrays["model.layers.0.self_attn.q_proj.lora_b"].sum())
+    del arrays
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    model.set_adapters(network, mx.load(str(path)))
+    assert mx.get_peak_memory() - before < 2 * largest
+    found = model.adapter_arrays(network)["model.layers.0.self_attn.q_proj.lora_b"]
+    assert float(found.sum()) == pytest.approx(wanted + found.size)
