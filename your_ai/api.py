@@ -311,7 +311,7 @@ def evaluate(
     rewards/accuracies and others (docs/objectives.md). Raises UserError and RunError;
     EvaluationNotKept, a RunError with the results, if the run's folder cannot be written.
     """
-    from your_ai.data.rows import file_of_first_row
+    from your_ai.data.lines import file_of_first_row
     from your_ai.evaluation import record, rows, summary
     from your_ai.evaluation.compare import Request, compare
     from your_ai.evaluation.custom_metric import load_metric

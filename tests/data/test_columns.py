@@ -53,7 +53,6 @@ def test_each_kind_of_record_is_guessed_once_and_reported():
     assert layout.notes() == [
         "guessed from the names of the columns: prompt = question, completion = answer",
         "guessed from the names of the columns: text = body",
-        "columns that are not used: id; see --columns and --prompt-template",
     ]
 
 

@@ -324,9 +324,14 @@ def test_spaces_and_newlines_of_an_answer_are_trained(demo_tokenizer):
     )
 
 
-def test_of_an_empty_answer_the_end_token_is_trained(demo_tokenizer):
-    encoded = Encoder(demo_tokenizer).encode(chat_row("hi", "", "re", "ok"))
-    assert trained_texts(demo_tokenizer, encoded) == ["<|end|>", "ok<|end|>"]
+def test_an_empty_answer_is_not_trained_and_named(demo_tokenizer):
+    """The model would learn to say nothing at once."""
+    encoder = Encoder(demo_tokenizer)
+    encoded = encoder.encode(chat_row("hi", "", "re", "ok"))
+    assert trained_texts(demo_tokenizer, encoded) == ["ok<|end|>"]
+    assert encoder.notes.lines() == [
+        "answers without text are not trained: 1 row, the first in data.jsonl:7"
+    ]
 
 
 def test_arrays_have_small_dtypes(demo_tokenizer):
@@ -415,6 +420,7 @@ def test_exactly_the_answers_are_trained_for_any_text(tokenizers, name, turns):
         expected = [a.lstrip() for _, a in turns[:-1]] + [turns[-1][1]]
     else:
         expected = [answer for _, answer in turns]
+    expected = [answer for answer in expected if answer.strip()]
     encoded = Encoder(tokenizers[name]).encode(row)
     assert trained_texts(tokenizers[name], encoded) == [trained_of_turn(name, a) for a in expected]
 
@@ -487,34 +493,38 @@ def test_the_error_names_a_tool_call_that_cannot_be_located(tokenizers):
     """The template drops the turn's reasoning, but the generation prompt begins with it."""
     call_turn = {**TOOL_CHAT[1], "content": "<think>so</think>"}
     row = row_of(Chat([TOOL_CHAT[0], call_turn, *TOOL_CHAT[2:]]))
-    with pytest.raises(UserError, match=r"^data\.jsonl:7: messages\[1\]: .*--no-mask-prompt"):
+    with pytest.raises(UserError, match=r"^data\.jsonl:7: messages\[1\]: .* omits reasoning"):
         Encoder(tokenizers["thinking"]).encode(row)
 
 
 # Reasoning
 
 
-def test_reasoning_that_a_template_drops_is_not_trained(tokenizers):
+def test_an_earlier_answer_whose_reasoning_a_template_drops_is_not_trained(tokenizers):
+    """The model would learn to answer without reasoning, which it begins with in generation."""
     row = chat_row("hi", "<think>a</think>ok", "re", "<think>b</think>no")
-    encoded = Encoder(tokenizers["reasoning"]).encode(row)
+    encoder = Encoder(tokenizers["reasoning"])
+    encoded = encoder.encode(row)
+    assert "the reasoning of earlier answers, which are not trained" in encoder.notes.lines()[0]
     assert spell(tokenizers["reasoning"], encoded) == (
         "-<|im_start|> -us -er -Ċ -hi -<|im_end|> -Ċ "
-        "-<|im_start|> -ass -is -t -ant -Ċ +o +k +<|im_end|> -Ċ "
+        "-<|im_start|> -ass -is -t -ant -Ċ -o -k -<|im_end|> -Ċ "
         "-<|im_start|> -us -er -Ċ -re -<|im_end|> -Ċ "
         "-<|im_start|> -ass -is -t -ant -Ċ +<think> +b +</think> +n +o +<|im_end|> -Ċ"
     )
 
 
-def test_of_a_turn_with_only_dropped_reasoning_the_end_is_trained(tokenizers):
+def test_a_turn_with_only_dropped_reasoning_is_not_trained(tokenizers):
     row = chat_row("hi", "<think>a</think>", "re", "no")
     encoded = Encoder(tokenizers["reasoning"]).encode(row)
-    assert trained_texts(tokenizers["reasoning"], encoded) == ["<|im_end|>", "no<|im_end|>"]
+    assert trained_texts(tokenizers["reasoning"], encoded) == ["no<|im_end|>"]
 
 
 def test_a_rewritten_turn_equal_to_other_turns_is_located(tokenizers):
+    """Here its reasoning is found in the text, as that of other turns; so the template is tried."""
     row = chat_row("ok", "<think>ok</think>ok", "ok", "ok")
     encoded = Encoder(tokenizers["reasoning"]).encode(row)
-    assert trained_texts(tokenizers["reasoning"], encoded) == ["ok<|im_end|>", "ok<|im_end|>"]
+    assert trained_texts(tokenizers["reasoning"], encoded) == ["ok<|im_end|>"]
 
 
 def test_the_generation_prompt_is_not_trained(tokenizers):
@@ -555,10 +565,7 @@ def test_a_field_of_reasoning_is_trained_where_the_template_shows_it():
     tokenizer = make_tokenizer(REASONING_FIELD, REASONING_TOKENS)
     row = with_reasoning(chat_row("hi", "ok", "re", "no"), "dropped", " b\n")
     encoded = Encoder(tokenizer).encode(row)
-    assert trained_texts(tokenizer, encoded) == [
-        "ok<|im_end|>",
-        "<think>\nb\n</think>\n\nno<|im_end|>",
-    ]
+    assert trained_texts(tokenizer, encoded) == ["<think>\nb\n</think>\n\nno<|im_end|>"]
 
 
 @pytest.mark.parametrize("masked", [True, False])

@@ -21,7 +21,9 @@ from tests.conftest import chat, write_rows
 from your_ai.data import examples
 from your_ai.data.encode import EncodedRow, Encoder
 from your_ai.data.examples import Examples, RowCounts, fit, load_examples
-from your_ai.data.rows import ROW_LIMIT, Row, RowLimit
+from your_ai.data.lines import ROW_LIMIT, RowLimit
+from your_ai.data.notes import Notes
+from your_ai.data.rows import Row
 from your_ai.errors import UserError
 from your_ai.files import sha256
 
@@ -37,6 +39,7 @@ class Plain:
     vocabulary: int | None = None
     limit: RowLimit = ROW_LIMIT
     kind: str = "answers"
+    notes: Notes = field(default_factory=Notes)
     encoded: list[str] = field(default_factory=list)
 
     def encode_all(self, row: Row) -> list[EncodedRow]:
@@ -509,6 +512,7 @@ def test_encoding_many_rows_keeps_few_objects_alive():
 
     class Copying:
         mask_prompt, vocabulary, limit, kind = True, None, ROW_LIMIT, "answers"
+        notes = Notes()
         asked = 0
 
         def encode_all(self, row: Row) -> list[EncodedRow]:

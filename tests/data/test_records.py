@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from your_ai.data import records
+from your_ai.data.lines import RowLimit
 from your_ai.data.records import form_of, read_records
-from your_ai.data.rows import RowLimit
 from your_ai.errors import UserError
 
 LIMIT = RowLimit()

@@ -18,7 +18,8 @@ from tests.conftest import chat, write_rows
 from tests.data.test_records import ROWS, write_csv, written
 from your_ai.config import DEMO, TrainConfig
 from your_ai.data import sources
-from your_ai.data.rows import ORIGIN, Chat, file_of_first_row, read_rows
+from your_ai.data.lines import ORIGIN, file_of_first_row
+from your_ai.data.rows import Chat, read_rows
 from your_ai.data.sources import (
     LEAST_HELD_OUT,
     MOST_HELD_OUT,
@@ -279,8 +280,8 @@ def test_copies_that_are_not_used_are_deleted(monkeypatch):
 
 
 def test_a_bad_row_leaves_nothing():
-    write_rows(Path("a.jsonl"), [*pairs(50), {"prompt": "x", "completion": 5}])
-    with pytest.raises(UserError, match=r"a\.jsonl:51: completion: expected text, found int"):
+    write_rows(Path("a.jsonl"), [*pairs(50), {"prompt": "x", "completion": 0.5}])
+    with pytest.raises(UserError, match=r"a\.jsonl:51: completion: expected text, found float"):
         find_splits(TrainConfig(data="a.jsonl"))
     assert list(Path("home/cache/data").iterdir()) == []
 
@@ -398,9 +399,12 @@ def test_any_rows_are_either_trained_or_held_out(rows, share):
 
 def test_columns_that_are_not_used_are_named():
     Path("t.csv").write_text("context,question,answer,weight\nc,q,a,2\n")
-    guessed, unused, *_ = find_splits(TrainConfig(data="t.csv")).notes
+    found = find_splits(TrainConfig(data="t.csv"))
+    guessed, unused, *_ = found.notes
     assert guessed.startswith("guessed from the names")
-    assert unused.startswith("columns that are not used: context, weight; see --columns")
+    assert unused.startswith("columns that are not used: weight; see --columns")
+    (row,) = read_rows(found.files["train"])
+    assert row.unused == ("context",)
 
 
 CAPITALS = {

@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import make_model
 from your_ai.config import TrainConfig
-from your_ai.data.rows import RowLimit
+from your_ai.data.lines import RowLimit
 from your_ai.errors import UserError
 from your_ai.memory import allocator, probe
 from your_ai.memory.budget import (

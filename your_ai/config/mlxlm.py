@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from your_ai.config.mlxlm_rows import row_differences
 from your_ai.config.names import FOLDER, NONE, flag
 from your_ai.config.settings import FIELDS
 from your_ai.config.values import as_number, coerce
@@ -494,6 +495,7 @@ def folder_rows(file: MlxlmFile, folder: Path) -> dict[str, Any]:
         entries = os.listdir(folder)
     except OSError as error:
         raise file.error("data", f"{folder}: cannot be read ({error.strerror})") from error
+    file.notes += row_differences(folder / "train.jsonl")
     others = [
         entry
         for entry in entries

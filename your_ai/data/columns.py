@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from your_ai.config import nearest
+from your_ai.data.lines import read_json
 from your_ai.data.preferences import kind_of
 from your_ai.data.prompts import is_prompt_row
-from your_ai.data.rows import FORMATS, read_json
+from your_ai.data.rows import FORMATS
 from your_ai.data.template import TooSlow, limited_memory, limited_time
 from your_ai.errors import UserError
 from your_ai.files import read_text
@@ -92,9 +93,12 @@ class Layout:
                 )
             value = record[column]
             is_text = role not in ("messages", "label", *NUMBERS) and not isinstance(value, list)
+            is_text = is_text and not (role == "input" and value is None)
             if self.prompts and role in ("completion", "system"):
                 is_text = False  # they may be missing; `parse_prompts` takes what is there
             row[role] = as_text(value, column, where) if is_text else value
+        if more := row.pop("input", "") if "input" in roles else "":
+            row["prompt"] += f"\n\n{more}"
         if self.render_prompt is not None:
             row["prompt"] = self.render_prompt(record, where)
         row = parsed_texts(row, where)
@@ -120,6 +124,7 @@ class Layout:
         )
         notes = [f"guessed from the names of the columns: {text}" for text in said]
         left = {c for key, roles in self.guesses.items() for c in {*key} - {*roles.values()}}
+        left &= {*FORMAT_KEYS, "weight", "label"}  # the others are named when rows are read
         if left and not self.prompts:
             ways = "see --columns and --prompt-template"
             notes.append(f"columns that are not used: {listed(sorted(left))}; {ways}")
@@ -209,6 +214,7 @@ def guess(
         if all(roles.values()):
             system = {"system": by_name["system"]} if "system" in by_name else {}
             roles |= label
+            roles |= further_input(by_name, roles)
             return {**roles, **system} if complete != {"text"} else roles  # type: ignore[dict-item]
     if label and found["prompt"]:
         raise UserError(f"{where}: completion is missing; columns: {listed(names)}")
@@ -226,7 +232,15 @@ def guessed_pair(by_name: Mapping[str, str], prompt: str | None, where: str) -> 
             raise UserError(f"{where}: {name} is missing; columns: {listed(by_name.values())}")
     roles = {name: by_name[name] for name in PAIR}
     roles |= {"prompt": prompt} if prompt else {}
+    roles |= further_input(by_name, roles)
     return roles | ({"system": by_name["system"]} if "system" in by_name else {})
+
+
+def further_input(by_name: Mapping[str, str], roles: Mapping[str, str | None]) -> dict[str, str]:
+    """Alpaca's input, which follows the instruction."""
+    asked = roles.get("prompt")
+    is_alpaca = asked is not None and plain_name(asked) == "instruction"
+    return {"input": by_name["input"]} if is_alpaca and "input" in by_name else {}
 
 
 def lacks_prompt(record: Mapping[str, Any]) -> bool:

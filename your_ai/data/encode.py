@@ -8,42 +8,37 @@ the model is used.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
-import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from your_ai.data.chat_template import ChatTemplate, reasoning_of, split_thought
+from your_ai.data.lines import ROW_LIMIT, RowLimit
+from your_ai.data.notes import Notes, not_used
 from your_ai.data.preferences import Kind
-from your_ai.data.rows import (
-    ROW_LIMIT,
-    Chat,
-    Labeled,
-    Pair,
-    Preference,
-    Question,
-    Row,
-    RowLimit,
-    Scored,
-    Text,
+from your_ai.data.rows import Chat, Labeled, Pair, Preference, Question, Row, Scored, Text
+from your_ai.data.template import TemplateRefused
+from your_ai.data.turns import ASSISTANT, REASONING, USER
+from your_ai.data.windows import (
+    SIZES,
+    CannotJoin,
+    Tokens,
+    joined_tokens,
+    tokenize,
+    tokenize_ids,
 )
-from your_ai.data.template import TEMPLATE_CHARACTERS, TemplateRefused, render
-from your_ai.data.windows import SIZES, CannotJoin, Tokens, tokenize, tokenize_ids
 from your_ai.errors import UserError
-from your_ai.gates.text import counted
+from your_ai.gates.text import counted, shortened
 from your_ai.gates.token_ids import check_ids
 
-# A fixed date: templates that print today's date would give other tokens tomorrow, so a resumed
-# run would train on other data. This is the default date of Llama's templates.
-TEMPLATE_DATE = datetime.date(2024, 7, 26)
-STRFTIME_NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 SPANS_SECONDS = 8.0  # for all turns of a chat; a chat of 4,000 messages takes this long
-TEMPLATE_GROWTH = 2  # maximum characters that a template may render per byte of a row
+LONG_HEADER = 200  # characters; whether it is a border is not remembered for longer ones
 SENTINEL = "\ue000\ue001"  # private use: neither in data nor in templates
 
 
@@ -91,6 +86,8 @@ class Encoder:
     limit: RowLimit = ROW_LIMIT
     kind: Kind = "answers"
     """What the rows are. Where there may be pairs or labels, the prompt is always masked."""
+    notes: Notes = field(default_factory=Notes)
+    """What was noticed in the rows that were encoded."""
 
     def __post_init__(self) -> None:
         if getattr(self.tokenizer, "backend_tokenizer", None) is None:
@@ -114,11 +111,22 @@ class Encoder:
         ids = sorted(self.tokenizer.eos_token_ids)
         return tuple(t for t in self.tokenizer.convert_ids_to_tokens(ids) if t)
 
+    @cached_property
+    def template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer, self.limit)
+
+    @cached_property
+    def headers(self) -> dict[str, bool]:
+        """Texts before an answer -> whether they alone have the tokens that they have before it."""
+        return {}
+
     def encode_all(self, row: Row) -> list[EncodedRow]:
         """Encode the texts of a row: two for a preference, the chosen first; two for a labeled
         answer if another answer came with it; else one.
         """
         content = row.content
+        for column in row.unused:
+            self.notes.add(not_used(column), row.where)
         if isinstance(content, Preference):
             chosen = self._encode(content.chosen, f"{row.where}: chosen")
             rejected = self._encode(content.rejected, f"{row.where}: rejected")
@@ -142,8 +150,8 @@ class Encoder:
         return encoded
 
     def _encode(self, content: Chat | Pair | Text, where: str) -> EncodedRow:
-        if isinstance(content, Pair) and self.tokenizer.has_chat_template:
-            content = pair_to_chat(content)
+        if isinstance(content, Pair):
+            content = self._as_it_is_used(content, where)
         if isinstance(content, Chat):
             tokens, trained = self._encode_chat(content, where)
         elif isinstance(content, Pair):
@@ -157,6 +165,22 @@ class Encoder:
         check_ids(tokens, self.vocabulary, self.tokenizer, where)
         return EncodedRow(tokens, trained)
 
+    def _as_it_is_used(self, pair: Pair, where: str) -> Chat | Pair:
+        """A pair as a chat if there is a template, unless it has that template's tokens already."""
+        if not self.tokenizer.has_chat_template:
+            return pair
+        if token := self.template.wrote(pair.prompt):
+            self.notes.add(
+                f"prompts with tokens of the chat template, such as {token}, are used as they are",
+                where,
+            )
+            return pair
+        text = pair.completion.rstrip()
+        if end := next((end for end in self.end_tokens if text.endswith(end)), None):
+            self.notes.add(f"answers with {end} at their end have it only once", where)
+            pair = Pair(pair.prompt, text.removesuffix(end))
+        return pair_to_chat(pair)
+
     def _encode_question(self, question: Question, where: str) -> EncodedRow:
         """The tokens of a prompt up to where its answer begins."""
         chat = self._as_chat(question)
@@ -169,7 +193,7 @@ class Encoder:
                     "instruct model, or prompts that are text"
                 )
             else:
-                text = self._render(chat.messages, chat.tools, where, answer_next=True)
+                text = self.template.render(chat.messages, chat.tools, where, answer_next=True)
                 tokens = tokenize_ids(self.backend, text, special=False)
         if len(tokens) < 2:
             raise UserError(f"{where}: prompt: has {counted(len(tokens), 'token')}; 2 are needed")
@@ -194,22 +218,36 @@ class Encoder:
             content = content.answer
         if isinstance(content, Question):
             return self._prompt_of_question(content, row.where)
-        if isinstance(content, Pair) and self.tokenizer.has_chat_template:
-            content = pair_to_chat(content)
+        if isinstance(content, Pair):
+            content = self._as_it_is_used(content, row.where)
         if isinstance(content, Pair):
             return SamplePrompt(content.prompt, content.prompt, content.completion, is_good)
         if isinstance(content, Text) or content.messages[-1]["role"] != "assistant":
             return None
-        *asked, answer = content.messages
-        rendered = self._render(asked, content.tools, row.where, answer_next=True)
+        asked = content.messages[:-1]
+        rendered = self.template.render(asked, content.tools, row.where, answer_next=True)
         question = asked[-1]["content"] if asked else ""
-        return SamplePrompt(question, rendered, answer["content"], is_good)
+        return SamplePrompt(question, rendered, self.expected(content, row.where), is_good)
+
+    def expected(self, chat: Chat, where: str) -> str:
+        """The last message as the model is to write it: with its reasoning and calls."""
+        answer = chat.messages[-1]
+        if not (answer.get("tool_calls") or reasoning_of(answer)):
+            return answer["content"]
+        text = self.template.render(chat.messages, chat.tools, where)
+        start, end = self._turn_span(text, chat, len(chat.messages) - 1, where) or (0, 0)
+        return self._without_end(text[start:end])
+
+    def _without_end(self, text: str) -> str:
+        text = text.rstrip()
+        ends = (end for end in self.end_tokens if text.endswith(end))
+        return text.removesuffix(max(ends, key=len, default=""))
 
     def _prompt_of_question(self, question: Question, where: str) -> SamplePrompt:
         chat, expected = self._as_chat(question), question.expected or ""
         if isinstance(chat, str):
             return SamplePrompt(chat, chat, expected)
-        rendered = self._render(chat.messages, chat.tools, where, answer_next=True)
+        rendered = self.template.render(chat.messages, chat.tools, where, answer_next=True)
         return SamplePrompt(chat.messages[-1]["content"], rendered, expected)
 
     def _tokenize(self, text: str, where: str, special: bool) -> Tokens:
@@ -217,11 +255,15 @@ class Encoder:
         with naming(where):
             return tokenize(self.backend, text, special)
 
-    def _ids(self, text: str, where: str, special: bool, ends: bool) -> np.ndarray:
-        """Tokenize a text to ids. Append an end token if `ends` is set or the text has none."""
+    def _ids(self, text: str, where: str, special: bool = True, ends: bool = True) -> np.ndarray:
+        """Tokenize a text to ids, without a second token at its beginning, or with an end token if
+        `ends` is set and it has none.
+        """
+        bos = self.tokenizer.bos_token
+        special = special and not (bos and text.startswith(bos))
         with naming(where):
             ids = tokenize_ids(self.backend, text, special)
-        if ends or not len(ids) or ids[-1] not in self.tokenizer.eos_token_ids:
+        if ends and (not len(ids) or ids[-1] not in self.tokenizer.eos_token_ids):
             return np.append(ids, self._end(where))
         return ids
 
@@ -232,16 +274,13 @@ class Encoder:
         return np.array([end], np.uint32)
 
     def _encode_text(self, content: Text, where: str) -> tuple[np.ndarray, np.ndarray]:
-        bos = self.tokenizer.bos_token
-        special = not (bos and content.text.startswith(bos))  # no second BOS token
-        tokens = self._ids(content.text, where, special, ends=False)
+        tokens = self._ids(content.text, where)
         return tokens, np.ones(len(tokens), bool)
 
     def _encode_pair(self, pair: Pair, where: str) -> tuple[np.ndarray, np.ndarray]:
         # Tokenized separately, as when the model is used: the prompt ends at a token boundary.
-        with naming(where):
-            prompt = tokenize_ids(self.backend, pair.prompt, special=True)
-        completion = self._ids(pair.completion, where, special=False, ends=True)
+        prompt = self._ids(pair.prompt, where, ends=False)
+        completion = self._ids(pair.completion, where, special=False)
         trained = np.ones(len(prompt) + len(completion), bool)
         trained[: len(prompt)] = not self.masks_prompt
         return np.concatenate([prompt, completion]), trained
@@ -252,99 +291,132 @@ class Encoder:
                 f"{where}: a chat, but the model's tokenizer has no chat template; "
                 "use an instruct model, or rows of prompt + completion or text"
             )
-        text = self._render(chat.messages, chat.tools, where)
-        check_reasoning(text, chat, where)
-        tokens = self._tokenize(text, where, special=False)
+        text = self.template.render(chat.messages, chat.tools, where)
+        left = self._check_shown(text, chat, where)
         if not self.masks_prompt:
+            tokens = self._tokenize(text, where, special=False)
             return tokens.ids, np.ones(len(tokens), bool)
-        spans = self._spans(text, chat, where)
+        spans = self._spans(text, chat, left, where)
+        tokens = self._tokenize_at([start for start, _ in spans], text, where)
         start, end = token_spans(tokens.starts, tokens.ends, len(text))
         trained = np.zeros(len(tokens), bool)
         for first, past in spans:
             trained |= (end > first) & (start < past)
         return tokens.ids, trained
 
-    def _render(
-        self, messages: list[dict], tools: list | None, where: str, answer_next: bool = False
-    ) -> str:
-        """Render the chat template. `answer_next` adds the header of an assistant turn."""
-        options: dict[str, Any] = {"add_generation_prompt": answer_next}
-        if tools:
-            options["tools"] = tools
-        # Pass only the options that the template uses: mlx-lm's templates that are functions
-        # do not accept others.
-        template = str(self.tokenizer.chat_template)
-        if "date_string" in template:
-            options["date_string"] = TEMPLATE_DATE.strftime("%d %b %Y")
-        if "strftime_now" in template:
-            template = self.tokenizer.get_chat_template(tools=tools)
-            options["chat_template"] = STRFTIME_NOW.sub(fixed_date, template)
-        limit = self.limit
-        most = TEMPLATE_GROWTH * limit.row_bytes + TEMPLATE_CHARACTERS
-        return render(self.tokenizer, messages, where, limit.room_bytes, most, **options)
+    def _check_shown(self, text: str, chat: Chat, where: str) -> set[int]:
+        """Check that a chat is in `text`, which the template rendered of it, and return the answers
+        that are not trained, because generation would not see or give them like that.
 
-    def _spans(self, text: str, chat: Chat, where: str) -> list[tuple[int, int]]:
+        Raises UserError if a message, a call or the reasoning of the last answers is left out.
+        """
+        messages, untrained = chat.messages, set()
+        left = self.template.left_out(messages, chat.tools, text)
+        asked = [i for i, message in enumerate(messages) if message["role"] == USER]
+        omits = "the model's chat template omits"
+        advice = "remove it, or choose a model whose template shows it"
+        for index in sorted(left.contents):
+            role = messages[index]["role"]
+            if role == ASSISTANT and messages[index].get("tool_calls"):
+                self.notes.add(f"{omits} the text beside tool calls", where)
+            else:
+                raise UserError(
+                    f"{where}: messages[{index}]: {omits} this message of the role {role}; {advice}"
+                )
+        for index in sorted(left.calls):
+            raise UserError(f"{where}: messages[{index}]: {omits} tool_calls; {advice}")
+        for index in sorted(left.reasoning):
+            if index > (asked[-1] if asked else -1):
+                raise UserError(f"{where}: messages[{index}]: {omits} {REASONING[0]}; {advice}")
+            note = f"{omits} the reasoning of earlier answers, which are not trained"
+            self.notes.add(note, where)
+            untrained.add(index)
+        if left.tools:
+            self.notes.add(f"{omits} the tools of a chat", where)
+        if token := next(filter(None, (self.template.wrote(m["content"]) for m in messages)), None):
+            note = f"messages have tokens of the chat template, such as {token}, in their text"
+            self.notes.add(note, where)
+        for index in trained_turns(chat):
+            turn = messages[index]
+            if not (turn["content"].strip() or turn.get("tool_calls") or reasoning_of(turn)):
+                self.notes.add("answers without text are not trained", where)
+                untrained.add(index)
+        return untrained
+
+    def _spans(
+        self, text: str, chat: Chat, untrained: set[int], where: str
+    ) -> list[tuple[int, int]]:
         """Find the span of each trained turn, in limited time: each needs two renderings."""
         began, found = time.thread_time(), []
         for index in trained_turns(chat):
-            found.append(self._turn_span(text, chat, index, where))
+            if index not in untrained:
+                found.append(self._turn_span(text, chat, index, where))
             if time.thread_time() - began > SPANS_SECONDS:
                 messages = counted(len(chat.messages), "message")
                 raise UserError(
                     f"{where}: finding the answers in {messages} takes more than "
                     f"{SPANS_SECONDS:g} s; split the chat, or use --no-mask-prompt"
                 )
-        return found
+        return [span for span in found if span is not None]
 
-    def _turn_span(self, text: str, chat: Chat, index: int, where: str) -> tuple[int, int]:
-        """Find assistant turn `index` in the rendered chat: [start, end) in characters.
+    def _turn_span(self, text: str, chat: Chat, index: int, where: str) -> tuple[int, int] | None:
+        """Find assistant turn `index` in the rendered chat: [start, end) in characters; None if
+        generation would see other turns before it.
 
-        The span is from the end of the turn's header through its end token. Both are found by
-        rendering the chat up to the turn. If the template rewrites history (for example, drops old
-        reasoning), they are found by rendering the chat with a sentinel in place of the turn.
+        The span is from the end of the turn's header through its end token. The header ends where
+        the prompt of generation does, if the chat begins with that; else it is found by rendering
+        the chat with a sentinel in place of the turn, as is the end if the chat up to the turn is
+        not what it begins with.
         """
-        span = self._span_by_prefix(text, chat, index, where)
-        if span is None:
-            span = self._span_by_sentinel(text, chat, index, where)
-        start, end = span
+        before = self._begun(chat, index, where, answer_next=True)
+        through = self._begun(chat, index + 1, where)
+        start, end = (None if part is None else len(part) for part in (before, through))
+        if before is None or not text.startswith(before):
+            start = None
+        if through is None or not text.startswith(through):
+            end = None
+        if start is None or end is None or end <= start:
+            first, past = self._span_by_sentinel(text, chat, index, where)
+            if (
+                start is None
+                and before is not None
+                and not self._is_seen(text, first, before, where)
+            ):
+                return None
+            start, end = (first, past) if start is None else (start, max(start, past))
         answer = text[start:end].rstrip()
         if answer.endswith(self.end_tokens):
             end = start + len(answer)  # generation stops here; the rest is never generated
-            answer = answer[: -max(len(t) for t in self.end_tokens if answer.endswith(t))]
-        if chat.messages[index].get("tool_calls") and not answer.strip():
-            raise UserError(
-                f"{where}: messages[{index}]: the model's chat template omits tool_calls"
-            )
         return start, end
 
-    def _span_by_prefix(
-        self, text: str, chat: Chat, index: int, where: str
-    ) -> tuple[int, int] | None:
+    def _is_seen(self, text: str, start: int, before: str, where: str) -> bool:
+        """Whether an answer at `start` is trained, although the prompt of generation, `before`, is
+        not what the text begins with: only if that has no more than something at its end."""
+        if not before.startswith(text[:start]):
+            self.notes.add("answers whose earlier turns look different in generation: not trained",
+                           where)  # fmt: skip
+            return False
+        added = shortened(repr(before[start:]))
+        self.notes.add(f"generation begins answers with {added}, which is not trained", where)
+        return True
+
+    def _begun(self, chat: Chat, count: int, where: str, answer_next: bool = False) -> str | None:
+        """The first messages of a chat; None if the template rejects a chat that ends there."""
         try:
-            before = self._render(chat.messages[:index], chat.tools, where, answer_next=True)
-            through = text
-            if index + 1 < len(chat.messages):
-                through = self._render(chat.messages[: index + 1], chat.tools, where)
-        except TemplateRefused:  # some templates reject a chat that ends there
+            return self.template.render(chat.messages[:count], chat.tools, where, answer_next)
+        except TemplateRefused:
             return None
-        if text.startswith(before) and text.startswith(through) and len(through) > len(before):
-            return len(before), len(through)
-        return None
 
     def _span_by_sentinel(self, text: str, chat: Chat, index: int, where: str) -> tuple[int, int]:
         marked = list(chat.messages)
-        marked[index] = {**chat.messages[index], "content": SENTINEL}
-        # The span contains these too, so it must start at the beginning of the turn.
-        more = [marked[index].pop(key, None) for key in ("tool_calls", "reasoning_content")]
-        other = self._render(marked, chat.tools, where)
+        left_out = ("tool_calls", REASONING[0])  # they are in the span, which begins before them
+        marked[index] = {k: v for k, v in chat.messages[index].items() if k not in left_out}
+        marked[index]["content"] = SENTINEL
+        other = self.template.render(marked, chat.tools, where)
         start = common_prefix(text, other)
         end = len(text) - common_prefix(text[start:][::-1], other[start:][::-1])
-        if any(more):
-            before = self._render(chat.messages[:index], chat.tools, where, answer_next=True)
-            shown = text.startswith(before) and start == len(before)
-        else:
-            shown = text[start:end] in chat.messages[index]["content"]
-        if SENTINEL not in other or not shown:
+        said = split_thought(chat.messages[index]["content"])[1]
+        if SENTINEL not in other or said.strip() not in text[start:end]:
             raise UserError(
                 f"{where}: messages[{index}]: the chat template does not show where this "
                 "turn begins and ends; use --no-mask-prompt"
@@ -354,6 +426,60 @@ class Encoder:
             if tail.lstrip().startswith(token):
                 return start, end + tail.index(token) + len(token)
         return start, end
+
+    def _tokenize_at(self, borders: list[int], text: str, where: str) -> Tokens:
+        """Tokenize a text as generation does: what is before a border has the tokens of that alone.
+
+        It is cut only at borders where it would have others, in the middle of a token for example.
+        """
+        tokens = self._tokenize(text, where, special=False)
+        cuts = [border for border in borders if not self._is_border(tokens, text, border, where)]
+        if not cuts:
+            return tokens
+        found = []
+        for first, past in pairwise([0, *cuts, len(text)]):
+            part = (
+                self._continue(text[first:past], where)
+                if first
+                else self._tokenize(text[:past], where, special=False)
+            )
+            found.append(part.moved(first))
+        return joined_tokens(found)
+
+    def _is_border(self, tokens: Tokens, text: str, border: int, where: str) -> bool:
+        """Whether the tokens before a border are those of the text before it."""
+        before = int(np.searchsorted(tokens.starts, border))
+        if before and tokens.ends[:before].max() > border:
+            return False
+        added = np.flatnonzero(np.isin(tokens.ids[:before], self.added_ids))
+        first = int(added[-1]) + 1 if len(added) else 0
+        begin = int(tokens.ends[first - 1]) if first else 0
+        header = text[begin:border]
+        if header not in self.headers:
+            alone = (
+                self._continue(header, where).ids
+                if first
+                else self._tokenize(header, where, special=False).ids
+            )
+            same = np.array_equal(alone, tokens.ids[first:before])
+            if len(header) > LONG_HEADER:
+                return same
+            self.headers[header] = same
+        return self.headers[header]
+
+    def _continue(self, text: str, where: str) -> Tokens:
+        """Tokenize a text that follows another: some tokenizers put a space before the first word
+        of all."""
+        token = self.end_tokens[0] if self.end_tokens else None
+        if token is None:
+            return self._tokenize(text, where, special=False)
+        tokens = self._tokenize(token + text, where, special=False)
+        return tokens.without_first().moved(-len(token))
+
+    @cached_property
+    def added_ids(self) -> np.ndarray:
+        """The ids of tokens that a text is cut at, before its parts are tokenized."""
+        return np.array(sorted(self.backend.get_added_tokens_decoder()), np.uint32)
 
 
 @contextlib.contextmanager
@@ -400,11 +526,6 @@ def token_spans(start: np.ndarray, end: np.ndarray, length: int) -> tuple[np.nda
     return np.where(empty, before, start), np.where(empty, after, end)
 
 
-def fixed_date(call: re.Match[str]) -> str:
-    """The replacement for a call of `strftime_now(format)` in a template."""
-    return repr(TEMPLATE_DATE.strftime(call[2]))
-
-
 def pair_to_chat(pair: Pair) -> Chat:
     return Chat(
         [
@@ -429,26 +550,14 @@ def trained_turns(chat: Chat) -> list[int]:
     ]
 
 
-def check_reasoning(text: str, chat: Chat, where: str) -> None:
-    """Raise UserError if the template, which rendered `text`, leaves out the last reasoning.
-
-    Templates may leave out that of turns before the last question.
-    """
-    asked = [i for i, message in enumerate(chat.messages) if message["role"] == "user"]
-    for index in range(asked[-1] if asked else 0, len(chat.messages)):
-        reasoning = (chat.messages[index].get("reasoning_content") or "").strip()
-        if reasoning and reasoning not in text:
-            raise UserError(
-                f"{where}: messages[{index}]: the model's chat template omits reasoning_content; "
-                "remove it, or choose a model whose template shows it"
-            )
-
-
 def has_answer(content: Chat | Pair | Text) -> bool:
     """Whether a row has anything to learn other than the end of a turn."""
     if isinstance(content, Pair):
         return bool(content.completion.strip())
     if isinstance(content, Chat):
         turns = [content.messages[i] for i in trained_turns(content)]
-        return any(turn["content"].strip() or turn.get("tool_calls") for turn in turns)
+        return any(
+            turn["content"].strip() or turn.get("tool_calls") or reasoning_of(turn)
+            for turn in turns
+        )
     return bool(content.text.strip())

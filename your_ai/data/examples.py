@@ -10,7 +10,7 @@ import shutil
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -18,23 +18,15 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from your_ai.data.encode import EncodedRow, Encoder, to_score
+from your_ai.data.lines import RowLimit, checked_sha256, files_of_rows
+from your_ai.data.notes import Notes, notes_from
 from your_ai.data.preferences import of_one_form, parser_of, with_other_answers
-from your_ai.data.rows import (
-    FLOAT32_MAX,
-    Labeled,
-    Preference,
-    Row,
-    RowLimit,
-    Scored,
-    checked_sha256,
-    files_of_rows,
-    read_rows,
-)
+from your_ai.data.rows import FLOAT32_MAX, Labeled, Preference, Row, Scored, read_rows
 from your_ai.errors import UserError
 from your_ai.files import atomic_folder, sha256
 from your_ai.gates.text import counted
 
-FORMAT = 5  # increase it when the encoding of rows changes, so that old caches are not used
+FORMAT = 6  # increase it when the encoding of rows changes, so that old caches are not used
 KEEP_CACHE_DAYS = 30
 ARRAYS = ("tokens.bin", "trained.bin", "starts.npy", "weights.npy", "labels.npy", "ratings.npy")
 TALLY = "tally.json"
@@ -83,6 +75,8 @@ class Examples:
     old: np.ndarray | None = None
     """(N,) float32 log-probabilities of the trained tokens when the rollouts were generated, else
     0; None if they are not needed."""
+    notes: Notes = field(default_factory=Notes)
+    """What was noticed in the rows."""
     ratings: np.ndarray | None = None
     """(n,) float32, of the rows of a reward model: the score of each text, or the margin by which
     the scores of its pair are to differ; else None."""
@@ -137,7 +131,7 @@ def load_examples(
             piece for row in rows for piece in pieces_of(row, encoder, max_seq_length, too_long)
         )
         delete_unused(folder.parent)
-        examples = write_examples(folder, pieces)
+        examples = write_examples(folder, pieces, encoder.notes)
     if len(examples) == 0:
         name = files_of_rows(path, encoder.limit)
         if encoder.kind == "labels" and not examples.tally.truncated:
@@ -251,8 +245,11 @@ def fit(
         yield kept, outcome if start == 0 else "more"
 
 
-def write_examples(folder: Path, pieces: Iterator[Piece]) -> Examples:
-    """Write the pieces to a temporary folder, rename it to `folder`, and open it."""
+def write_examples(folder: Path, pieces: Iterator[Piece], notes: Notes | None = None) -> Examples:
+    """Write the pieces to a temporary folder, rename it to `folder`, and open it.
+
+    notes: what is noticed in the rows while they are read.
+    """
     counts = dict.fromkeys(asdict(RowCounts()), 0)
     lengths, weights, labels, ratings = array("q", [0]), array("f"), array("b"), array("f")
     try:
@@ -286,7 +283,9 @@ def write_examples(folder: Path, pieces: Iterator[Piece]) -> Examples:
             tokens_file.flush()
             trained_file.flush()
             sums = {name: sha256(temporary / name) for name in ARRAYS}
-            (temporary / TALLY).write_text(json.dumps({"tally": counts, "sha256": sums}))
+            noticed = (notes or Notes()).as_json()
+            content = {"tally": counts, "sha256": sums, "notes": noticed}
+            (temporary / TALLY).write_text(json.dumps(content))
     except OSError as error:
         if (theirs := wait_for_examples(folder)) is not None:
             return theirs  # another run has written the same rows in the meantime
@@ -322,7 +321,7 @@ def open_examples(folder: Path) -> Examples | None:
     try:
         with (folder / TALLY).open("rb") as file:
             content = json.loads(file.read(TALLY_BYTES))
-        tally = RowCounts(**content["tally"])
+        tally, notes = RowCounts(**content["tally"]), notes_from(content["notes"])
         if not all(type(count) is int and count >= 0 for count in asdict(tally).values()):
             return None
         if content["sha256"] != {name: sha256(folder / name) for name in ARRAYS}:
@@ -357,6 +356,7 @@ def open_examples(folder: Path) -> Examples | None:
         weights,
         tally,
         labels if len(labels) else None,
+        notes=notes,
         ratings=ratings if len(ratings) else None,
     )
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from your_ai.config import GRPO, REWARD, SFT, TrainConfig
 from your_ai.data.columns import layout_of
+from your_ai.data.lines import RowLimit
 from your_ai.data.preferences import parser_of
-from your_ai.data.rows import Question, Row, RowLimit
+from your_ai.data.rows import Question, Row
 from your_ai.data.sources import Progress, find_splits, records_in, sources_of
 from your_ai.data.survey import survey
 from your_ai.errors import UserError

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
+from your_ai.data.lines import Fields, fields_of, text_field
 from your_ai.data.prompts import parse_prompts
 from your_ai.data.rows import (
     FORMATS,
@@ -24,21 +26,23 @@ from your_ai.data.rows import (
     Row,
     Scored,
     Text,
+    alpaca_prompt,
     as_chat,
+    parse_history,
     parse_row,
-    parse_tools,
-    parse_turns,
     parse_weight,
-    text_field,
-    with_system,
 )
+from your_ai.data.turns import ASSISTANT, USER, parse_tools, parse_turns, with_system
 from your_ai.errors import UserError
 from your_ai.gates.text import quoted, shortened
 
 # What the rows are: for an objective; or, to measure a model, pairs of which only the chosen
 # answers are used, or rows in any of these forms.
 Kind = Literal["answers", "pairs", "labels", "rated", "prompts", "chosen", "any"]
-PAIR_KEYS = (("chosen", "rejected"), ("prompt", "chosen", "rejected"))
+PAIR_KEYS = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
+# Columns that may have the question of two texts, the most telling first.
+QUESTIONS = ("messages", "conversations", "history", "context", "input")
+SPEAKERS = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")  # of a transcript, as HH-RLHF has them
 LABEL_KEYS = (("prompt", "completion", "label"), ("messages", "label"))
 OBJECTIVES = {"answers": "sft", "pairs": "dpo", "labels": "kto"}  # one that trains such rows
 SCORE, MARGIN = "score", "margin"  # columns of the rows of a reward model
@@ -63,7 +67,7 @@ def parser_of(kind: Kind) -> ParseRow:
 
 def kind_of(row: dict) -> Kind | None:
     """The kind of a row, by its keys; None if it has no known format."""
-    if all(key in row for key in PAIR_KEYS[0]):
+    if any(all(key in row for key in keys) for keys in PAIR_KEYS):
         return "pairs"
     if any(all(key in row for key in keys) for keys in LABEL_KEYS):
         return "labels"
@@ -75,9 +79,12 @@ def parse_answers(row: dict, where: str) -> Row:
     that may be bad.
     """
     known = any(all(key in row for key in keys) for keys in FORMATS)
-    if not known and kind_of(row) == "pairs":
+    kind = kind_of(row)
+    if not known and kind == "pairs":
         raise refused(where, "an answer", "a chosen and a rejected answer", "pairs")
-    if label_of(row) is not None and kind_of(row) == "labels":
+    label = dict.get(row, "label")
+    says_bad = label is False and kind == "answers" and "text" not in row
+    if says_bad or (kind == "labels" and label_of(row) is not None):
         raise UserError(
             f"{where}: has a label, which says whether the answer is good; train such rows with "
             "--objective kto, or remove label to imitate all of them"
@@ -90,8 +97,8 @@ def parse_pairs(row: dict, where: str, alone: bool = False) -> Row:
 
     alone: as in `preference_of`.
     """
-    if not all(key in row for key in PAIR_KEYS[0]):
-        kind = kind_of(row)
+    kind = kind_of(row)
+    if kind != "pairs":
         if kind is None:
             keys = shortened(", ".join(row)) or "none"
             raise UserError(
@@ -145,6 +152,7 @@ def parse_labels(row: dict, where: str) -> Row:
     good = label_of(row)
     if good is None:
         raise UserError(f"{where}: label: expected true or false, found {quoted(row['label'])}")
+    row["label"]
     parsed = parse_row(answer_without(row, ("label",)), where)
     if not isinstance(parsed.content, Chat | Pair):
         raise UserError(f"{where}: a label needs a prompt and an answer")
@@ -201,12 +209,9 @@ def rating_of(row: dict, name: str, where: str) -> float | None:
     return number
 
 
-def answer_without(row: dict, keys: tuple[str, ...]) -> dict:
-    """The row without some keys, and with an answer to messages as a message."""
-    rest = {key: value for key, value in row.items() if key not in keys}
-    if isinstance(rest.get("prompt"), list) and isinstance(rest.get("completion"), str):
-        rest["completion"] = [{"role": "assistant", "content": rest["completion"]}]
-    return rest
+def answer_without(row: dict, keys: tuple[str, ...]) -> Fields:
+    """The row without some keys."""
+    return fields_of(row).without(*keys)
 
 
 def form_of_rated(row: Row) -> Literal["pairs", "scores"]:
@@ -242,7 +247,7 @@ def without_answer(row: dict, where: str) -> UserError:
 
 def label_of(row: dict) -> bool | None:
     """Whether the label of a row says good or bad; None if it says neither."""
-    label = row.get("label")
+    label = dict.get(row, "label")  # whoever asks may not use it
     return LABELS.get(str(label).lower()) if isinstance(label, bool | int | float | str) else None
 
 
@@ -322,6 +327,7 @@ def preference_of(row: dict, where: str, alone: bool = False) -> Preference:
 
     alone: texts without a prompt and without a common beginning are compared as they are.
     """
+    row = pair_of(row, where)
     chosen, rejected, prompt = row["chosen"], row["rejected"], row.get("prompt")
     if isinstance(chosen, list) != isinstance(rejected, list):
         raise UserError(f"{where}: chosen and rejected: expected two texts or two lists")
@@ -332,16 +338,79 @@ def preference_of(row: dict, where: str, alone: bool = False) -> Preference:
         if alone and not beginning_of(*texts).strip() and all(text.strip() for text in texts):
             return Preference(*map(Text, texts))
         prompt, *texts = shared_text(*texts, where)
-    elif isinstance(prompt, list):
-        asked = with_system(row, parse_turns(prompt, "prompt", where), where)
-        tools = parse_tools(row, where)
-        answers = ([{"role": "assistant", "content": text}] for text in texts)
-        return Preference(*(Chat(asked + answer, tools, len(asked)) for answer in answers))
-    prompt = text_field({**row, "prompt": prompt}, "prompt", where)
     for key, text in zip(("chosen", "rejected"), texts, strict=True):
         if not text.strip():
             raise UserError(f"{where}: {key}: is empty")
-    return Preference(*(as_chat(row, prompt, text, where) for text in texts))
+    if isinstance(prompt, list):
+        asked = with_system(row, parse_turns(prompt, "prompt", where), where)
+        tools = parse_tools(row, where)
+        answers = ([{"role": ASSISTANT, "content": text}] for text in texts)
+        return Preference(*(Chat(asked + answer, tools, len(asked)) for answer in answers))
+    if not isinstance(prompt, str | int):
+        raise UserError(f"{where}: prompt: expected text, found {type(prompt).__name__}")
+    return Preference(*(as_chat(row, str(prompt), text, where) for text in texts))
+
+
+def pair_of(row: dict, where: str) -> Fields:
+    """The row with `chosen`, `rejected` and, if it has a question, `prompt`, whatever their names
+    in other programs' files: OpenAI's, LLaMA-Factory's, HH-RLHF's.
+    """
+    row, found = fields_of(row), {}
+    if not all(key in row for key in PAIR_KEYS[0]):
+        found["chosen"], found["rejected"] = (row[key] for key in PAIR_KEYS[1])
+        asked = row.get("input")
+        if not isinstance(asked, dict) or "messages" not in asked:
+            raise UserError(f"{where}: input: expected an object with messages")
+        found["prompt"] = asked["messages"]
+        found |= {"tools": asked["tools"]} if asked.get("tools") else {}
+    for key in PAIR_KEYS[0]:
+        value = found.get(key, dict.get(row, key))
+        if isinstance(value, dict):  # one message, beside the conversation before it
+            row[key]
+            found[key] = [value]
+    if "prompt" not in row and "prompt" not in found:
+        found |= question_beside(row, where)
+    row = row.without(*found, **found)
+    texts = [row[key] for key in PAIR_KEYS[0]]
+    if all(isinstance(text, str) for text in texts):
+        before = row.get("prompt")
+        whole = [(before if isinstance(before, str) else "") + text for text in texts]
+        if not isinstance(before, list) and all(map(is_transcript, whole)):
+            return row.without("prompt", *PAIR_KEYS[0], **dict(
+                zip(PAIR_KEYS[0], map(turns_of_transcript, whole), strict=True)))  # fmt: skip
+    return row
+
+
+def question_beside(row: Fields, where: str) -> dict[str, Any]:
+    """The question of a pair in a column that is not called prompt, as `prompt`."""
+    if "instruction" in row:
+        return {"prompt": alpaca_prompt(row, where)}
+    both = all(isinstance(dict.get(row, key), list) for key in PAIR_KEYS[0])
+    for name in QUESTIONS:
+        value = dict.get(row, name)
+        if not value or not isinstance(value, list | str) or (both and name != "conversations"):
+            continue
+        row[name]
+        if isinstance(value, list) and all(isinstance(turn, list) for turn in value):
+            return {"prompt": parse_history(row.without(history=value), where)}
+        return {"prompt": value}
+    return {}
+
+
+def is_transcript(text: str) -> bool:
+    """Whether a text is a conversation that begins with a question and ends with an answer."""
+    speakers = SPEAKERS.findall(text)
+    begins = SPEAKERS.match(text) is not None
+    return begins and speakers[:1] == ["Human"] and speakers[-1:] == ["Assistant"]
+
+
+def turns_of_transcript(text: str) -> list[dict]:
+    _, *parts = SPEAKERS.split(text)
+    roles = {"Human": USER, "Assistant": ASSISTANT}
+    return [
+        {"role": roles[speaker], "content": said.strip()}
+        for speaker, said in zip(parts[::2], parts[1::2], strict=True)
+    ]
 
 
 def chats_of(row: dict, prompt: Any, where: str, alone: bool = False) -> Preference:

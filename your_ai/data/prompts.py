@@ -19,23 +19,16 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from your_ai.data.rows import (
+from your_ai.data.lines import (
     BYTE_ORDER_MARK,
-    FORMATS,
     ROW_LIMIT,
-    Chat,
-    Pair,
-    Question,
-    Row,
     RowLimit,
     decode_row,
-    parse_row,
-    parse_tools,
-    parse_turns,
-    parse_weight,
+    fields_of,
     text_field,
-    with_system,
 )
+from your_ai.data.rows import FORMATS, Chat, Pair, Question, Row, parse_row, parse_weight
+from your_ai.data.turns import parse_tools, parse_turns, with_system
 from your_ai.errors import UserError
 from your_ai.gates.text import shortened
 from your_ai.gates.untrusted import is_number
@@ -54,6 +47,7 @@ def is_prompt_row(row: dict) -> bool:
 def parse_prompts(row: dict, where: str) -> Row:
     """Parse a row with a prompt. Raises UserError if it has none, or an empty one."""
     weight = parse_weight(row, where)
+    fields_of(row).read.update(row)  # rewards get all columns
     in_messages = all(isinstance(row.get(key), list) for key in ("prompt", "completion"))
     if "prompt" in row and not in_messages:
         content = Question(prompt_of(row, where), expected_of(row))

@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from your_ai.data.rows import (
+from your_ai.data.lines import (
     BYTE_ORDER_MARK,
     Repeated,
     RowLimit,

@@ -28,10 +28,11 @@ from your_ai.config import AUTO, DEMO_DATA, FIELDS, FOLDER, NONE, REWARD, TrainC
 from your_ai.data.columns import Layout, lacks_label, layout_of
 from your_ai.data.examples import delete_unused, unwritable
 from your_ai.data.hub_datasets import PREFIX, SplitRows, find_dataset, parse_name, split_named
+from your_ai.data.lines import ORIGIN, RowLimit, read_first_row
 from your_ai.data.preferences import form_of_rated, kind_of, of_one_form, parser_of
 from your_ai.data.prompts import is_prompt_row
 from your_ai.data.records import SUFFIXES, form_of, is_compressed, read_records, suffix_of
-from your_ai.data.rows import ORIGIN, ParseRow, RowLimit, read_first_row, read_rows
+from your_ai.data.rows import ParseRow, read_rows
 from your_ai.errors import UserError
 from your_ai.files import atomic_folder, packaged, read_text, sha256
 from your_ai.gates.text import counted, shortened

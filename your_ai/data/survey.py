@@ -6,7 +6,7 @@ import hashlib
 import json
 from array import array
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice, pairwise
 from typing import Any
 
@@ -14,6 +14,8 @@ import numpy as np
 
 from your_ai.config import TrainConfig
 from your_ai.data.encode import EncodedRow, Encoder, has_answer, pair_to_chat
+from your_ai.data.lines import RowLimit
+from your_ai.data.notes import Notes, not_used
 from your_ai.data.preferences import parser_of
 from your_ai.data.rows import (
     Chat,
@@ -22,7 +24,6 @@ from your_ai.data.rows import (
     Preference,
     Question,
     Row,
-    RowLimit,
     Scored,
     Text,
     read_rows,
@@ -119,9 +120,10 @@ def survey(found: Splits, config: TrainConfig, tokenizer: Any | None, draw: int)
     Raises UserError for a row that is in no known format.
     """
     limit = RowLimit(config.max_row_bytes)
-    encoder = None
+    encoder, notes = None, Notes()
     if tokenizer is not None:
-        encoder = Encoder(tokenizer, config.mask_prompt, limit=limit, kind=config.row_kind)
+        kind = config.row_kind
+        encoder = Encoder(tokenizer, config.mask_prompt, limit=limit, kind=kind, notes=notes)
     parse = parser_of(config.row_kind)
     splits: dict[str, SplitSurvey] = {}
     trained: set[bytes] = set()
@@ -132,16 +134,20 @@ def survey(found: Splits, config: TrainConfig, tokenizer: Any | None, draw: int)
         seen = trained if name == "train" else set()
         splits[name] = split = SplitSurvey()
         for row in read_rows(found.files[name], limit, parse):
+            if encoder is None:
+                for column in row.unused:
+                    notes.add(not_used(column), row.where)
             if count(split, row, encoder, config.max_seq_length, seen, trained):
                 places.append(row.line if name == "train" else 0)
     wanted = spread([place for place in places if place], draw)
     drawn = []
     if encoder is not None:
         rows = (r for r in read_rows(found.files["train"], limit, parse) if r.line in wanted)
+        shown = replace(encoder, notes=Notes())  # these rows were noticed before
         for row in islice(rows, len(wanted)):
-            drawn += [draw_row(row.where, text, tokenizer) for text in encoder.encode_all(row)]
+            drawn += [draw_row(row.where, text, tokenizer) for text in shown.encode_all(row)]
     unit = "characters" if encoder is None else "tokens"
-    return Survey(splits, tuple(drawn), found.notes, unit)
+    return Survey(splits, tuple(drawn), (*found.notes, *notes.lines()), unit)
 
 
 def count(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from your_ai.data.lines import RowLimit
 from your_ai.data.preferences import parser_of
-from your_ai.data.rows import Chat, Labeled, Preference, Question, RowLimit, Scored, read_rows
+from your_ai.data.rows import Chat, Labeled, Preference, Question, Scored, read_rows
 from your_ai.data.sources import find_splits, is_dataset
 from your_ai.errors import UserError
 

@@ -42,6 +42,21 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def moved(self, characters: int) -> Tokens:
+        """The tokens with other offsets, as part of a longer text."""
+        return Tokens(self.ids, self.starts + characters, self.ends + characters)
+
+    def without_first(self) -> Tokens:
+        return Tokens(self.ids[1:], self.starts[1:], self.ends[1:])
+
+
+def joined_tokens(parts: list[Tokens]) -> Tokens:
+    return Tokens(
+        np.concatenate([part.ids for part in parts]),
+        np.concatenate([part.starts for part in parts]),
+        np.concatenate([part.ends for part in parts]),
+    )
+
 
 class Sizes(NamedTuple):
     """The sizes used to tokenize in windows."""

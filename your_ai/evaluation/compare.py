@@ -20,8 +20,8 @@ import numpy as np
 from your_ai.config import REWARD, TrainConfig
 from your_ai.data.batches import RowsAt
 from your_ai.data.encode import Encoder, SamplePrompt, token_ids
+from your_ai.data.lines import file_of_first_row
 from your_ai.data.preferences import Kind
-from your_ai.data.rows import file_of_first_row
 from your_ai.engine.build import build_engine
 from your_ai.engine.opened import open_model
 from your_ai.engine.protocol import Engine

@@ -15,22 +15,9 @@ from your_ai.config import TrainConfig
 from your_ai.data.batches import bucket_edges
 from your_ai.data.encode import Encoder
 from your_ai.data.examples import Examples, load_examples, pieces_of
+from your_ai.data.lines import checked_sha256, decode_row, files_in, files_of_rows, read_lines
 from your_ai.data.preferences import parser_of
-from your_ai.data.rows import (
-    Chat,
-    Labeled,
-    Pair,
-    Preference,
-    Row,
-    Scored,
-    Text,
-    checked_sha256,
-    decode_row,
-    files_in,
-    files_of_rows,
-    read_lines,
-    read_rows,
-)
+from your_ai.data.rows import Chat, Labeled, Pair, Preference, Row, Scored, Text, read_rows
 from your_ai.data.sources import find_splits, is_file
 from your_ai.errors import UserError
 from your_ai.gates.text import counted

@@ -17,8 +17,9 @@ from mlx_lm.generate import GenerationResponse
 
 from your_ai.config import TrainConfig
 from your_ai.data.encode import SamplePrompt, token_ids
-from your_ai.data.rows import decode_line, parse_turns, text_field
+from your_ai.data.lines import decode_line, text_field
 from your_ai.data.template import TemplateRefused, render
+from your_ai.data.turns import parse_turns
 from your_ai.engine.opened import open_model, prepare_for_generation
 from your_ai.engine.weights import last_position_only
 from your_ai.errors import RunError, UserError, is_memory_error

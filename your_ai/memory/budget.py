@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from your_ai.config import REWARD, TrainConfig
-from your_ai.data.rows import RowLimit
+from your_ai.data.lines import RowLimit
 from your_ai.errors import UserError
 from your_ai.hub.find import store
 from your_ai.memory import allocator, demand, probe

@@ -20,7 +20,7 @@ import numpy as np
 from your_ai.config import EXACT_MATCH, LOSS, REWARD_METRICS, TrainConfig
 from your_ai.data.encode import Encoder, SamplePrompt
 from your_ai.data.examples import Examples
-from your_ai.data.rows import RowLimit, files_of_rows
+from your_ai.data.lines import RowLimit, files_of_rows
 from your_ai.errors import UserError
 from your_ai.evaluation import dataset_scores
 from your_ai.evaluation.compare import Ready

@@ -15,9 +15,11 @@ from your_ai.config import LOSS, TrainConfig, flag
 from your_ai.data.batches import bucket_edges, few_edges
 from your_ai.data.encode import Encoder, SamplePrompt
 from your_ai.data.examples import Examples, RowCounts, check_weights, load_examples
+from your_ai.data.lines import file_of_first_row, files_of_rows
+from your_ai.data.notes import Notes
 from your_ai.data.preferences import parser_of
 from your_ai.data.prompts import PromptRows
-from your_ai.data.rows import Row, file_of_first_row, files_of_rows, read_rows
+from your_ai.data.rows import Row, read_rows
 from your_ai.data.sources import Splits, find_splits
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, now_and_then
@@ -224,13 +226,15 @@ def load_split(
 
     examples = load_examples(
         path,
-        replace(encoder, mask_prompt=config.mask_prompt or name == "test"),
+        replace(encoder, mask_prompt=config.mask_prompt or name == "test", notes=Notes()),
         tokenizer_fingerprint(files),
         config.max_seq_length,
         config.too_long,
         store() / "cache",
         with_progress,
     )
+    for text in examples.notes.lines():
+        write(events.Notice(text=text))
     tally = examples.tally
     if tally.truncated or tally.split:
         count = tally.truncated + tally.split

@@ -1,0 +1,52 @@
+"""What was noticed in rows: each kind once, with how often it occurred and where first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from your_ai.gates.text import counted, shortened
+
+MOST_KINDS = 50  # a file whose every row has other columns is named with that many of them
+
+
+@dataclass
+class Notes:
+    """Kinds of what was noticed, in the order in which they came."""
+
+    found: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Text -> the number of rows, and the place of the first."""
+
+    def add(self, text: str, where: str) -> None:
+        if text in self.found or len(self.found) < MOST_KINDS:
+            count, first = self.found.get(text, (0, where))
+            self.found[text] = count + 1, first
+
+    def add_all(self, others: Notes) -> None:
+        for text, (count, first) in others.found.items():
+            known, place = self.found.get(text, (0, first))
+            self.found[text] = known + count, place
+
+    def lines(self) -> list[str]:
+        """`answers without text are not trained: 3 rows, the first in data.jsonl:1`"""
+        return [
+            f"{text}: {counted(count, 'row')}, the first in {first}"
+            for text, (count, first) in self.found.items()
+        ]
+
+    def as_json(self) -> list[list[Any]]:
+        return [[text, count, first] for text, (count, first) in self.found.items()]
+
+
+def notes_from(content: Any) -> Notes:
+    """Read what `as_json` gave. Raises ValueError if it is anything else."""
+    found = {}
+    for text, count, first in content:
+        if not (isinstance(text, str) and isinstance(first, str) and type(count) is int):
+            raise ValueError("expected texts, numbers and places")
+        found[text] = count, first
+    return Notes(found)
+
+
+def not_used(column: str) -> str:
+    return f"the column {shortened(column)} is not used (see --columns and --prompt-template)"

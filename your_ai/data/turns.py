@@ -1,0 +1,203 @@
+"""Messages of chats in the forms of the field -> the one form that chat templates expect.
+
+A message has a `role` and a `content`, which is text. It may have `reasoning_content`, which is
+text; `tool_calls`, each {"type": "function", "function": {"name", "arguments"}} whose arguments are
+an object; and `weight`, 0 if it is not trained. Any further keys stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from your_ai.data.lines import read_json, text_field
+from your_ai.errors import UserError
+from your_ai.gates.text import quoted
+
+SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
+# Names of roles in other programs' files. What the model says and what a person says has the same
+# meaning in every template.
+ROLES = {
+    **dict.fromkeys((USER, "human", "prompter"), USER),
+    **dict.fromkeys((ASSISTANT, "gpt", "chatgpt", "bing", "bard", "bot", "model", "ai"), ASSISTANT),
+}
+CALL_ROLES = ("function_call", "tool_call")  # a turn of the assistant that is a call, as JSON
+# These mean another role too, but a template may know them by their own names.
+MEANINGS = {
+    "developer": SYSTEM,
+    **dict.fromkeys(("function", "ipython", "observation", "tool_response", "tool_result"), TOOL),
+}
+REASONING = ("reasoning_content", "reasoning", "thinking")  # the names of a message's reasoning
+TRAINED_FLAGS = ("training", "train", "trained", "trainable", "loss")  # false: not to be trained
+MASKED_FLAGS = ("masked", "mask")  # true: not to be trained
+TEXT_PARTS = ("text", "input_text", "output_text")
+DEEPEST_QUOTES = 3  # arguments that are quoted more often are no arguments
+
+
+def parse_turns(turns: Any, key: str, where: str) -> list[dict]:
+    if not isinstance(turns, list) or not turns:
+        raise UserError(f"{where}: {key}: expected a list of messages")
+    return [parse_message(turn, f"{where}: {key}[{i}]") for i, turn in enumerate(turns)]
+
+
+def parse_message(message: Any, where: str) -> dict:
+    """Convert a message to the form of this module. Raises UserError."""
+    names = ("from", "value") if isinstance(message, dict) and "from" in message else ()
+    role_name, content_name = names or ("role", "content")
+    if not isinstance(message, dict) or not isinstance(message.get(role_name), str):
+        raise UserError(f'{where}: expected an object with "role" and "content"')
+    given = dict(message)
+    role = role_of(given.pop(role_name))
+    content, reasoning = parse_content(given.pop(content_name, None), where)
+    reasoning = parse_reasoning(given, reasoning, where)
+    calls = parse_calls(given, where)
+    if role in CALL_ROLES:
+        role, content, calls = ASSISTANT, "", [*calls, *calls_in(content, where)]
+    if content is None and not (calls or reasoning):
+        raise UserError(f"{where}: content: expected text, found nothing")
+    parsed = {"role": role, "content": content or "", **given}
+    for name in ("weight", *TRAINED_FLAGS, *MASKED_FLAGS):
+        parsed.pop(name, None)
+    weight = parse_message_weight(message, where)
+    parsed |= {"weight": weight} if weight is not None else {}
+    parsed |= {REASONING[0]: reasoning} if reasoning else {}
+    parsed |= {"tool_calls": calls} if calls else {}
+    return parsed
+
+
+def role_of(name: str) -> str:
+    """A role by any of its names, in any case; an unknown one as it is."""
+    plain = name.strip().lower().replace("-", "_").replace(" ", "_")
+    known = {*ROLES, *MEANINGS, *CALL_ROLES, SYSTEM, TOOL}
+    return ROLES.get(plain, plain) if plain in known else name
+
+
+def parse_content(content: Any, where: str) -> tuple[str | None, str]:
+    """The text of a content, None without one, and the reasoning in its parts."""
+    if content is None or isinstance(content, str):
+        return content, ""
+    if isinstance(content, int) and not isinstance(content, bool):
+        return str(content), ""
+    if not isinstance(content, list):
+        raise UserError(f"{where}: content: expected text, found {type(content).__name__}")
+    kinds = [p.get("type") if isinstance(p, dict) else type(p).__name__ for p in content]
+    if any(kind not in (*TEXT_PARTS, *REASONING) for kind in kinds):
+        raise UserError(f"{where}: content: only text parts can be trained, found {quoted(kinds)}")
+    texts, reasoning = [], []
+    for kind, part in zip(kinds, content, strict=True):
+        key = "text" if kind in TEXT_PARTS or kind not in part else kind
+        (texts if kind in TEXT_PARTS else reasoning).append(
+            text_field(part, key, f"{where}: content")
+        )
+    return "".join(texts), "".join(reasoning)
+
+
+def parse_reasoning(message: dict, found: str, where: str) -> str:
+    """Take the reasoning out of a message, whatever its name.
+
+    found: the reasoning in the parts of its content.
+    """
+    texts = {"": found} if found else {}
+    for name in REASONING:
+        value = message.pop(name, None)
+        if value is not None and not isinstance(value, str):
+            raise UserError(f"{where}: {name}: expected text, found {type(value).__name__}")
+        if value and value.strip():
+            texts[name] = value
+    if len({text.strip() for text in texts.values()}) > 1:
+        raise UserError(f"{where}: {' and '.join(filter(None, texts))} differ; keep one of them")
+    return next(iter(texts.values()), "")
+
+
+def parse_message_weight(message: dict, where: str) -> int | None:
+    """0 for a message that is not to be trained, 1 for one that is; None if it does not say."""
+    said = []
+    for name in ("weight", *TRAINED_FLAGS, *MASKED_FLAGS):
+        value = message.get(name)
+        if value is None:
+            continue
+        if value not in (0, 1):  # as at OpenAI: 0 excludes an answer
+            raise UserError(f"{where}: {name} {quoted(value)}: must be 0 or 1 in a message")
+        said.append(1 - int(value) if name in MASKED_FLAGS else int(value))
+    return min(said, default=None)
+
+
+def parse_calls(message: dict, where: str) -> list[dict]:
+    """Take the tool calls out of a message: `tool_calls`, or OpenAI's older `function_call`."""
+    calls, older = message.pop("tool_calls", None), message.pop("function_call", None)
+    if calls is None and older is not None:
+        calls = [older]
+    if calls is None:
+        return []
+    if isinstance(calls, str):  # tables store the list as JSON text
+        calls = read_json(calls, f"{where}: tool_calls") if calls.strip() else []
+    if not isinstance(calls, list):
+        raise UserError(f"{where}: tool_calls: expected a list")
+    return [parse_call(call, where) for call in calls]
+
+
+def calls_in(content: str | None, where: str) -> list[dict]:
+    """The calls in the content of a turn that is one: a call or a list of them, as JSON."""
+    found = read_json(content or "", f"{where}: a call", "; expected a call as JSON")
+    return [parse_call(call, where) for call in (found if isinstance(found, list) else [found])]
+
+
+def parse_call(call: Any, where: str) -> dict:
+    """Convert a call to {"type", "function": {"name", "arguments"}}, with arguments as an object.
+
+    Arguments may be JSON text, which a template would quote again, and a tool without any may be
+    called with nothing.
+    """
+    if not isinstance(call, dict):
+        raise UserError(f"{where}: tool_calls: expected objects, found {type(call).__name__}")
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UserError(f"{where}: tool_calls: a call has no name")
+    rest = {} if function is call else {k: v for k, v in call.items() if k != "function"}
+    flat = {**function}
+    arguments = flat.pop("arguments", None)
+    if arguments is None and "parameters" in flat:
+        arguments = flat.pop("parameters")
+    if function is call:  # a flat call keeps what is about the call beside the function
+        rest = {name: flat.pop(name) for name in ("id", "type") if name in flat}
+    rest["type"] = rest.get("type") or "function"
+    return {**rest, "function": {**flat, "arguments": parse_arguments(arguments, where)}}
+
+
+def parse_arguments(arguments: Any, where: str) -> dict:
+    for _ in range(DEEPEST_QUOTES):
+        if not isinstance(arguments, str):
+            break
+        text = arguments.strip()
+        arguments = read_json(text, f"{where}: tool_calls: arguments") if text else None
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, dict):
+        found = type(arguments).__name__
+        raise UserError(f"{where}: tool_calls: arguments: expected an object, found {found}")
+    return arguments
+
+
+def parse_tools(row: dict, where: str) -> list | None:
+    """The tools of a row: `tools`, or OpenAI's older `functions`; None without any."""
+    key = "tools" if row.get("tools") is not None else "functions"
+    tools = row.get(key)
+    if isinstance(tools, str):  # some datasets store the list as JSON text
+        tools = read_json(tools, f"{where}: {key}") if tools.strip() else None
+    if tools is not None and not isinstance(tools, list):
+        raise UserError(f"{where}: {key}: expected a list, found {type(tools).__name__}")
+    return [whole_tool(tool) for tool in tools or ()] or None
+
+
+def whole_tool(tool: Any) -> Any:
+    """A tool as templates expect it: {"type": "function", "function": {"name", ...}}."""
+    if isinstance(tool, dict) and "function" not in tool and isinstance(tool.get("name"), str):
+        return {"type": "function", "function": tool}
+    return tool
+
+
+def with_system(row: dict, turns: list[dict], where: str) -> list[dict]:
+    """The turns after the system prompt in `system`, unless they begin with one themselves."""
+    begins = turns[:1] and MEANINGS.get(turns[0]["role"], turns[0]["role"]) == SYSTEM
+    if not row.get("system") or begins:
+        return turns
+    return [{"role": SYSTEM, "content": text_field(row, "system", where)}, *turns]
