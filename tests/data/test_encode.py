@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from tests.conftest import DEMO_FOLDER
-from your_ai.data import encode
+from your_ai.data import answers, encode
 from your_ai.data.encode import EncodedRow, Encoder
 from your_ai.data.rows import Chat, Pair, Row, Text
 from your_ai.errors import UserError
@@ -835,7 +835,7 @@ def test_a_row_without_a_question_has_no_prompt(demo_tokenizer, content):
 
 def test_a_chat_with_too_many_turns_is_refused(tokenizers, monkeypatch):
     """Each turn is rendered with all turns before it, so the time grows quadratically."""
-    monkeypatch.setattr(encode, "SPANS_SECONDS", 0.1)
+    monkeypatch.setattr(answers, "SPANS_SECONDS", 0.1)
     chat = Chat([{"role": role, "content": "a"} for role in ("user", "assistant")] * 5000)
     row = Row("data.jsonl:7", chat, 1.0)
     with pytest.raises(UserError, match=r"^data\.jsonl:7: finding the answers in 10,000 messages"):

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,9 @@ class Plain:
     kind: str = "answers"
     notes: Notes = field(default_factory=Notes)
     encoded: list[str] = field(default_factory=list)
+
+    def ahead(self, rows: Iterable[Row]) -> Iterable[Row]:
+        return rows
 
     def encode_all(self, row: Row) -> list[EncodedRow]:
         return [self.encode(row)]
@@ -512,7 +515,7 @@ def test_encoding_many_rows_keeps_few_objects_alive():
 
     class Copying:
         mask_prompt, vocabulary, limit, kind = True, None, ROW_LIMIT, "answers"
-        notes = Notes()
+        notes, ahead = Notes(), staticmethod(iter)
         asked = 0
 
         def encode_all(self, row: Row) -> list[EncodedRow]:

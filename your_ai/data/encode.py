@@ -8,38 +8,35 @@ the model is used.
 from __future__ import annotations
 
 import contextlib
-import os
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
 
-from your_ai.data.chat_template import ChatTemplate, reasoning_of, split_thought
+from your_ai.data.answers import Answers, trained_turns
+from your_ai.data.chat_template import ChatTemplate, reasoning_of
 from your_ai.data.lines import ROW_LIMIT, RowLimit
 from your_ai.data.notes import Notes, not_used
 from your_ai.data.preferences import Kind
 from your_ai.data.rows import Chat, Labeled, Pair, Preference, Question, Row, Scored, Text
-from your_ai.data.template import TemplateRefused
-from your_ai.data.turns import ASSISTANT, REASONING, USER
 from your_ai.data.windows import (
     SIZES,
     CannotJoin,
     Tokens,
     joined_tokens,
     tokenize,
+    tokenize_all,
     tokenize_ids,
 )
 from your_ai.errors import UserError
-from your_ai.gates.text import counted, shortened
+from your_ai.gates.text import counted
 from your_ai.gates.token_ids import check_ids
 
-SPANS_SECONDS = 8.0  # for all turns of a chat; a chat of 4,000 messages takes this long
 LONG_HEADER = 200  # characters; whether it is a border is not remembered for longer ones
-SENTINEL = "\ue000\ue001"  # private use: neither in data nor in templates
+ROWS_AHEAD = 128
 
 
 @dataclass(frozen=True)
@@ -114,6 +111,15 @@ class Encoder:
     @cached_property
     def template(self) -> ChatTemplate:
         return ChatTemplate(self.tokenizer, self.limit)
+
+    @cached_property
+    def answers(self) -> Answers:
+        return Answers(self.template, self.end_tokens, self.notes)
+
+    @cached_property
+    def _ahead(self) -> dict[int, tuple[str, Tokens]]:
+        """The text and the tokens of chats that come next, by the id of the chat."""
+        return {}
 
     @cached_property
     def headers(self) -> dict[str, bool]:
@@ -235,7 +241,7 @@ class Encoder:
         if not (answer.get("tool_calls") or reasoning_of(answer)):
             return answer["content"]
         text = self.template.render(chat.messages, chat.tools, where)
-        start, end = self._turn_span(text, chat, len(chat.messages) - 1, where) or (0, 0)
+        start, end = self.answers.turn_span(text, chat, len(chat.messages) - 1, where) or (0, 0)
         return self._without_end(text[start:end])
 
     def _without_end(self, text: str) -> str:
@@ -291,148 +297,48 @@ class Encoder:
                 f"{where}: a chat, but the model's tokenizer has no chat template; "
                 "use an instruct model, or rows of prompt + completion or text"
             )
-        text = self.template.render(chat.messages, chat.tools, where)
-        left = self._check_shown(text, chat, where)
+        text, tokens = self._ahead.pop(id(chat), None) or self._rendered(chat, where)
+        untrained = self.answers.check_shown(text, chat, where)
         if not self.masks_prompt:
-            tokens = self._tokenize(text, where, special=False)
             return tokens.ids, np.ones(len(tokens), bool)
-        spans = self._spans(text, chat, left, where)
-        tokens = self._tokenize_at([start for start, _ in spans], text, where)
+        spans = self.answers.spans(text, chat, untrained, where)
+        tokens = self._tokens_at([start for start, _ in spans], text, tokens, where)
         start, end = token_spans(tokens.starts, tokens.ends, len(text))
         trained = np.zeros(len(tokens), bool)
         for first, past in spans:
             trained |= (end > first) & (start < past)
         return tokens.ids, trained
 
-    def _check_shown(self, text: str, chat: Chat, where: str) -> set[int]:
-        """Check that a chat is in `text`, which the template rendered of it, and return the answers
-        that are not trained, because generation would not see or give them like that.
+    def _rendered(self, chat: Chat, where: str) -> tuple[str, Tokens]:
+        text = self.template.render(chat.messages, chat.tools, where)
+        return text, self._tokenize(text, where, special=False)
 
-        Raises UserError if a message, a call or the reasoning of the last answers is left out.
-        """
-        messages, untrained = chat.messages, set()
-        left = self.template.left_out(messages, chat.tools, text)
-        asked = [i for i, message in enumerate(messages) if message["role"] == USER]
-        omits = "the model's chat template omits"
-        advice = "remove it, or choose a model whose template shows it"
-        for index in sorted(left.contents):
-            role = messages[index]["role"]
-            if role == ASSISTANT and messages[index].get("tool_calls"):
-                self.notes.add(f"{omits} the text beside tool calls", where)
-            else:
-                raise UserError(
-                    f"{where}: messages[{index}]: {omits} this message of the role {role}; {advice}"
+    def ahead(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """The rows, whose chats are rendered and tokenized some at a time, on all processors."""
+        rows = iter(rows)
+        while some := list(islice(rows, ROWS_AHEAD)):
+            self._ahead.clear()
+            texts: dict[int, str] = {}
+            for row in some if self.tokenizer.has_chat_template else ():
+                if isinstance(row.content, Chat):
+                    with contextlib.suppress(UserError):  # encoding the row will say it
+                        content = row.content
+                        texts[id(content)] = self.template.render(
+                            content.messages, content.tools, row.where
+                        )
+            short = {at: text for at, text in texts.items() if len(text) <= SIZES.window}
+            with contextlib.suppress(TypeError):
+                found = tokenize_all(self.backend, [*short.values()])
+                self._ahead.update(
+                    {at: (short[at], each) for at, each in zip(short, found, strict=True)}
                 )
-        for index in sorted(left.calls):
-            raise UserError(f"{where}: messages[{index}]: {omits} tool_calls; {advice}")
-        for index in sorted(left.reasoning):
-            if index > (asked[-1] if asked else -1):
-                raise UserError(f"{where}: messages[{index}]: {omits} {REASONING[0]}; {advice}")
-            note = f"{omits} the reasoning of earlier answers, which are not trained"
-            self.notes.add(note, where)
-            untrained.add(index)
-        if left.tools:
-            self.notes.add(f"{omits} the tools of a chat", where)
-        if token := next(filter(None, (self.template.wrote(m["content"]) for m in messages)), None):
-            note = f"messages have tokens of the chat template, such as {token}, in their text"
-            self.notes.add(note, where)
-        for index in trained_turns(chat):
-            turn = messages[index]
-            if not (turn["content"].strip() or turn.get("tool_calls") or reasoning_of(turn)):
-                self.notes.add("answers without text are not trained", where)
-                untrained.add(index)
-        return untrained
+            yield from some
 
-    def _spans(
-        self, text: str, chat: Chat, untrained: set[int], where: str
-    ) -> list[tuple[int, int]]:
-        """Find the span of each trained turn, in limited time: each needs two renderings."""
-        began, found = time.thread_time(), []
-        for index in trained_turns(chat):
-            if index not in untrained:
-                found.append(self._turn_span(text, chat, index, where))
-            if time.thread_time() - began > SPANS_SECONDS:
-                messages = counted(len(chat.messages), "message")
-                raise UserError(
-                    f"{where}: finding the answers in {messages} takes more than "
-                    f"{SPANS_SECONDS:g} s; split the chat, or use --no-mask-prompt"
-                )
-        return [span for span in found if span is not None]
-
-    def _turn_span(self, text: str, chat: Chat, index: int, where: str) -> tuple[int, int] | None:
-        """Find assistant turn `index` in the rendered chat: [start, end) in characters; None if
-        generation would see other turns before it.
-
-        The span is from the end of the turn's header through its end token. The header ends where
-        the prompt of generation does, if the chat begins with that; else it is found by rendering
-        the chat with a sentinel in place of the turn, as is the end if the chat up to the turn is
-        not what it begins with.
-        """
-        before = self._begun(chat, index, where, answer_next=True)
-        through = self._begun(chat, index + 1, where)
-        start, end = (None if part is None else len(part) for part in (before, through))
-        if before is None or not text.startswith(before):
-            start = None
-        if through is None or not text.startswith(through):
-            end = None
-        if start is None or end is None or end <= start:
-            first, past = self._span_by_sentinel(text, chat, index, where)
-            if (
-                start is None
-                and before is not None
-                and not self._is_seen(text, first, before, where)
-            ):
-                return None
-            start, end = (first, past) if start is None else (start, max(start, past))
-        answer = text[start:end].rstrip()
-        if answer.endswith(self.end_tokens):
-            end = start + len(answer)  # generation stops here; the rest is never generated
-        return start, end
-
-    def _is_seen(self, text: str, start: int, before: str, where: str) -> bool:
-        """Whether an answer at `start` is trained, although the prompt of generation, `before`, is
-        not what the text begins with: only if that has no more than something at its end."""
-        if not before.startswith(text[:start]):
-            self.notes.add("answers whose earlier turns look different in generation: not trained",
-                           where)  # fmt: skip
-            return False
-        added = shortened(repr(before[start:]))
-        self.notes.add(f"generation begins answers with {added}, which is not trained", where)
-        return True
-
-    def _begun(self, chat: Chat, count: int, where: str, answer_next: bool = False) -> str | None:
-        """The first messages of a chat; None if the template rejects a chat that ends there."""
-        try:
-            return self.template.render(chat.messages[:count], chat.tools, where, answer_next)
-        except TemplateRefused:
-            return None
-
-    def _span_by_sentinel(self, text: str, chat: Chat, index: int, where: str) -> tuple[int, int]:
-        marked = list(chat.messages)
-        left_out = ("tool_calls", REASONING[0])  # they are in the span, which begins before them
-        marked[index] = {k: v for k, v in chat.messages[index].items() if k not in left_out}
-        marked[index]["content"] = SENTINEL
-        other = self.template.render(marked, chat.tools, where)
-        start = common_prefix(text, other)
-        end = len(text) - common_prefix(text[start:][::-1], other[start:][::-1])
-        said = split_thought(chat.messages[index]["content"])[1]
-        if SENTINEL not in other or said.strip() not in text[start:end]:
-            raise UserError(
-                f"{where}: messages[{index}]: the chat template does not show where this "
-                "turn begins and ends; use --no-mask-prompt"
-            )
-        tail = text[end:]
-        for token in self.end_tokens:
-            if tail.lstrip().startswith(token):
-                return start, end + tail.index(token) + len(token)
-        return start, end
-
-    def _tokenize_at(self, borders: list[int], text: str, where: str) -> Tokens:
-        """Tokenize a text as generation does: what is before a border has the tokens of that alone.
+    def _tokens_at(self, borders: list[int], text: str, tokens: Tokens, where: str) -> Tokens:
+        """The tokens of a text as generation has them: before a border, those of that part alone.
 
         It is cut only at borders where it would have others, in the middle of a token for example.
         """
-        tokens = self._tokenize(text, where, special=False)
         cuts = [border for border in borders if not self._is_border(tokens, text, border, where)]
         if not cuts:
             return tokens
@@ -451,7 +357,8 @@ class Encoder:
         before = int(np.searchsorted(tokens.starts, border))
         if before and tokens.ends[:before].max() > border:
             return False
-        added = np.flatnonzero(np.isin(tokens.ids[:before], self.added_ids))
+        ids = np.minimum(tokens.ids[:before], len(self.is_added) - 1)
+        added = np.flatnonzero(self.is_added[ids])
         first = int(added[-1]) + 1 if len(added) else 0
         begin = int(tokens.ends[first - 1]) if first else 0
         header = text[begin:border]
@@ -477,9 +384,13 @@ class Encoder:
         return tokens.without_first().moved(-len(token))
 
     @cached_property
-    def added_ids(self) -> np.ndarray:
-        """The ids of tokens that a text is cut at, before its parts are tokenized."""
-        return np.array(sorted(self.backend.get_added_tokens_decoder()), np.uint32)
+    def is_added(self) -> np.ndarray:
+        """Whether a text is cut at a token before its parts are tokenized, by id; the last entry is
+        for all larger ids."""
+        ids = list(self.backend.get_added_tokens_decoder())
+        found = np.zeros(max(ids, default=0) + 2, bool)
+        found[ids] = True
+        return found
 
 
 @contextlib.contextmanager
@@ -533,21 +444,6 @@ def pair_to_chat(pair: Pair) -> Chat:
             {"role": "assistant", "content": pair.completion},
         ]
     )
-
-
-def common_prefix(a: str, b: str) -> int:
-    """The length of the common prefix of `a` and `b`, in characters."""
-    return len(os.path.commonprefix([a, b]))  # noqa: RUF071 (compares characters, as wanted)
-
-
-def trained_turns(chat: Chat) -> list[int]:
-    """The indices of the turns to train: the assistant's, except those with weight 0."""
-    return [
-        index
-        for index, message in enumerate(chat.messages)
-        if message["role"] == "assistant" and index >= chat.first_trained
-        if message.get("weight", 1)
-    ]
 
 
 def has_answer(content: Chat | Pair | Text) -> bool:

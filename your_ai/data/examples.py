@@ -127,6 +127,7 @@ def load_examples(
         rows = watch(read_rows(path, encoder.limit, parser_of(encoder.kind)))
         rows = with_other_answers(rows) if encoder.kind == "labels" else rows
         rows = of_one_form(rows) if encoder.kind == "rated" else rows
+        rows = encoder.ahead(rows)
         pieces = (
             piece for row in rows for piece in pieces_of(row, encoder, max_seq_length, too_long)
         )

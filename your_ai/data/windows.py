@@ -99,6 +99,11 @@ def tokenize(backend: Any, text: str, special: bool, sizes: Sizes = SIZES) -> To
     return Tokens(*gathered(backend, text, special, sizes, ("ids", "starts", "ends")))
 
 
+def tokenize_all(backend: Any, texts: list[str]) -> list[Tokens]:
+    """`tokenize` for many short texts, on all processors, without special tokens."""
+    return [*map(read_tokens, backend.encode_batch(texts, add_special_tokens=False))]
+
+
 def tokenize_ids(backend: Any, text: str, special: bool, sizes: Sizes = SIZES) -> np.ndarray:
     """Return only the ids of `tokenize`, (T,) uint32. Uses a fifth of the memory."""
     (ids,) = gathered(backend, text, special, sizes, ("ids",))

@@ -1,0 +1,270 @@
+"""Where the answers of a chat are in its rendered text, and whether all of it is there."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from your_ai.data.chat_template import (
+    MOST_KEPT,
+    MOST_TRIED,
+    ChatTemplate,
+    LeftOut,
+    kind_of_message,
+    marked_message,
+    reasoning_of,
+    split_thought,
+)
+from your_ai.data.notes import Notes
+from your_ai.data.rows import Chat
+from your_ai.data.template import TemplateRefused
+from your_ai.data.turns import ASSISTANT, REASONING, USER
+from your_ai.errors import UserError
+from your_ai.gates.text import counted, shortened
+
+SPANS_SECONDS = 8.0  # for all turns of a chat; a chat of 4,000 messages takes this long
+SENTINEL = "\ue000\ue001"  # private use: neither in data nor in templates
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What a template writes around the contents of messages of certain kinds."""
+
+    parts: tuple[str, ...]
+    """Before each content."""
+    end: str
+    """After the last one."""
+    borders: dict[int, tuple[int, int]]
+    """Of each answer: where the prompt of generation ends, counted from the beginning of its
+    content, and where it ends, counted from the end of its content."""
+
+    def spans(
+        self, text: str, messages: list[dict], turns: list[int]
+    ) -> list[tuple[int, int]] | None:
+        """The spans of some answers in `text`, if that is what the frame makes of the messages."""
+        for trimmed in (False, True):
+            at, places = 0, []
+            for part, message in zip(self.parts, messages, strict=True):
+                content = message["content"].strip() if trimmed else message["content"]
+                if not text.startswith(part, at) or not text.startswith(content, at + len(part)):
+                    break
+                places.append((at + len(part), at + len(part) + len(content)))
+                at = places[-1][1]
+            else:
+                if text[at:] == self.end:
+                    return [
+                        (places[turn][0] + self.borders[turn][0],
+                         places[turn][1] + self.borders[turn][1])
+                        for turn in turns
+                    ]  # fmt: skip
+        return None
+
+
+def is_plain(message: dict) -> bool:
+    """Whether a message has a content, and nothing else that a template shows."""
+    content = message["content"]
+    return bool(
+        content.strip()
+        and not message.get("tool_calls")
+        and not reasoning_of(message)
+        and split_thought(content)[1] is content
+    )
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Finds answers in what a template renders. end_tokens: the texts that end a turn."""
+
+    template: ChatTemplate
+    end_tokens: tuple[str, ...]
+    notes: Notes
+    _frames: dict[Any, Frame | None] = field(default_factory=dict)
+
+    def check_shown(self, text: str, chat: Chat, where: str) -> set[int]:
+        """Check that a chat is in `text`, which the template rendered of it, and return the answers
+        that are not trained, because generation would not see or give them like that.
+
+        Raises UserError if a message, a call or the reasoning of the last answers is left out.
+        """
+        messages, untrained = chat.messages, set()
+        frame = self._frame(chat)
+        if frame is not None and frame.spans(text, messages, []) is not None:
+            left = LeftOut()
+        else:
+            left = self.template.left_out(messages, chat.tools, text)
+        asked = [i for i, message in enumerate(messages) if message["role"] == USER]
+        omits = "the model's chat template omits"
+        advice = "remove it, or choose a model whose template shows it"
+        for index in sorted(left.contents):
+            role = messages[index]["role"]
+            if role == ASSISTANT and messages[index].get("tool_calls"):
+                self.notes.add(f"{omits} the text beside tool calls", where)
+            else:
+                raise UserError(
+                    f"{where}: messages[{index}]: {omits} this message of the role {role}; {advice}"
+                )
+        for index in sorted(left.calls):
+            raise UserError(f"{where}: messages[{index}]: {omits} tool_calls; {advice}")
+        for index in sorted(left.reasoning):
+            if index > (asked[-1] if asked else -1):
+                raise UserError(f"{where}: messages[{index}]: {omits} {REASONING[0]}; {advice}")
+            note = f"{omits} the reasoning of earlier answers, which are not trained"
+            self.notes.add(note, where)
+            untrained.add(index)
+        if left.tools:
+            self.notes.add(f"{omits} the tools of a chat", where)
+        if token := next(filter(None, (self.template.wrote(m["content"]) for m in messages)), None):
+            note = f"messages have tokens of the chat template, such as {token}, in their text"
+            self.notes.add(note, where)
+        for index in trained_turns(chat):
+            turn = messages[index]
+            if not (turn["content"].strip() or turn.get("tool_calls") or reasoning_of(turn)):
+                self.notes.add("answers without text are not trained", where)
+                untrained.add(index)
+        return untrained
+
+    def spans(
+        self, text: str, chat: Chat, untrained: set[int], where: str
+    ) -> list[tuple[int, int]]:
+        """Find the span of each trained turn: from how messages of these kinds are rendered, or
+        else in limited time, because each needs two renderings."""
+        turns = [index for index in trained_turns(chat) if index not in untrained]
+        frame = self._frame(chat)
+        if frame is not None and (quick := frame.spans(text, chat.messages, turns)) is not None:
+            return [(start, self._end(text, start, end)) for start, end in quick]
+        began, found = time.thread_time(), []
+        for index in turns:
+            found.append(self.turn_span(text, chat, index, where))
+            if time.thread_time() - began > SPANS_SECONDS:
+                messages = counted(len(chat.messages), "message")
+                raise UserError(
+                    f"{where}: finding the answers in {messages} takes more than "
+                    f"{SPANS_SECONDS:g} s; split the chat, or use --no-mask-prompt"
+                )
+        return [span for span in found if span is not None]
+
+    def turn_span(self, text: str, chat: Chat, index: int, where: str) -> tuple[int, int] | None:
+        """Find assistant turn `index` in the rendered chat: [start, end) in characters; None if
+        generation would see other turns before it.
+
+        The span is from the end of the turn's header through its end token. The header ends where
+        the prompt of generation does, if the chat begins with that; else it is found by rendering
+        the chat with a sentinel in place of the turn, as is the end if the chat up to the turn is
+        not what it begins with.
+        """
+        before = self._begun(chat, index, where, answer_next=True)
+        through = self._begun(chat, index + 1, where)
+        start, end = (None if part is None else len(part) for part in (before, through))
+        if before is None or not text.startswith(before):
+            start = None
+        if through is None or not text.startswith(through):
+            end = None
+        if start is None or end is None or end <= start:
+            first, past = self._span_by_sentinel(text, chat, index, where)
+            if (
+                start is None
+                and before is not None
+                and not self._is_seen(text, first, before, where)
+            ):
+                return None
+            start, end = (first, past) if start is None else (start, max(start, past))
+        return start, self._end(text, start, end)
+
+    def _end(self, text: str, start: int, end: int) -> int:
+        """Where a span ends: generation stops at an end token, so the rest is never generated."""
+        answer = text[start:end].rstrip()
+        return start + len(answer) if answer.endswith(self.end_tokens) else end
+
+    def _frame(self, chat: Chat) -> Frame | None:
+        """How the template renders chats of these kinds; None if that is not known."""
+        messages = chat.messages
+        if chat.tools or len(messages) > MOST_TRIED or not all(map(is_plain, messages)):
+            return None
+        key = tuple(map(kind_of_message, messages))
+        if key not in self._frames:
+            if len(self._frames) >= MOST_KEPT:
+                self._frames.clear()
+            self._frames[key] = self._frame_of_marks(messages)
+        return self._frames[key]
+
+    def _frame_of_marks(self, messages: list[dict]) -> Frame | None:
+        marked = [marked_message(at, message) for at, message in enumerate(messages)]
+        chat = Chat(marked)
+        try:
+            text = self.template.render(marked, None, "")
+            parts, rest = [], text
+            for message in marked:
+                before, found, rest = rest.partition(message["content"])
+                if not found:
+                    return None
+                parts.append(before)
+            borders = {}
+            for at, message in enumerate(marked):
+                if message["role"] != ASSISTANT:
+                    continue
+                before = self._begun(chat, at, "", answer_next=True)
+                through = self._begun(chat, at + 1, "")
+                if before is None or through is None or not text.startswith(before):
+                    return None
+                if not text.startswith(through) or len(through) <= len(before):
+                    return None
+                place = text.index(message["content"])
+                borders[at] = len(before) - place, len(through) - place - len(message["content"])
+        except UserError:
+            return None
+        return Frame(tuple(parts), rest, borders)
+
+    def _is_seen(self, text: str, start: int, before: str, where: str) -> bool:
+        """Whether an answer at `start` is trained, although the prompt of generation, `before`, is
+        not what the text begins with: only if that has no more than something at its end."""
+        if not before.startswith(text[:start]):
+            self.notes.add("answers whose earlier turns look different in generation: not trained",
+                           where)  # fmt: skip
+            return False
+        added = shortened(repr(before[start:]))
+        self.notes.add(f"generation begins answers with {added}, which is not trained", where)
+        return True
+
+    def _begun(self, chat: Chat, count: int, where: str, answer_next: bool = False) -> str | None:
+        """The first messages of a chat; None if the template rejects a chat that ends there."""
+        try:
+            return self.template.render(chat.messages[:count], chat.tools, where, answer_next)
+        except TemplateRefused:
+            return None
+
+    def _span_by_sentinel(self, text: str, chat: Chat, index: int, where: str) -> tuple[int, int]:
+        marked = list(chat.messages)
+        left_out = ("tool_calls", REASONING[0])  # they are in the span, which begins before them
+        marked[index] = {k: v for k, v in chat.messages[index].items() if k not in left_out}
+        marked[index]["content"] = SENTINEL
+        other = self.template.render(marked, chat.tools, where)
+        start = common_prefix(text, other)
+        end = len(text) - common_prefix(text[start:][::-1], other[start:][::-1])
+        said = split_thought(chat.messages[index]["content"])[1]
+        if SENTINEL not in other or said.strip() not in text[start:end]:
+            raise UserError(
+                f"{where}: messages[{index}]: the chat template does not show where this "
+                "turn begins and ends; use --no-mask-prompt"
+            )
+        tail = text[end:]
+        for token in self.end_tokens:
+            if tail.lstrip().startswith(token):
+                return start, end + tail.index(token) + len(token)
+        return start, end
+
+
+def trained_turns(chat: Chat) -> list[int]:
+    """The indices of the turns to train: the assistant's, except those with weight 0."""
+    return [
+        index
+        for index, message in enumerate(chat.messages)
+        if message["role"] == "assistant" and index >= chat.first_trained
+        if message.get("weight", 1)
+    ]
+
+
+def common_prefix(a: str, b: str) -> int:
+    """The length of the common prefix of `a` and `b`, in characters."""
+    return len(os.path.commonprefix([a, b]))  # noqa: RUF071 (compares characters, as wanted)
