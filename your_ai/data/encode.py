@@ -342,6 +342,12 @@ class Encoder:
         cuts = [border for border in borders if not self._is_border(tokens, text, border, where)]
         if not cuts:
             return tokens
+        if cuts[0] != borders[-1]:
+            self.notes.add(
+                "generation has other tokens where earlier answers begin: the chat template "
+                "ends there in the middle of a token",
+                where,
+            )
         found = []
         for first, past in pairwise([0, *cuts, len(text)]):
             part = (
