@@ -615,3 +615,12 @@ def test_edges_add_little_padding(longest):
 def test_edges_do_not_depend_on_the_longest(longest, more):
     edges = few_edges(longest)
     np.testing.assert_array_equal(few_edges(longest + more)[: len(edges)], edges)
+
+
+def test_a_batch_is_not_wider_than_the_data():
+    """3 rows with --batch-size 64 computed 61 rows of padding."""
+    examples = make_examples([5, 6, 7])
+    for together in (1, 3):
+        schedule = make_schedule(examples, 63, 63, seed=0, rows_together=together)
+        (batch,) = schedule.batches_of(0)
+        assert batch.tokens.shape[0] == 3

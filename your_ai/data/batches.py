@@ -176,7 +176,7 @@ class Schedule:
         if ids is not None and not len(ids):
             return []
         if self.packed_tokens is None:
-            rows_at = rows_at or (lambda _: self.batch_size)
+            rows_at = self._within(rows_at or (lambda _: self.batch_size))
             together = self.rows_together
             return list(micro_batches(self.examples, rows, rows_at, self.edges, together, ids))
         room = self._packed_room(rows_at)
@@ -195,10 +195,15 @@ class Schedule:
         if not len(ids):
             return []
         if self.packed_tokens is None:
+            rows_at = self._within(rows_at)
             return list(split_batches(self.examples, rows, rows_at, self.edges, together, ids))
         room = self._packed_room(rows_at)
         parts = (ids[place::together] for place in range(together))
         return [b for ids in parts for b in packed_batches(self.examples, rows, room, ids=ids)]
+
+    def _within(self, rows_at: RowsAt) -> RowsAt:
+        """`rows_at`, with no more rows than there are: the others would be computed as padding."""
+        return lambda tokens: min(rows_at(tokens), len(self.examples))
 
     def has_room_for_groups(self, step: int, rows_at: RowsAt) -> bool:
         """Whether every group of step `step` fits into a micro-batch."""
