@@ -168,6 +168,21 @@ def test_a_bench_whose_losses_differ_fails(monkeypatch):
     assert outcome["figures"]["shape"] == "qwen2.5-0.5b"
 
 
+def test_each_plan_has_its_own_process_where_kernels_are_compiled(monkeypatch, own_folder):
+    def answer(check: str, folder: Path, _: float, dtype: str, *ways: str) -> dict[str, Any]:
+        figures = dict.fromkeys(ways or ("fused", "staged"), 1e-6)
+        return {"ok": "kept" not in ways, "measured": " ".join(ways), "figures": figures}
+
+    monkeypatch.setattr(report, "asked", answer)
+    arguments = ("float32", own_folder, {"device": "cuda"}, 0.0)
+    outcome = report.compare_with_plain(*arguments)
+    assert set(outcome["figures"]) == set(report.WAYS) == set(checks.WAYS)
+    assert not outcome["ok"]
+    assert outcome["measured"] == "; ".join(report.WAYS)
+    alone = report.compare_with_plain("float32", own_folder, {"device": "metal"}, 0.0)
+    assert set(alone["figures"]) == {"fused", "staged"}
+
+
 def test_the_cases_of_the_budget_harness_are_read(own_folder, monkeypatch):
     def ends(*_: object) -> str:
         names = ("limit_mb", "held_mb", "most_mb", "estimate_mb", "peak_mb", "beside_mb",

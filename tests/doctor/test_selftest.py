@@ -11,6 +11,7 @@ import re
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -74,9 +75,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     return place, selftest.asked("model", place, time.monotonic() + SOON_S)["figures"]
 
 
-def late(computed_s: float) -> OutOfTime:
+def late(computed_s: float, ran_s: float = SOON_S) -> OutOfTime:
     error = OutOfTime.__new__(OutOfTime)
-    error.cpu_s = computed_s
+    error.cpu_s, error.ran_s = computed_s, ran_s
     return error
 
 
@@ -127,7 +128,7 @@ def test_remaining_checks_are_not_done_when_time_runs_out(canned, monkeypatch):
 def test_a_hanging_check_is_distinguished_from_a_slow_one(
     canned, monkeypatch, took_s, computed_s, ok, measured
 ):
-    canned["reload"] = late(computed_s)
+    canned["reload"] = late(computed_s, took_s)
     times = iter([0.0, took_s, took_s])
     monkeypatch.setattr(selftest.time, "monotonic", lambda: next(times))
     line = selftest.line_of(Part("reload"), Path(), 100.0, {"device": "cpu"})
@@ -141,6 +142,48 @@ def test_a_gpu_that_is_waited_for_with_the_cpu_hangs_too(canned, monkeypatch, de
     monkeypatch.setattr(selftest.time, "monotonic", lambda: next(times))
     line = selftest.line_of(Part("reload", most_s=40.0), Path(), 100.0, {"device": device})
     assert line.ok is ok
+
+
+def test_a_gpu_whose_kernels_are_being_compiled_does_not_hang(canned, monkeypatch, own_folder):
+    """An H200 took more than two minutes of it for one check."""
+    canned["reload"] = late(30)
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(own_folder))
+    (own_folder / "0.32.4").mkdir()
+    kernel = own_folder / "0.32.4" / "a.ptx"
+    for age_s, ok in ((60, False), (5, None)):
+        kernel.touch()
+        os.utime(kernel, times=(time.time() - age_s,) * 2)
+        os.utime(kernel.parent, times=(time.time() - age_s,) * 2)
+        part = Part("reload", most_s=0.0)
+        assert selftest.line_of(part, Path(), time.monotonic() + 9, {"device": "cuda"}).ok is ok
+
+
+def test_a_process_that_waited_for_others_does_not_hang(canned, monkeypatch):
+    canned["reload"] = late(0.1, ran_s=2.0)
+    times = iter([0.0, 160.0, 160.0])
+    monkeypatch.setattr(selftest.time, "monotonic", lambda: next(times))
+    assert selftest.line_of(Part("reload"), Path(), 300.0, {"device": "cuda"}).ok is None
+
+
+def test_checks_that_measure_no_time_run_together_on_cuda(canned, monkeypatch, own_folder):
+    model = own_folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    canned["model"] = {**OUTCOME, "figures": {"folder": str(model), "device": "cuda"}}
+    both, places = threading.Barrier(2, timeout=SOON_S), []
+
+    def meet(folder: Path, figures: dict[str, Any], _: float) -> dict[str, Any]:
+        both.wait()  # fails alone
+        assert (Path(figures["folder"]) / "config.json").is_file()
+        places.append(folder)
+        return OUTCOME
+
+    parts = [Part("first one", meet), Part("speed", times=True), Part("second", meet)]
+    until = time.monotonic() + SOON_S
+    lines = list(selftest.with_model(parts, own_folder, until))
+    assert [line.check for line in lines] == ["model", "first one", "second", "speed"]
+    assert all(line.ok for line in lines)
+    assert len(set(places)) == 2
 
 
 def test_stopping_early_removes_the_temporary_folder(canned, temporary):

@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 
 from tests.conftest import TINY, chat, make_model, write_rows
 from tests.engine.test_fused import load, relative_error
@@ -27,6 +27,7 @@ from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import tensors_of
 from your_ai.memory import layer_sizes
+from your_ai.memory.workload import Kept
 from your_ai.nets import model
 
 KERNELS = True  # which are what is tested
@@ -250,6 +251,32 @@ def test_drop_frees_the_block_templates_of_programs(
     engine.engine.drop()
     gc.collect()
     assert [template for template in templates if template() is not None] == []
+
+
+@pytest.mark.memory
+@pytest.mark.parametrize("compiles", [True, False])
+@pytest.mark.parametrize("kept", [Kept(), Kept(attention=1), Kept(linear=1, attention=1)])
+def test_adapters_that_were_replaced_are_freed(tiny_model, tmp_path, monkeypatch, kept, compiles):
+    """A program that was made but never ran would keep those that it was made with."""
+    if not compiles:
+        monkeypatch.setattr(Graphs, "compile", lambda self, function, inputs=None: function)
+    settings = {"lora_layers": 1, "lora_rank": 64, "lora_targets": ("all-linear",)}
+    network, tokenizer, adapters = load(tiny_model, **settings)
+    engine = build_engine(network, adapters.dropout_keys, "staged", kept=kept).engine
+    batch = short_batches(tokenizer, tmp_path)[0]
+
+    def held(offset: float) -> int:
+        new = tree_map(lambda p: p + offset, network.trainable_parameters())
+        mx.eval(new)
+        network.update(new)
+        del new
+        mx.eval(engine.gradients(batch, 1.0, 0))
+        gc.collect()
+        return mx.get_active_memory()
+
+    first = held(0.0)
+    size = sum(array.nbytes for _, array in tree_flatten(network.trainable_parameters()))
+    assert held(1e-3) - first < size / 10
 
 
 @pytest.mark.parametrize(("plan", "cached"), PLANS)

@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,11 +17,11 @@ from mlx_lm.tuner.lora import LoRALinear
 from tests.nets.test_attention import relative_error
 from your_ai.engine import dequantized, mlp
 from your_ai.engine.dequantized import dequantize_on_the_cpu
-from your_ai.engine.mlp import SlicedMLP, can_be_sliced
+from your_ai.engine.mlp import SlicedMLP, can_be_sliced, cut
 from your_ai.memory import layer_sizes
 from your_ai.nets.dora import DoRA, dora_layers, norms_of, use_norms
 from your_ai.nets.model import DropoutKeys, KeyedDropout, TokenKeys
-from your_ai.nets.parts import put
+from your_ai.nets.parts import arrays_of, put
 
 KERNELS = True  # which make the peaks smaller
 
@@ -72,6 +73,7 @@ def adapted(
     layer: type = LoRALinear,
     dora: bool = False,
     dense: str = "",
+    rank: int = 4,
     **kind: Any,
 ):
     """(an MLP with nonzero adapters, its dropout keys); bits, dense: as of `quantize`."""
@@ -82,7 +84,7 @@ def adapted(
         quantize(network, bits, dense)
     network.freeze()
     for number, name in enumerate(("gate_proj", "up_proj", "down_proj")):
-        network[name] = layer.from_base(network[name], r=4)
+        network[name] = layer.from_base(network[name], r=rank)
         if dora:
             network[name] = DoRA.from_base(network[name])
         network[name].lora_b = 0.1 * mx.random.normal(network[name].lora_b.shape)
@@ -192,6 +194,32 @@ def test_slicing_with_dora_lowers_peak_memory():
 
     network, keys = adapted(4, False, 0.0, DoRALinear, dora=True, inner=4096)
     assert peak(SlicedMLP.from_base(network, keys), keys) < peak(network, keys) / 3
+
+
+@pytest.mark.memory
+def test_gradients_of_a_high_rank_are_in_memory_once(monkeypatch):
+    """Parts of a gradient that are joined in the end would be there beside the whole one."""
+    monkeypatch.setattr(layer_sizes, "FEWEST_FEATURES", 256)
+    network, keys = adapted(4, False, 0.0, inner=4096, rank=128)
+    x = mx.random.normal((1, 4, HIDDEN))
+    mx.eval(network.parameters(), x)
+    sliced = SlicedMLP.from_base(network, keys)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(gradients(sliced, keys, x))
+    sizes = sum(array.nbytes for _, array in tree_flatten(network.trainable_parameters()))
+    assert mx.get_peak_memory() - before < 1.5 * sizes
+
+
+@pytest.mark.parametrize("bits", [4, "mxfp4"])
+def test_slices_of_quantized_weights_are_arrays_of_their_own(bits):
+    """CUDA's products take no columns of a larger array: "No implementation for problem shape"."""
+    network, _ = adapted(bits, False, 0.0)
+    found = cut(arrays_of(network), slice(128, 256), INNER)
+    packed = {path: np.asarray(array) for path, array in found.items() if "linear" in path}
+    assert {path: array.shape[1] for path, array in packed.items() if "down" in path}
+    for path, array in packed.items():
+        assert array.flags.c_contiguous, path
 
 
 @pytest.mark.memory

@@ -17,6 +17,7 @@ import mlx.core as mx
 import pytest
 
 from your_ai.memory import probe
+from your_ai.memory.limit import detect
 from your_ai.memory.probe import Group, Highest, Sampler
 
 pytestmark = pytest.mark.memory
@@ -139,6 +140,42 @@ def test_device_info_of_older_mlx_is_found_in_mx_metal():
 )
 def test_missing_working_set_gives_none(device_info):
     assert probe.working_set_bytes(SimpleNamespace(device_info=device_info)) is None
+
+
+# A card, recorded on an NVIDIA H200
+
+H200 = {"device_name": "NVIDIA H200", "architecture": "sm_90", "total_memory": 150_754_820_096,
+        "free_memory": 149_557_477_376}  # fmt: skip
+
+
+@pytest.fixture
+def card(monkeypatch) -> pytest.MonkeyPatch:
+    """Simulate a card on which MLX holds 5 GB, with 2 in its cache, and held 8."""
+    monkeypatch.setattr(probe, "is_card", lambda: True)
+    monkeypatch.setattr(probe.mx, "device_info", lambda: H200)
+    for name, held in (("active", 3), ("cache", 2), ("peak", 8)):
+        monkeypatch.setattr(probe.mx, f"get_{name}_memory", lambda held=held: held * 10**9)
+    return monkeypatch
+
+
+def test_process_memory_on_a_card_is_what_mlx_holds_there(card):
+    """RSS has nothing of it, and up to 4.6 GB of MLX's compiler for kernels were seen in it."""
+    assert (probe.process_bytes(), probe.process_peak()) == (5 * 10**9, 8 * 10**9)
+    card.setattr(probe.mx, "get_cache_memory", raises)
+    assert probe.process_bytes() is None
+
+
+def test_the_limit_on_a_card_is_of_its_own_memory(card):
+    found = detect(probe.machine())
+    assert found.limit_bytes < 0.95 * H200["total_memory"]
+    assert found.reason == (
+        "154.6 GB free now or already in use, 150.8 GB on the card minus 9.4 GB for the system, "
+        "less 5% margin"
+    )
+
+
+def test_this_machine_computes_on_no_card():
+    assert not probe.is_card()
 
 
 # macOS, recorded

@@ -169,15 +169,16 @@ def compare_gradients(folder: Path) -> Outcome:
     return Outcome(ok, f"worst relative difference to fused: {shown}", figures)
 
 
-def compare_with_plain(folder: Path, dtype: str) -> Outcome:
+def compare_with_plain(folder: Path, dtype: str, *chosen: str) -> Outcome:
     """Compare each plan's gradients with those of mlx-lm's model, in float32 on the CPU, where
     nothing of ours is between the model and its loss. The weights have 4 bits, or all of theirs.
 
     In `dtype`, that model differs from itself in float32. The plans may do so little more.
+    chosen: the plans to compare; all of WAYS by default.
     """
     figures: dict[str, float] = {}
     ok, slow = True, device() == "cpu" and dtype != "float32"
-    tokens, ways = (FEW_TOKENS, WAYS[:2]) if slow else (TOKENS, WAYS)
+    tokens, ways = (FEW_TOKENS, WAYS[:2]) if slow else (TOKENS, chosen or WAYS)
     for bits, named in ((BITS, f" {BITS}-bit"), (0, "")):
         contest = contest_of(make_shape(SHAPE, bits, "float32", folder), dtype, tokens)
         expected = plain_step(contest, "float32")

@@ -116,11 +116,6 @@ def of_device(machine: MachineInfo) -> Iterator[Finding]:
     elif machine.device == "cpu":
         what = "no GPU: models with more than about 100 million parameters train very slowly"
         yield Finding("note", what)
-    limit = limit_of(machine)
-    if machine.gpu_bytes is not None and limit and machine.gpu_bytes < limit.limit_bytes:
-        what = f"the card has {roughly(machine.gpu_bytes)}, less than the memory limit of a run"
-        command = f"your_ai train --max-memory {0.9 * machine.gpu_bytes / GB:.0f} --data my-data/"
-        yield Finding("note", what, command)
     if machine.system == LINUX and machine.device == "cpu" and machine.blas is None:
         what = "MLX uses its bundled BLAS, about 40 times slower than OpenBLAS"
         command = "sudo apt install libopenblas0-pthread"

@@ -126,6 +126,15 @@ def limit_of(machine: MachineInfo) -> MemoryLimit | None:
     """The memory limit of a run here, with its reason; None if it cannot be determined."""
     if machine.ram_bytes is None:
         return None
+    if machine.gpu_bytes is not None:
+        return limits.detect(
+            limits.MachineMemory(
+                ram_bytes=machine.gpu_bytes,
+                available_bytes=machine.gpu_free_bytes,
+                held_bytes=machine.held_bytes or 0,
+                place=limits.CARD,
+            )
+        )
     return limits.detect(
         limits.MachineMemory(
             ram_bytes=machine.ram_bytes,
@@ -204,12 +213,12 @@ def memory() -> dict[str, Any]:
     info = attempt(lambda: (getattr(mx, "device_info", None) or mx.metal.device_info)()) or {}
     return {
         "gpu": info.get("device_name") if device() != "cpu" else None,
-        "ram_bytes": machine.ram_bytes,
+        "ram_bytes": psutil.virtual_memory().total,
         "recommended_bytes": machine.working_set_bytes,
         "max_buffer_bytes": info.get("max_buffer_length") or None,
         "gpu_bytes": info.get("total_memory") or None,
         "gpu_free_bytes": info.get("free_memory") or None,
-        "available_bytes": machine.available_bytes,
+        "available_bytes": sample.available_bytes,
         "held_bytes": machine.held_bytes,
         "swap_bytes": sample.swap_bytes,
         "pressure": sample.pressure,

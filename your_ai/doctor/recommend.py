@@ -33,7 +33,6 @@ from your_ai.memory.plan_words import words
 from your_ai.memory.speed import UNKNOWN, KnownSpeed
 from your_ai.memory.workload import StepSizes
 
-CARD_SHARE = 0.95  # usable share of the free memory of an NVIDIA card
 DATA = "my-data/"
 COMFORT_SHARE = 0.9  # of the limit, because estimates for an unmeasured device are rough
 MODEL_FIELDS = ("alias", "repo", "parameters", "active_parameters")
@@ -123,10 +122,6 @@ def room_here(machine: MachineInfo) -> MachineRoom:
     limit = limit_of(machine)
     if limit is None:
         raise UserError("the size of this machine's memory cannot be read; give --memory")
-    card = machine.gpu_free_bytes or machine.gpu_bytes
-    if card is not None and CARD_SHARE * card < limit.limit_bytes:
-        reason = f"{limits.roughly(card)} free on the card, less {1 - CARD_SHARE:.0%} margin"
-        limit = MemoryLimit(int(CARD_SHARE * card), reason)
     if machine.device in ("metal", "cuda"):
         return MachineRoom(limit)
     notice = "no GPU: training may take days; start with the smallest models"

@@ -27,7 +27,16 @@ from typing import Any
 
 from your_ai import __version__
 from your_ai.doctor import selftest
-from your_ai.doctor.selftest import Failed, OutOfTime, Part, ReportLine, asked, command, done
+from your_ai.doctor.selftest import (
+    Failed,
+    OutOfTime,
+    Part,
+    ReportLine,
+    asked,
+    at_once,
+    command,
+    done,
+)
 from your_ai.errors import UserError
 from your_ai.files import remedy_of
 from your_ai.gates.text import counted
@@ -43,6 +52,7 @@ PEAKS = [
     for plan in ("fused", "staged", "kept", "streamed")
 ]
 PEAK_S = 60.0  # of one case
+WAYS = ("fused", "staged", "streamed", "kept", "resident")  # the plans that `plain` compares
 DEMO_STEPS = 6
 BUDGET_RUNS = 10
 BENCH = {"dtype": "bfloat16", "plan": "fused,staged,streamed", "against": "mlx-lm"}
@@ -63,7 +73,13 @@ FEWEST_LETTERS = 3  # of a name that is replaced: one of one letter would be fou
 def compare_with_plain(
     dtype: str, folder: Path, model: dict[str, Any], deadline: float
 ) -> dict[str, Any]:
-    return asked("plain", folder, deadline, dtype)
+    if model.get("device") != "cuda":
+        return asked("plain", folder, deadline, dtype)
+    # Each plan in its own process, because each compiles kernels.
+    found = [*at_once(lambda way: asked("plain", folder / way, deadline, dtype, way), WAYS)]
+    figures = {name: size for each in found for name, size in each["figures"].items()}
+    text = "; ".join(each["measured"] for each in found)
+    return {"ok": all(each["ok"] for each in found), "measured": text, "figures": figures}
 
 
 def train_demo(
@@ -98,26 +114,26 @@ def train_demo(
 
 def compare_peaks(folder: Path, model: dict[str, Any], deadline: float) -> dict[str, Any]:
     """Compare real with estimated peaks, each in its own process; a case that fails is named."""
-    found: dict[str, Any] = {}
-    texts: list[str] = []
-    ok: bool | None = True
-    for plan, bits, tokens in PEAKS:
-        case = f"{plan} {bits} bits {tokens} tokens"
+
+    def case_of(plan: str, bits: str, tokens: str) -> dict[str, Any]:
         if time.monotonic() > deadline - selftest.LEAST_S:
-            texts.append(f"out of time before {case}")
-            ok = ok and None
-            break
-        until = min(deadline, time.monotonic() + PEAK_S)
+            return {"ok": None, "measured": "not done", "figures": {}}
+        until = deadline if on_cuda else min(deadline, time.monotonic() + PEAK_S)
         try:
-            outcome = asked("peak", folder, until, plan, bits, tokens)
+            return asked("peak", folder / f"{plan}-{bits}-{tokens}", until, plan, bits, tokens)
         except Failed as failure:
-            outcome = {"ok": False, "measured": str(failure), "figures": {}}
+            return {"ok": False, "measured": str(failure), "figures": {}}
         except OutOfTime:
-            outcome = {"ok": None, "measured": "not finished", "figures": {}}
-        found[case] = outcome["figures"]
-        texts.append(f"{case} {outcome['measured']}")
-        ok = ok and outcome["ok"]
+            return {"ok": None, "measured": "not finished", "figures": {}}
+
+    on_cuda = model.get("device") == "cuda"
+    outcomes = [*(at_once if on_cuda else map)(lambda case: case_of(*case), PEAKS)]
+    names = [f"{plan} {bits} bits {tokens} tokens" for plan, bits, tokens in PEAKS]
+    found = {name: each["figures"] for name, each in zip(names, outcomes, strict=True)}
+    texts = [f"{name} {each['measured']}" for name, each in zip(names, outcomes, strict=True)]
+    results = {each["ok"] for each in outcomes}
     text = f"real by estimated peaks of {len(found)} cases: {', '.join(texts)}"
+    ok = False if False in results else None if None in results else True
     return {"ok": ok, "measured": text, "figures": found}
 
 
@@ -146,6 +162,7 @@ def watch_budgets(folder: Path, model: dict[str, Any], deadline: float) -> dict[
     """Watch random runs under random limits from outside, with tests/budget.py of a checkout."""
     arguments = [str(ROOT / "tests" / "budget.py"), "--runs", str(BUDGET_RUNS), "--seed", "1"]
     arguments += ["--json", str(folder / "budget.json"), "--folder", str(folder)]
+    arguments += ["--jobs", str(BUDGET_RUNS)] if model.get("device") == "cuda" else []
     stopped: Failed | OutOfTime | None = None
     try:
         done(arguments, folder, "harness", deadline)
@@ -189,8 +206,8 @@ def parts_of(quick: bool) -> list[Part]:
         Part("soft", partial(train_demo, "demo-soft", "demo-reward"), 120.0),
         *(Part("checkpoint"), Part("budget"), plain("float16")),
         Part("peaks", compare_peaks, 150.0),
-        *(Part(f"bench {name}", partial(bench_shape, name), 120.0) for name in BENCHES),
-        *(Part("gradients"), Part("reload"), Part("speed")),
+        *(Part(f"bench {name}", partial(bench_shape, name), 120.0, True) for name in BENCHES),
+        *(Part("gradients"), Part("reload"), Part("speed", times=True)),
         *([Part("budget runs", watch_budgets, 240.0)] if has_harness() else []),
     ]
 
@@ -206,7 +223,7 @@ def run(parts: Sequence[Part], minutes: float) -> Iterator[ReportLine]:
         names = ["machine", "model", *(part.name for part in parts)]
         yield cleaned_line(selftest.line_of(Part("machine"), folder, until, {}))
         names.remove("machine")
-        for line in selftest.in_turn(parts, folder, until):
+        for line in selftest.with_model(parts, folder, until):
             names.remove(line.check)
             yield cleaned_line(line)
         for name in names:

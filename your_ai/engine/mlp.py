@@ -54,6 +54,7 @@ class SlicedMLP(nn.Module):
             return self._base.__call__(self, x)
         arrays = arrays_of(self)
         names = [name for name, _ in tree_flatten(self.trainable_parameters())]
+        every = ["", *names]  # the input has no name
         inside, kept = skeleton(self), self._dropout_keys.kept
 
         def function_of(part: slice) -> Callable[..., mx.array]:
@@ -94,19 +95,18 @@ class SlicedMLP(nn.Module):
             # MLX gives a lone argument itself, not a list of one.
             x, *trained = primals = list(primals) if names else [primals]
             done = [cotangent]  # prevents mx.compile from reusing arrays of the forward pass
-            grads: list[Any] = [None] * len(primals)
+            grads = [
+                gradient_to_fill(name, primal) for name, primal in zip(every, primals, strict=True)
+            ]
             for part, function in zip(slices, functions, strict=True):
                 given = [x, *of(part, trained), cotangent]
                 *given, now = mx.depends(given, done)
                 _, more = mx.vjp(function, given, [now])
-                grads = list(map(gathered, ["", *names], grads, more))
-                done = [g[-1] if isinstance(g, list) else g for g in grads]
-            return tuple(
-                mx.concatenate(grad, axis_of(name))
-                if isinstance(grad, list)
-                else grad.astype(primal.dtype)
-                for name, grad, primal in zip(["", *names], grads, primals, strict=True)
-            )
+                done = grads = [
+                    gathered(name, grad, new, part, inner)
+                    for name, grad, new in zip(every, grads, more, strict=True)
+                ]
+            return tuple(g.astype(primal.dtype) for g, primal in zip(grads, primals, strict=True))
 
         return forward(x, *(arrays[name] for name in names))
 
@@ -205,21 +205,43 @@ def cut(arrays: Arrays, part: slice, inner: int) -> Arrays:
             later = path.startswith(OUTWARD) and path.endswith(".bias") and part.start > 0
             found[path] = mx.zeros_like(array) if later else array
             continue
-        width = array.shape[axis]  # less than F if features are packed or share scales
-        here = slice(part.start * width // inner, part.stop * width // inner)
-        found[path] = array[(slice(None),) * axis + (here,)]
+        here = of_features(array.shape[axis], part, inner)
+        cut_out = array[(slice(None),) * axis + (here,)]
+        # CUDA's products with quantized weights take no columns of a larger array.
+        is_packed = f"{path.rpartition('.')[0]}.scales" in arrays
+        found[path] = mx.contiguous(cut_out) if is_packed else cut_out
     return found
 
 
-def gathered(path: str, before: Any, grad: mx.array) -> Any:
-    """Add the gradient of a slice to the gradient so far: a sum, or a list of slices.
+def of_features(width: int, part: slice, inner: int) -> slice:
+    """The places of the features `part` of F = `inner` along an axis of `width` entries, which
+    are fewer than F where features are packed or share scales."""
+    return slice(part.start * width // inner, part.stop * width // inner)
 
-    path: of a trained array, whose sum is in float32; empty for the input.
+
+def gradient_to_fill(path: str, primal: mx.array) -> mx.array | None:
+    """An array for the gradient of `primal`, to be filled slice by slice; None if its slices are
+    added up.
+
+    path: of a trained array; empty for the input.
     """
-    if axis_of(path) is not None:
-        return [*(before or ()), grad]
-    grad = grad.astype(mx.float32) if path else grad
-    return grad if before is None else before + grad
+    return None if axis_of(path) is None else mx.zeros_like(primal)
+
+
+def gathered(
+    path: str, before: mx.array | None, grad: mx.array, part: slice, inner: int
+) -> mx.array:
+    """Add the gradient of the features `part` of F = `inner` to the gradient so far.
+
+    It is written into the whole array in place: parts that are joined at the end exist twice.
+    Sums over slices are in float32, except for the input, whose path is empty.
+    """
+    axis = axis_of(path)
+    if axis is None:
+        grad = grad.astype(mx.float32) if path else grad
+        return grad if before is None else before + grad
+    before[(slice(None),) * axis + (of_features(before.shape[axis], part, inner),)] = grad
+    return before
 
 
 def features_of_dropout(mlp: nn.Module, part: slice) -> Arrays:

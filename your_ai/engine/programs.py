@@ -24,7 +24,7 @@ from your_ai.nets.attention import replace_attention
 from your_ai.nets.block_calls import Arrays, Call, Mask, TextMask
 from your_ai.nets.mixers.replace import replace_mixers
 from your_ai.nets.model import DropoutKeys, TokenKeys
-from your_ai.nets.parts import Parts, arrays_of, put, skeleton, structure
+from your_ai.nets.parts import Parts, arrays_of, empty, filled, skeleton, structure
 
 Extras = dict[str, mx.array]  # inputs of a block in addition to the hidden states, by name
 
@@ -147,15 +147,15 @@ def runner(
     as_text: Callable[[Mask], TextMask] | None,
 ) -> Callable[..., mx.array]:
     """Make f(frozen, trained, hidden, extras) -> hidden, which runs `template` on these arrays."""
+    empty(template)
 
     def run(frozen: Arrays, trained: Arrays, hidden: mx.array, extras: Extras) -> mx.array:
-        put(template, frozen)
-        put(template, trained)
         dropout_keys.set(TokenKeys(extras["keys"], extras["places"]) if "keys" in extras else None)
         given = call.constants | extras
         try:
             segments = extras.get("segments")
-            return call.run(template, hidden, segments, max_segment_tokens, given, as_text)
+            with filled(template, frozen, trained):
+                return call.run(template, hidden, segments, max_segment_tokens, given, as_text)
         finally:
             dropout_keys.set(None)
 

@@ -31,7 +31,7 @@ from your_ai.memory.tiles import tiles_of
 from your_ai.nets.block_calls import Mask
 from your_ai.nets.mixers.replace import replace_mixers
 from your_ai.nets.model import DropoutKeys, TokenKeys
-from your_ai.nets.parts import Arrays, Parts, put, skeleton
+from your_ai.nets.parts import Arrays, Parts, empty, filled, put, skeleton
 from your_ai.nets.tile_calls import TileCall, tile_calls
 from your_ai.nets.tiled_attention import Tile, TileCache, TiledAttention
 
@@ -92,16 +92,16 @@ def tile_program(
     template = skeleton(block)
     replace_mixers(template)
     replace_mlps(template, dropout_keys)
+    empty(template)
     scales: set[float] = set()
 
     def run(frozen, trained, hidden, inputs, answer=None) -> tuple[mx.array, TileCache]:
-        put(template, frozen)
-        put(template, trained)
         keys = TokenKeys(inputs["keys"], inputs["places"]) if "keys" in inputs else None
         dropout_keys.set(keys)
         try:
             cache = TileCache(inputs["offset"], answer)
-            output = call.run(template, hidden, cache, inputs)
+            with filled(template, frozen, trained):
+                output = call.run(template, hidden, cache, inputs)
         finally:
             dropout_keys.set(None)
         scales.add(cache.call.scale)

@@ -14,6 +14,7 @@ from your_ai.errors import UserError
 from your_ai.gates.text import size_text
 
 GB, GIB = 10**9, 1 << 30
+CARD = "on the card"  # the place of memory
 # The lowest share of RAM that macOS recommends for a process. Newer versions allow a tenth more.
 WORKING_SET_SHARE, LARGE_WORKING_SET_SHARE, LARGE_RAM_BYTES = 2 / 3, 3 / 4, 33 * GIB
 MARGIN_PERCENT = 5  # gauges lag behind a step, and free memory changes
@@ -42,6 +43,8 @@ class MachineMemory:
     """The smallest container limit around this process."""
     container_used_bytes: int | None = None
     """Memory in use in that container, without file cache that can be dropped."""
+    place: str = "RAM"
+    """Where it is: in the system's memory, or on a card that has its own."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +150,8 @@ def bounds(machine: MachineMemory) -> list[Bound]:
     """All known bounds; the bound of the RAM is always known."""
     system = system_bytes(machine.ram_bytes)
     room = machine.ram_bytes - system
-    found = [
-        Bound(room, f"{roughly(machine.ram_bytes)} RAM minus {roughly(system)} for the system")
-    ]
+    whole = f"{roughly(machine.ram_bytes)} {machine.place}"
+    found = [Bound(room, f"{whole} minus {roughly(system)} for the system")]
     if machine.working_set_bytes is not None:
         size = machine.working_set_bytes
         found.append(Bound(size, f"{roughly(size)} recommended working set"))

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import psutil
 
-from your_ai.memory.limit import MachineMemory
+from your_ai.memory.limit import CARD, MachineMemory
 from your_ai.memory.sample import MemorySample
 
 PROC = Path("/proc")
@@ -59,7 +59,15 @@ def read() -> MemorySample:
 
 
 def machine(proc: Path = PROC, cgroups: Path = CGROUPS) -> MachineMemory:
-    """Read the memory of the machine, to find a limit from."""
+    """Read the memory of the machine, or of its card, to find a limit from."""
+    if is_card():
+        card = mx.device_info()
+        return MachineMemory(
+            ram_bytes=card["total_memory"],
+            available_bytes=card.get("free_memory"),
+            held_bytes=process_bytes() or 0,
+            place=CARD,
+        )
     system = linux_system(proc, cgroups) if is_linux() else other_system()
     groups = limited_groups(proc, cgroups) if is_linux() else []
     container = min(groups, key=lambda group: group.limit_bytes, default=None)
@@ -111,7 +119,13 @@ def working_set_bytes(mlx: ModuleType = mx) -> int | None:
 
 
 def process_bytes() -> int | None:
-    """Memory of this process: RSS, or phys_footprint on macOS (GPU and compressed memory too)."""
+    """Memory of this process: RSS, or phys_footprint on macOS (GPU and compressed memory too).
+
+    On a card with its own memory, what MLX holds there: that is what is scarce, and RSS has nothing
+    of it.
+    """
+    if is_card():
+        return gauge(lambda: mx.get_active_memory() + mx.get_cache_memory())
     if is_macos():
         return gauge(lambda: footprint(rusage(), FOOTPRINT_AT))
     if is_linux():
@@ -119,12 +133,21 @@ def process_bytes() -> int | None:
     return gauge(lambda: psutil.Process().memory_info().rss)
 
 
+@functools.cache
+def is_card() -> bool:
+    """Whether MLX computes on a GPU whose memory is its own, as NVIDIA's are: not that of the
+    system, as on a Mac."""
+    return not is_macos() and mx.default_device().type == mx.gpu
+
+
 def process_peak() -> int:
     """Peak memory of this process so far, in bytes, counted as in `process_bytes`.
 
     Linux's ru_maxrss is only a fallback: it also counts memory of the parent process.
     """
-    if is_linux():
+    if is_card():
+        found = mlx_bytes("get_peak_memory")
+    elif is_linux():
         found = gauge(lambda: kilobytes(PROC / "self/status")["VmHWM"])
     else:
         found = gauge(lambda: footprint(rusage(), MOST_FOOTPRINT_AT)) if is_macos() else None

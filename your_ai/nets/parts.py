@@ -10,8 +10,9 @@ V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -254,14 +255,48 @@ def skeleton(module: Any) -> Any:
     return module
 
 
+def empty(template: nn.Module) -> None:
+    """Let a skeleton keep no arrays alive, before it is `filled` each time that it is used.
+
+    Else old adapters would stay in memory beside those that replaced them.
+    """
+    put(template, stand_ins(arrays_of(template)))
+
+
+@contextlib.contextmanager
+def filled(template: nn.Module, *given: Arrays) -> Iterator[None]:
+    """A template with arrays by path, until the block ends."""
+    before = arrays_of(template)
+    for arrays in given:
+        put(template, arrays)
+    try:
+        yield
+    finally:
+        put(template, before)
+        for path in {path for arrays in given for path in arrays} - set(before):
+            parent, _, leaf = path.rpartition(".")
+            del node_at(template, parent)[leaf]
+
+
+def stand_ins(arrays: Arrays) -> Arrays:
+    """Arrays of the same shapes and dtypes that take no memory, because nothing computes them."""
+    return {path: mx.zeros(array.shape, array.dtype) for path, array in arrays.items()}
+
+
 def put(module: nn.Module, arrays: Arrays) -> None:
     """Set arrays by path, as returned by `arrays_of`."""
     for path, array in arrays.items():
-        node: Any = module
-        *parents, leaf = path.split(".")
-        for name in parents:
-            node = node[int(name)] if isinstance(node, (list, tuple)) else node[name]
+        parent, _, leaf = path.rpartition(".")
+        node = node_at(module, parent)
         node[int(leaf) if isinstance(node, list) else leaf] = array
+
+
+def node_at(module: nn.Module, path: str) -> Any:
+    """A module, or another container of arrays, by its path; the module itself if it is empty."""
+    node: Any = module
+    for name in filter(None, path.split(".")):
+        node = node[int(name)] if isinstance(node, (list, tuple)) else node[name]
+    return node
 
 
 def structure(module: nn.Module) -> Hashable:

@@ -24,7 +24,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from your_ai.engine.compiled import GraphShape
 from your_ai.errors import UserError, suppress_model_errors
 from your_ai.generation.rollouts import groups_heads
-from your_ai.nets.parts import Arrays, put, skeleton
+from your_ai.nets.parts import Arrays, empty, filled, put, skeleton
 from your_ai.nets.split import StandIn, replaced
 from your_ai.soft.roles import Network
 
@@ -186,11 +186,11 @@ class CachedProgram:
 
 def cached_program(block: nn.Module, call: CachedCall) -> CachedProgram:
     template = skeleton(block)
+    empty(template)
 
     def run(arrays: Arrays, trained: Arrays, hidden: mx.array, past: Pair, at: ColumnInputs) -> Any:
-        put(template, arrays)
-        put(template, trained)
-        return call.run(template, hidden, past, ColumnInputs(*at))
+        with filled(template, arrays, trained):
+            return call.run(template, hidden, past, ColumnInputs(*at))
 
     def backward(arrays, trained, hidden, past, at, cotangents):
         names = list(trained)

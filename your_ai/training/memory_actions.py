@@ -217,7 +217,8 @@ def within_limit(
     limit_bytes, fits = int(1e9 * config.max_memory), threading.Event()
 
     def ready(most_bytes: int) -> bool:
-        return fits.is_set() or 0 < (empty_bytes() or 0) < most_bytes
+        empty = empty_bytes()
+        return fits.is_set() or (empty is not None and empty < most_bytes)
 
     def end(held_bytes: int) -> None:
         held, limit = size_text(held_bytes), size_text(limit_bytes)
