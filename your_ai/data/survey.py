@@ -6,6 +6,7 @@ import hashlib
 import json
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice, pairwise
 from typing import Any
@@ -111,11 +112,17 @@ class Survey:
     """Of lengths: tokens, or characters without a tokenizer."""
 
 
-def survey(found: Splits, config: TrainConfig, tokenizer: Any | None, draw: int) -> Survey:
+def survey(
+    found: Splits,
+    config: TrainConfig,
+    tokenizer: Any | None,
+    draw: int,
+    notes: Sequence[str] = (),
+) -> Survey:
     """Read all rows once.
 
     tokenizer: of the model; None leaves out what needs one. draw: how many training rows to show,
-    spread over the whole file.
+    spread over the whole file. notes: on the tokenizer.
     Raises UserError for a row that is in no known format.
     """
     limit = RowLimit(config.max_row_bytes)
@@ -141,7 +148,7 @@ def survey(found: Splits, config: TrainConfig, tokenizer: Any | None, draw: int)
         for row in islice(rows, len(wanted)):
             drawn += [draw_row(row.where, text, tokenizer) for text in encoder.encode_all(row)]
     unit = "characters" if encoder is None else "tokens"
-    return Survey(splits, tuple(drawn), found.notes, unit)
+    return Survey(splits, tuple(drawn), (*found.notes, *notes), unit)
 
 
 def count(

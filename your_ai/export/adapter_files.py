@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from your_ai.config import DEMO, nearest
-from your_ai.errors import UserError
+from your_ai.errors import UserError, first_line
 from your_ai.export import peft_config
 from your_ai.export.names import block_of, check_names, name_in_block
 from your_ai.export.peft import PREFIX, SUFFIXES
@@ -235,7 +235,7 @@ def read_arrays(file: Path) -> dict[str, mx.array]:
     except UserError as error:
         raise UserError(f"{error}; get the adapter again") from error
     except (RuntimeError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read ({model.first_line(error)})") from error
+        raise UserError(f"{file}: cannot be read ({first_line(error)})") from error
 
 
 def parse(file: Path, name: str) -> tuple[str, str]:
@@ -313,7 +313,7 @@ def in_float32(file: Path, adapter: Adapter) -> Adapter:
         try:
             finite = mx.isfinite(arrays[name]).all().item()
         except RuntimeError as error:  # the lazy arrays are read only here
-            raise UserError(f"{file}: cannot be read ({model.first_line(error)})") from error
+            raise UserError(f"{file}: cannot be read ({first_line(error)})") from error
         if not finite:
             raise UserError(
                 f"{file}: {shown(name)} contains NaN or infinity; the adapter is unusable"
