@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.conftest import EXTRA, call, change_json, make_model, write_rows
+from tests.conftest import EXTRA, TINY, call, change_json, make_model, write_rows
 from tests.export import ollama_program
 from tests.export.gguf_files import fields, tensors
 from tests.export.programs import QUANTIZE
@@ -54,7 +54,8 @@ def test_ollama_reads_the_folder_and_renders_chats_as_the_model_does(trained, tm
     assert fields(Path("out/r-Q8_0.gguf"))["tokenizer.chat_template"] == tokenizer.chat_template
 
 
-def test_the_token_that_ends_a_turn_is_a_stop_if_the_model_does_not_know_it(trained):
+def test_the_token_that_ends_a_turn_is_a_stop_if_the_model_does_not_know_it(tmp_path):
+    trained = make_trained(make_model(tmp_path / "m", **TINY))
     change_json(trained.base, "config.json", eos_token_id=0)
     change_json(trained.base, "tokenizer_config.json", eos_token="<|pad|>", pad_token=None)
     modelfile, _ = ollama.settings_of(trained, open_tokenizer(trained.base))
