@@ -15,6 +15,7 @@ import numpy as np
 
 from your_ai.config import TrainConfig
 from your_ai.data.encode import EncodedRow, Encoder, has_answer, pair_to_chat
+from your_ai.data.folders import SPLITS
 from your_ai.data.preferences import parser_of
 from your_ai.data.rows import (
     Chat,
@@ -28,7 +29,7 @@ from your_ai.data.rows import (
     Text,
     read_rows,
 )
-from your_ai.data.sources import SPLITS, Splits
+from your_ai.data.sources import Splits
 from your_ai.errors import UserError
 
 DRAWN_TOKENS = 400  # of a row that is shown
