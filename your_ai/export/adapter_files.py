@@ -156,7 +156,7 @@ def fitted(files: AdapterFiles, adapter: Adapter, base: Path, network: nn.Module
     """
     if files.peft is None:
         check_base(adapter, base)
-        config = adapter.config
+        config = with_keys(adapter, network)
     else:
         linears = {path for path, module in network.named_modules() if isinstance(module, LINEAR)}
         check_layers(files.file, set(adapter.layers), files.peft, linears)
@@ -169,6 +169,20 @@ def fitted(files: AdapterFiles, adapter: Adapter, base: Path, network: nn.Module
         }
     record = {"base_files": base_files(fingerprint(base))}
     return dataclasses.replace(adapter, config={**config, **record})
+
+
+def with_keys(adapter: Adapter, network: nn.Module) -> dict[str, Any]:
+    """The config of an adapter in mlx-lm's format, with `keys` if it adapts only some layers.
+
+    Without `keys`, mlx-lm adapts all linear layers; it used to adapt those of queries and values.
+    """
+    parameters, layers = adapter.config["lora_parameters"], set(adapter.layers)
+    linears = {path for path, module in network.named_modules() if isinstance(module, model.LINEAR)}
+    if parameters.get("keys") is not None or not layers <= linears:
+        return adapter.config
+    parameters = {**parameters, "keys": keys_of(layers, linears)}
+    count = blocks_of(layers, linears)
+    return {**adapter.config, "num_layers": count, "lora_parameters": parameters}
 
 
 def find_base_model(source: Path, given: str | None, named: Any) -> Path:

@@ -212,12 +212,25 @@ def read_adapter(folder: Path, file: Path | None = None) -> Adapter:
     except (RuntimeError, ValueError) as error:
         reason = shown(first_line(error))
         raise UserError(f"{folder}: its adapter cannot be read ({reason})") from error
+    config = with_new_keys(config)
     check_settings(path, config, largest=max((max(e.shape, default=0) for e in entries), default=0))
     foreign = [name for name in arrays if name.rpartition(".")[2] not in PARTS]
     if foreign or not arrays:
         what = shown(foreign[0]) if foreign else "nothing"
         raise UserError(f"{file}: contains {what}, not LoRA layers")
     return Adapter(folder, arrays, config)
+
+
+def with_new_keys(config: Any) -> Any:
+    """An adapter_config.json of an mlx-lm up to 0.19 with the keys of today's."""
+    if not isinstance(config, dict):
+        return config
+    new = {}
+    if config.get("num_layers") is None and "lora_layers" in config:
+        new["num_layers"] = config["lora_layers"]
+    if "fine_tune_type" not in config and config.get("use_dora") is True:
+        new["fine_tune_type"] = "dora"
+    return {**config, **new}
 
 
 def check_settings(path: Path, config: Any, largest: int) -> None:
