@@ -372,6 +372,12 @@ def configure(tiny_model: Path, data_folder: Path) -> Callable[..., TrainConfig]
     return make
 
 
+def change_json(folder: Path, name: str, **settings: Any) -> None:
+    """Change settings in a JSON file of a model."""
+    path = folder / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
 def call(*arguments: object) -> int:
     """Run the command line in this process; return the exit status."""
     with pytest.raises(SystemExit) as stopped:

@@ -17,8 +17,8 @@ from tests.export import ollama_program
 from tests.export.gguf_files import tensors
 from tests.programs import script
 from your_ai.export import gguf
-from your_ai.nets.model import load_tokenizer_of
 from your_ai.nets.saved_adapter import open_trained
+from your_ai.nets.tokenizer import open_tokenizer
 from your_ai.session import attach
 
 CHECKOUT = Path(__file__).parent.parent
@@ -126,7 +126,7 @@ def test_walk_to_ollama_runs(own_folder, monkeypatch, capfd):
     out = capfd.readouterr().out.splitlines()
     assert "ollama create orders -f orders-ollama/Modelfile" in out  # as in the README
     asked = [{"role": "user", "content": shlex.split(walk)[-1]}]
-    wanted = load_tokenizer_of(base, 1).apply_chat_template(
+    wanted = open_tokenizer(base).apply_chat_template(
         asked, tokenize=False, add_generation_prompt=True
     )
     assert json.loads(out[-1]) == wanted

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from your_ai.gates.open_files import keep_limit
+
 if TYPE_CHECKING:
     from your_ai.api import (
         PlannedRun,
@@ -35,6 +37,8 @@ __all__ = [
     "train",
 ]
 _MODULES = {"TrainConfig": "config", "RunError": "errors", "UserError": "errors"}
+
+keep_limit()  # before anything imports mlx-lm
 
 
 def __getattr__(name: str) -> Any:

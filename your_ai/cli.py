@@ -8,7 +8,7 @@ import functools
 import io
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -34,9 +34,11 @@ from your_ai.commands import (
     tuning,
 )
 from your_ai.commands.help_page import CommandWithPanels
+from your_ai.config.other_programs import option_hint
 from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo, echo_error, echo_traceback, guard_libraries
 from your_ai.gates.programs import claim_process
+from your_ai.gates.text import shown
 from your_ai.hub.remote import check_environment
 
 UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EPIPE)
@@ -165,6 +167,8 @@ def report(error: BaseException) -> int:
         status, text = 1, f"the output cannot be written ({error.strerror})"
     elif isinstance(error, RunError):
         status, text = 1, str(error)
+    elif hasattr(error, "option_name") and hasattr(error, "possibilities"):  # an unknown option
+        status, text = 2, unknown_option(error)
     elif hasattr(error, "format_message") and hasattr(error, "exit_code"):  # from typer's parser
         message = error.format_message().replace(": Value error, ", ": ")  # pydantic's words
         status, text = 2, f"{message} (see your_ai --help)"
@@ -173,3 +177,12 @@ def report(error: BaseException) -> int:
         text = f"{type(error).__name__}: {error}; this is a bug in your_ai; --debug shows where"
     echo_error(f"error: {text}")
     return status
+
+
+def unknown_option(error: Any) -> str:
+    """The message for an option that the command does not have."""
+    context, name = error.ctx, str(error.option_name)
+    parameters = context.command.get_params(context)
+    known = [text for p in parameters for text in (*p.opts, *p.secondary_opts) if text[0] == "-"]
+    hint = option_hint(context.info_name or "", name, known)
+    return f"no such option: {shown(name)}{hint} (see {context.command_path} --help)"

@@ -87,3 +87,9 @@ def explain(reason: str) -> str:
 def class_names(error: BaseException) -> set[str]:
     """The names of an error's classes. Packages use httpx or, in later versions, httpx2."""
     return {kind.__name__ for kind in type(error).__mro__}
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type if the message is empty."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

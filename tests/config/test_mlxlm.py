@@ -374,6 +374,14 @@ def test_every_key_of_mlx_lm_is_translated_or_explained():
     assert set(mlxlm.KEYS) == in_groups | mlxlm.NOT_USED.keys() | mlxlm.SWITCHES.keys() | {"train"}
 
 
+def test_keys_of_older_versions_are_those_of_today():
+    old = "{lora_layers: 3, use_dora: true, adapter_file: a.npz, wandb: cats, iters: 9}"
+    new = "{num_layers: 3, fine_tune_type: dora, adapter_path: a.npz, report_to: wandb, iters: 9}"
+    (config, notes), (wanted, _) = ours(old), ours(new)
+    assert config == wanted
+    assert "lora_layers: is num_layers in mlx-lm now" in notes
+
+
 def test_flags_win_over_the_file():
     Path("c.yaml").write_text(FILES["defaults"])
     config = resolve({"max_steps": "3", "lora_layers": "2"}, "c.yaml")
@@ -407,7 +415,9 @@ def test_an_own_file_is_not_one_of_mlx_lm():
     ("text", "message"),
     [
         ("{iters: 9, lora_rank: 8}", "lora_rank: is a key of your_ai, but iters is one of mlx-lm"),
-        ("{iters: 9, lora_layers: 8}", "use those of one program; it is num_layers in mlx-lm now"),
+        ("{lora_layers: 4, num_layers: 8, iters: 9}", "lora_layers: contradicts num_layers"),
+        ("{use_dora: true, fine_tune_type: lora}", "use_dora: contradicts fine_tune_type"),
+        ("{use_dora: 1, iters: 9}", "use_dora: expected true or false, found 1"),
         ("{iters: 9, num_layer: 8}", "unknown key num_layer; did you mean num_layers"),
         ("{iters: many}", "iters: expected a whole number from 1, found 'many'"),
         ("{iters: 3, grad_accumulation_steps: 4}", "iters: 3 is less than grad_accum"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import io
 import json
+import lzma
 from pathlib import Path
 
 import pyarrow as pa
@@ -43,6 +45,13 @@ def write_arrow(path: Path, rows: list[dict], stream: bool) -> Path:
     return path
 
 
+def compress_zstd(content: bytes) -> bytes:
+    return pa.Codec("zstd").compress(content, asbytes=True)
+
+
+COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": compress_zstd}
+
+
 def lines_of(rows: list[dict]) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
@@ -50,9 +59,9 @@ def lines_of(rows: list[dict]) -> bytes:
 def written(name: str, rows: list[dict]) -> Path:
     """A file of the form that its name says."""
     path = Path(name)
-    if name.endswith(".gz"):
-        plain = written(name.removesuffix(".gz"), rows)
-        path.write_bytes(gzip.compress(plain.read_bytes()))
+    if path.suffix in COMPRESS:
+        plain = written(name.removesuffix(path.suffix), rows)
+        path.write_bytes(COMPRESS[path.suffix](plain.read_bytes()))
         plain.unlink()
     elif path.suffix in (".csv", ".tsv"):
         encoding = "utf-16" if "16" in name else "utf-8-sig" if "bom" in name else "utf-8"
@@ -78,11 +87,74 @@ def read(path: Path, limit: RowLimit = LIMIT) -> list[dict]:
     [
         *("a.jsonl", "a.ndjson", "a.json", "indented.json", "a.csv", "a.tsv", "semicolon.csv"),
         *("bom.csv", "utf16.csv", "a.parquet", "a.arrow", "a.feather", "a.jsonl.gz", "a.csv.gz"),
-        *("a.json.gz", "A.CSV", "unknown", "a.txt"),
+        *("a.jsonl.bz2", "a.csv.bz2", "a.json.xz", "a.csv.xz", "a.jsonl.zst", "a.csv.zst"),
+        *("a.json.zst", "a.tsv.zst", "a.txt.zst", "a.json.gz", "A.CSV", "unknown", "a.txt"),
     ],
 )
 def test_every_form_gives_the_same_records(name):
     assert read(written(name, ROWS)) == ROWS
+
+
+@pytest.mark.parametrize("first", ["", '"version": "1.1", "n": -1.5, "info": {"by": "x, y"}, '])
+@pytest.mark.parametrize("rest", ["", ', "license": {"a": [1]}, "tags": ["x"]'])
+@pytest.mark.parametrize("key", ["data", "rows", "train"])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_object_may_hold_the_list_of_rows(first, rest, key, indent):
+    rows = json.dumps(ROWS, indent=indent)
+    Path("a.json").write_text(f'{{{first}"{key}": {rows}{rest}}}')
+    assert read(Path("a.json")) == ROWS
+
+
+def test_rows_whose_own_key_is_data_stay_rows():
+    rows = [{"data": [{"from": "human", "value": "a"}]}, {"data": [{"from": "gpt", "value": "b"}]}]
+    for name in ("a.jsonl", "a.json", "stdin"):
+        Path(name).write_bytes(lines_of(rows))
+        assert read(Path(name)) == rows
+    Path("one.jsonl").write_bytes(lines_of(rows[:1]))
+    assert read(Path("one.jsonl")) == rows[:1]
+
+
+MAP = pa.map_(pa.string(), pa.string())
+CALL = pa.struct([("name", pa.string()), ("arguments", MAP)])
+MAPS = {
+    "a column": (MAP, [("a", "x"), ("b", None)], {"a": "x", "b": None}),
+    "in a list of structs": (
+        pa.list_(CALL),
+        [{"name": "f", "arguments": [("a", "x")]}, {"name": None, "arguments": None}],
+        [{"name": "f", "arguments": {"a": "x"}}, {}],
+    ),
+    "of maps": (pa.map_(pa.string(), MAP), [("a", [("b", "x")])], {"a": {"b": "x"}}),
+    "of lists": (
+        pa.map_(pa.string(), pa.list_(CALL)),
+        [("a", [{"name": "f"}])],
+        {"a": [{"name": "f"}]},
+    ),
+    "with numbers as keys": (pa.map_(pa.int64(), pa.float64()), [(1, 0.5)], {"1": 0.5}),
+    "empty": (MAP, [], {}),
+    "in a large list": (pa.large_list(MAP), [[("a", "x")], None], [{"a": "x"}, None]),
+    "in a list of two": (pa.list_(MAP, 2), [[("a", "x")], []], [{"a": "x"}, {}]),
+    "no map": (pa.list_(pa.list_(pa.string())), [["a", "x"]], [["a", "x"]]),
+}
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+@pytest.mark.parametrize("kind", MAPS)
+def test_a_map_is_an_object_at_any_depth(kind, form):
+    kind, value, wanted = MAPS[kind]
+    table = pa.table({"text": pa.array(["t"]), "m": pa.array([value], kind)})
+    if form == "parquet":
+        pq.write_table(table, "a.parquet")
+    else:
+        with pa.OSFile("a.arrow", "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    assert read(Path(f"a.{form}")) == [{"text": "t", "m": wanted}]
+
+
+def test_a_key_that_is_twice_in_a_map_is_refused():
+    table = pa.table({"m": pa.array([[("a", "x"), ("a", "y")]], MAP)})
+    pq.write_table(table, "a.parquet")
+    with pytest.raises(UserError, match=r"^a\.parquet: row 1: has the key a twice"):
+        read(Path("a.parquet"))
 
 
 def test_a_text_gives_its_paragraphs():
@@ -153,6 +225,23 @@ DAMAGED = {
     "cut arrow": ("a.arrow", b"ARROW1\0\0" + bytes(8), "not a whole Arrow file"),
     "cut stream": ("a.arrow", b"\xff\xff\xff\xff\x10\x00\x00\x00", "not a whole Arrow file"),
     "cut gzip": ("a.csv.gz", gzip.compress(b"a,b\n" + b"1,2\n" * 9999)[:-20], "cut short"),
+    "cut bzip2": ("a.csv.bz2", bz2.compress(b"a,b\n" + b"1,2\n" * 9999)[:-20], "cut short"),
+    "cut xz": ("a.csv.xz", lzma.compress(b"a,b\n" + b"1,2\n" * 9999)[:-40], "cut short"),
+    "cut zstd": ("a.csv.zst", compress_zstd(b"a,b\n" + b"1,2\n" * 9999)[:-9], "cut short"),
+    "bzip2 of noise": ("a.csv.bz2", b"BZh91AY&SY" + bytes(40), "damaged"),
+    "xz of noise": ("a.csv.xz", b"\xfd7zXZ\x00" + bytes(40), "damaged"),
+    "zstd of noise": ("a.csv.zst", b"\x28\xb5\x2f\xfd" + b"x" * 40, "damaged"),
+    "an object with two lists": (
+        "a.json",
+        b'{"data": [{"a": 1}], "test": [{"a": 2}]}',
+        "two lists",
+    ),
+    "an object not closed": ("a.json", b'{"data": [{"a": 1}]', "expected } here"),
+    "rows that are no objects": (
+        "a.json",
+        b'{"data": [{"a": 1}, 2]}',
+        "row 2: expected",
+    ),
     "gzip of noise": ("a.csv.gz", b"\x1f\x8b\x08" + bytes(40), "damaged"),
     "too many cells": ("a.csv", b"a,b\n1,2\n1,2,3\n", r"a\.csv:3: has 3 cells"),
     "too few cells": ("a.csv", b"a,b\n1\n", r"a\.csv:2: has 1 cell,"),

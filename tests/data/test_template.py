@@ -13,7 +13,7 @@ from tests.conftest import DEMO_FOLDER
 from your_ai.data import template
 from your_ai.data.template import TemplateRefused, render
 from your_ai.errors import UserError
-from your_ai.nets.model import load_tokenizer_of
+from your_ai.nets.tokenizer import open_tokenizer
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 ROOM = 200_000_000
@@ -22,7 +22,7 @@ ROOM = 200_000_000
 @pytest.fixture
 def error_of(monkeypatch):
     """A function that renders a template and returns the error."""
-    tokenizer = load_tokenizer_of(DEMO_FOLDER)
+    tokenizer = open_tokenizer(DEMO_FOLDER)
 
     def fail(text: str, seconds: float = 20.0, **options) -> str:
         monkeypatch.setattr(template, "SECONDS", seconds)
@@ -83,7 +83,7 @@ def test_a_text_that_is_too_long_is_refused(error_of):
 
 
 def test_limits_and_timers_are_restored(monkeypatch):
-    tokenizer = load_tokenizer_of(DEMO_FOLDER)
+    tokenizer = open_tokenizer(DEMO_FOLDER)
     before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)
     others, _ = signal.setitimer(signal.ITIMER_REAL, 100)  # such as the timer of a test runner
     try:
@@ -97,7 +97,7 @@ def test_limits_and_timers_are_restored(monkeypatch):
 
 
 def test_rendering_works_in_another_thread():
-    tokenizer = load_tokenizer_of(DEMO_FOLDER)
+    tokenizer = open_tokenizer(DEMO_FOLDER)
     found: list[str] = []
     thread = threading.Thread(
         target=lambda: found.append(render(tokenizer, MESSAGES, "rows:3", ROOM))

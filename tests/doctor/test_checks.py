@@ -17,7 +17,7 @@ from your_ai.doctor import machine, shapes
 from your_ai.doctor.checks import CHECKS, MadeModel
 from your_ai.hub.check import check_model
 from your_ai.memory.tiles import tiles_of
-from your_ai.nets import model
+from your_ai.nets.tokenizer import open_tokenizer
 
 CPU = mx.default_device().type == mx.cpu
 
@@ -54,7 +54,7 @@ def test_the_generated_model_is_complete(tmp_path):
     path = Path(outcome.figures["folder"])
     assert path == selfchecks.model_in(tmp_path)
     check_model(path)
-    assert model.load_tokenizer_of(path).encode("a stone")
+    assert open_tokenizer(path).encode("a stone")
     assert outcome.figures["device"] == selfchecks.device()
 
 

@@ -14,16 +14,17 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
-from tests.conftest import make_model, write_rows
+from tests.conftest import change_json, make_model, write_rows
 from tests.export.fused_runs import drawn_run
 from tests.modelfiles.large import MB, make_large, watched
 from your_ai.errors import UserError
 from your_ai.export.fused_folder import fuse, interrupted_message, work_of
+from your_ai.export.fused_weights import fused_lazily, with_turn_end
 from your_ai.files import sha256
 from your_ai.hub.check import check_model
 from your_ai.modelfiles import shards
-from your_ai.nets.model import load_tokenizer_of
 from your_ai.nets.saved_adapter import Trained, open_trained
+from your_ai.nets.tokenizer import open_tokenizer
 
 
 @pytest.fixture
@@ -77,11 +78,25 @@ def test_the_card_links_to_a_base_on_the_hub(tmp_path, data_folder, monkeypatch)
 
 def test_the_tokenizer_of_the_base_is_copied(tmp_path, trained):
     out = written(trained, tmp_path / "out")
-    ours, base = load_tokenizer_of(out), load_tokenizer_of(trained.base)
+    ours, base = open_tokenizer(out), open_tokenizer(trained.base)
     text = "Wie viel? 12 + 30"
     assert ours.encode(text) == base.encode(text)
     assert ours.chat_template == base.chat_template
     assert mlx_lm.load(str(out))[1].eos_token_ids == {1}
+
+
+@pytest.mark.parametrize("generation", [None, {"eos_token_id": 0, "top_k": 3}])
+def test_the_token_that_ends_a_turn_is_an_end_token_of_the_fused_model(trained, generation):
+    """If the base has another one, as base models do that are trained as chat models."""
+    change_json(trained.base, "config.json", eos_token_id=0)
+    change_json(trained.base, "tokenizer_config.json", eos_token="<|pad|>")
+    if generation is not None:
+        (trained.base / "generation_config.json").write_text(json.dumps(generation))
+    lazy = with_turn_end(fused_lazily(trained), trained.base)
+    assert lazy.config["eos_token_id"] == [0, 1]
+    texts = {name: json.loads(text) for name, text in lazy.texts.items()}
+    wanted = {} if generation is None else {**generation, "eos_token_id": [0, 1]}
+    assert texts.get("generation_config.json", {}) == wanted
 
 
 # The target folder

@@ -22,8 +22,9 @@ from tests.export.test_gguf import LLAMA3
 from your_ai.export import gguf
 from your_ai.export.gguf_tokenizer import PROBE, splitters
 from your_ai.generation.generate import load_run, stream
-from your_ai.nets.model import load_network, load_tokenizer_of
+from your_ai.nets.model import load_network
 from your_ai.nets.saved_adapter import put_adapter, read_adapter
+from your_ai.nets.tokenizer import open_tokenizer
 from your_ai.run import checkpoint
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
@@ -160,7 +161,7 @@ def differing(base, target, texts=TEXTS):
     """The texts that llama.cpp tokenizes differently, with or without added special tokens."""
     path = write(make_trained(base, lora_layers=1), target)
     model = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
-    tokenizer = load_tokenizer_of(base)
+    tokenizer = open_tokenizer(base)
     return {
         text
         for text in texts
@@ -206,7 +207,7 @@ def test_a_chat_tokenizes_the_same_if_only_the_first_text_gets_a_space(tmp_path)
     named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     template = "<s>{% for m in messages %}<|user|>{{ m.content }}</s>{% endfor %}"
     base = with_tokenizer(tmp_path / "base", sentencepiece("first"), template, **named)
-    text = load_tokenizer_of(base).apply_chat_template(
+    text = open_tokenizer(base).apply_chat_template(
         [{"role": "user", "content": "Hello  world"}] * 2, tokenize=False
     )
     assert json.dumps(text).count("Hello") == 2
@@ -215,5 +216,5 @@ def test_a_chat_tokenizes_the_same_if_only_the_first_text_gets_a_space(tmp_path)
         vocab_only=True,
         verbose=False,
     )
-    ours = load_tokenizer_of(base).encode(text, add_special_tokens=False)
+    ours = open_tokenizer(base).encode(text, add_special_tokens=False)
     assert model.tokenize(text.encode(), add_bos=False, special=True) == ours

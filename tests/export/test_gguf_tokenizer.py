@@ -20,7 +20,7 @@ from tests.export.gguf_files import (
 )
 from your_ai.errors import UserError
 from your_ai.export.gguf_tokenizer import PROBE, add_tokenizer, pre_of, splitters, vocabulary_of
-from your_ai.nets.model import load_tokenizer_of
+from your_ai.nets.tokenizer import open_tokenizer
 
 SPLITTERS = {name: (ignores, splitter) for name, ignores, splitter in splitters()}
 GPT2 = ByteLevel(add_prefix_space=False)
@@ -34,10 +34,10 @@ def vocabulary(tokenizer, rows=ROWS, **named):
     return vocabulary_of("base", wrapped(tokenizer, **named), rows)
 
 
-def metadata_of(base, rows=ROWS, ends=None):
+def metadata_of(base, rows=ROWS):
     """The GGUF metadata of the tokenizer in a folder."""
     writer = gguf.GGUFWriter(None, "llama")
-    add_tokenizer(writer, base, load_tokenizer_of(base, ends), rows)
+    add_tokenizer(writer, base, open_tokenizer(base), rows)
     return {name: value.value for name, value in writer.kv_data[0].items()}
 
 
@@ -200,14 +200,15 @@ def test_an_unnamed_token_before_every_text_is_refused(tmp_path):
 @pytest.mark.parametrize("named", [{"eos_token": "<|end|>"}, {}])
 def test_a_second_end_token_is_recorded_as_the_end_of_turn(tmp_path, named):
     base = with_tokenizer(tmp_path / "m", byte_level(GPT2), **named)
-    found = metadata_of(base, ends=[1, 2])
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    found = metadata_of(base)
     assert found["tokenizer.ggml.eos_token_id"] == 1
     assert found["tokenizer.ggml.eot_token_id"] == 2
 
 
 def test_several_templates_are_recorded_by_name(tmp_path):
     base = with_tokenizer(tmp_path / "m", byte_level(GPT2), eos_token="<|end|>")
-    tokenizer = load_tokenizer_of(base)
+    tokenizer = open_tokenizer(base)
     tokenizer.chat_template = {"default": "a", "tool_use": "b"}
     writer = gguf.GGUFWriter(None, "llama")
     add_tokenizer(writer, base, tokenizer, ROWS)

@@ -103,6 +103,21 @@ def test_an_adapter_of_only_the_first_blocks_is_imported(source, tiny_model):
     assert mx.array_equal(logits(open_trained("again")), there)
 
 
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("all-linear",)])
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapter_of_an_older_mlx_lm_is_imported(tiny_model, tmp_path, targets, dora):
+    """Without keys, which meant q and v; with lora_layers and use_dora. Named by its file."""
+    trained = make_trained(tiny_model, use_dora=dora, lora_targets=targets)
+    mlxlm.write(trained, tmp_path / "old")
+    path = tmp_path / "old" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    del config["lora_parameters"]["keys"], config["fine_tune_type"]
+    old = {"lora_layers": config.pop("num_layers"), "use_dora": dora}
+    path.write_text(json.dumps(config | old))
+    import_adapter(tmp_path / "old" / "adapters.safetensors", str(tiny_model), "back")
+    assert mx.array_equal(logits(open_trained("back")), logits(trained))
+
+
 def test_half_precision_becomes_float32(source, tiny_model):
     arrays = mx.load(str(source / "adapter_model.safetensors"))
     change_arrays(source, {n: a.astype(mx.bfloat16) for n, a in arrays.items()})

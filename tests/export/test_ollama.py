@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.conftest import EXTRA, call, make_model, write_rows
+from tests.conftest import EXTRA, TINY, call, change_json, make_model, write_rows
 from tests.export import ollama_program
 from tests.export.gguf_files import fields, tensors
 from tests.export.programs import QUANTIZE
@@ -19,7 +19,7 @@ from your_ai.data.template import render
 from your_ai.errors import UserError
 from your_ai.export import gguf, ollama
 from your_ai.generation.generate import TEMPLATE_BYTES
-from your_ai.nets.model import load_tokenizer_of
+from your_ai.nets.tokenizer import open_tokenizer
 
 CHAT = [
     {"role": "user", "content": "Hello"},
@@ -41,7 +41,7 @@ def trained(tiny_model):
 
 def test_ollama_reads_the_folder_and_renders_chats_as_the_model_does(trained, tmp_path):
     found = exported(trained, dtype="q8_0")
-    tokenizer = load_tokenizer_of(trained.base, 1)
+    tokenizer = open_tokenizer(trained.base)
     wanted = render(tokenizer, CHAT, "x", TEMPLATE_BYTES, add_generation_prompt=True)
     assert ollama_program.rendered(found["template"], CHAT) == wanted
     assert found["parameters"] == {"num_ctx": 2048, "stop": ["<|end|>"]}
@@ -52,6 +52,17 @@ def test_ollama_reads_the_folder_and_renders_chats_as_the_model_does(trained, tm
     for name, values in tensors(Path("out/r-Q8_0.gguf")).items():
         assert np.allclose(values, exact[name], atol=np.abs(exact[name]).max() / 200), name
     assert fields(Path("out/r-Q8_0.gguf"))["tokenizer.chat_template"] == tokenizer.chat_template
+
+
+def test_the_token_that_ends_a_turn_is_a_stop_if_the_model_does_not_know_it(tmp_path):
+    trained = make_trained(make_model(tmp_path / "m", **TINY))
+    change_json(trained.base, "config.json", eos_token_id=0)
+    change_json(trained.base, "tokenizer_config.json", eos_token="<|pad|>", pad_token=None)
+    modelfile, _ = ollama.settings_of(trained, open_tokenizer(trained.base))
+    assert [value for name, value in modelfile.parameters if name == "stop"] == [
+        "<|pad|>",
+        "<|end|>",
+    ]
 
 
 def test_the_commands_that_follow_are_printed(trained, capsys):
@@ -125,7 +136,7 @@ class Begins:
 
 @pytest.mark.parametrize("writes", [True, False])
 def test_the_token_that_the_tokenizer_puts_first_is_not_written_twice(trained, writes):
-    tokenizer = load_tokenizer_of(trained.base, 1)
+    tokenizer = open_tokenizer(trained.base)
     begins = Begins(tokenizer, "bos" if writes else "")
     template, notes = ollama.template_of(trained, begins)
     assert "<|bos|>" not in template

@@ -96,8 +96,21 @@ def test_the_tokenizer_fingerprint_ignores_the_weights(model):
     assert tokenizer_fingerprint(fingerprint(model)) == before
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "config.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("tokenizer.json", "chat_template.jinja", "config.json", "generation_config.json"),
+        *("chat_template.json", "processor_config.json", "additional_chat_templates/tools.jinja"),
+    ],
+)
 def test_the_tokenizer_fingerprint_covers_all_its_files(model, name):
     before = tokenizer_fingerprint(fingerprint(model))
+    (model / name).parent.mkdir(exist_ok=True)
     (model / name).write_text("other")
     assert tokenizer_fingerprint(fingerprint(model)) != before
+
+
+def test_the_key_of_tokenized_rows_covers_the_end_tokens(model):
+    files = fingerprint(model)
+    keys = {tokenizer_fingerprint(files, ends) for ends in ([1, 2], {2, 1}, [1], [])}
+    assert len(keys) == 3

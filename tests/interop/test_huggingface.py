@@ -14,7 +14,7 @@ from tests.interop.bases import TOLERANCE, largest, load, make_base, torch_logit
 from your_ai.export import huggingface
 from your_ai.export.fused_weights import base_of
 from your_ai.export.names import STACKS_EXPERTS, TRANSFORMERS
-from your_ai.nets.model import load_tokenizer_of
+from your_ai.nets.tokenizer import open_tokenizer
 
 pytestmark = pytest.mark.interop
 EVERYTHING = {"lora_targets": ("all-linear",), "lora_layers": "all", "use_dora": True}
@@ -62,7 +62,7 @@ def test_a_run_on_a_quantized_copy_is_that_copy_dequantized(tmp_path):
 
 def test_the_tokenizer_gives_the_same_ids(tiny_model, tmp_path):
     out = exported(make_trained(tiny_model), tmp_path / "out")
-    ours, theirs = load_tokenizer_of(tiny_model), AutoTokenizer.from_pretrained(out)
+    ours, theirs = open_tokenizer(tiny_model), AutoTokenizer.from_pretrained(out)
     chat = [{"role": "user", "content": "Größe 12, please\n  and 3 <|end|> more"}]
     for text in ("Hello there", "Größe 12, <|end|>", ""):
         assert theirs.encode(text) == ours.encode(text)

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm import load as mlx_lm_load
 from mlx_lm.models.bitlinear_layers import BitLinear
 
-from tests.conftest import call, make_model
+from tests.conftest import call, change_json, make_model
 from your_ai.config import ADDED, TrainConfig
 from your_ai.errors import UserError
 from your_ai.nets import model
@@ -300,11 +300,6 @@ def foreign(tmp_path):
     for name in ("code.py", "tokenization_code.py"):
         (folder / name).write_text(code)
     return folder
-
-
-def change_json(folder, name, **settings):
-    path = folder / name
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
 @pytest.fixture

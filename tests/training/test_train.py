@@ -11,9 +11,12 @@ from mlx_lm.utils import load_tokenizer
 
 from tests.conftest import (
     DEMO_FOLDER,
+    TINY,
+    change_json,
     chat,
     events_of,
     losses_of,
+    make_model,
     resume,
     train,
     write_rows,
@@ -28,7 +31,7 @@ from your_ai.run.checkpoint import ADAPTERS, OPTIMIZER
 from your_ai.run.folder import RunFolder
 from your_ai.run.stopping import Stop
 from your_ai.session import new_run
-from your_ai.training.prepare import PREFIX
+from your_ai.training.prepare import PREFIX, planned_budget
 from your_ai.training.train import train_until_done
 
 
@@ -122,6 +125,36 @@ def test_data_smaller_than_a_batch_is_trained_completely(configure, data_folder)
     write_rows(data_folder / "train.jsonl", [chat("a", "b"), chat("c", "d")])
     run = train(configure(batch_size=8, grad_accumulation=2, max_steps=None, epochs=3))
     assert [event.trained_tokens for event in events_of(run, events.Step)] == [4, 4, 4]
+
+
+@pytest.fixture
+def other_end(tmp_path):
+    """A model whose template ends turns with <|end|>, which its tokenizer takes for no end."""
+    folder = make_model(tmp_path / "other_end", **TINY)
+    change_json(folder, "tokenizer_config.json", eos_token="<|pad|>")
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").write_text(template.replace("<|end|>'", "<|end|>\n'"))
+    return folder
+
+
+def test_planning_before_changes_nothing_that_is_trained(configure, other_end, monkeypatch):
+    settings = {"model": str(other_end), "max_steps": 1}
+    alone = train(configure(run="alone", **settings))
+    monkeypatch.setenv("YOUR_AI_HOME", "another")  # nothing is cached there
+    planned_budget(configure(**settings), other_end)
+    after = train(configure(run="after", **settings))
+    assert losses_of(after) == losses_of(alone)
+    assert trained_tokens(after) == trained_tokens(alone)
+
+
+def test_a_token_that_only_the_chat_template_ends_turns_with_is_named_once(configure, other_end):
+    change_json(other_end, "config.json", eos_token_id=0)
+    run = train(configure(model=str(other_end), max_steps=1))
+    told = [n.text for n in events_of(run, events.Notice) if "<|end|>" in n.text]
+    assert told == [
+        "the chat template ends an answer with <|end|>, which is no end token of the model; "
+        "your_ai trains it and stops there, in this run and its exports"
+    ]
 
 
 @pytest.mark.parametrize(

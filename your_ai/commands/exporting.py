@@ -273,7 +273,7 @@ def show_resumable(steps: Iterator[WriteProgress], interrupted: Callable[[], str
 def import_adapter(
     source: Annotated[
         Path,
-        typer.Argument(help="The folder of an adapter from PEFT or mlx-lm.", metavar="FOLDER"),
+        typer.Argument(help="The folder or file of a PEFT or mlx-lm adapter.", metavar="FOLDER"),
     ],
     model: Annotated[
         str | None,

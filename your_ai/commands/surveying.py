@@ -52,16 +52,19 @@ def data(
         settings["model"] = model
     fetch_datasets(path, open_console(stderr=True), yes)
     config = checked_settings(build(settings, "settings"), False, rows_read())
-    tokenizer = tokenizer_of(config, named=model is not None)
-    found = surveying.survey(find_splits(config), config, tokenizer, draw)
+    tokenizer, notes = tokenizer_of(config, named=model is not None)
+    found = surveying.survey(find_splits(config), config, tokenizer, draw, notes)
     if as_json:
         echo_json(surveying.as_json(found, config))
     else:
         show(found, config, open_console())
 
 
-def tokenizer_of(config: TrainConfig, named: bool) -> object | None:
-    """The tokenizer of the model; None, with a note, if no model was named and it is not here."""
+def tokenizer_of(config: TrainConfig, named: bool) -> tuple[object | None, list[str]]:
+    """The tokenizer of the model, and notes on it.
+
+    None, and a note is printed, if no model was named and it is not on this machine.
+    """
     from your_ai.hub.find import Missing, find_model
 
     name = DEMO if config.data in DEMO_DATA and not named else config.model
@@ -74,10 +77,11 @@ def tokenizer_of(config: TrainConfig, named: bool) -> object | None:
             f"note: {name} is not on this machine: lengths are in characters; name a model with "
             "--model to see tokens"
         )
-        return None
-    from your_ai.nets.model import load_tokenizer_of
+        return None, []
+    from your_ai.nets.tokenizer import end_notes, open_tokenizer
 
-    return load_tokenizer_of(folder)
+    tokenizer = open_tokenizer(folder)
+    return tokenizer, end_notes(folder, tokenizer)
 
 
 def show(found: Survey, config: TrainConfig, console: Console) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from your_ai.config.mlxlm_old import modernized
 from your_ai.config.mlxlm_rows import row_differences
 from your_ai.config.names import FOLDER, NONE, flag
 from your_ai.config.settings import FIELDS
@@ -90,7 +91,6 @@ OF_THE_ADAPTER = {
     "fine_tune_type": ("use_dora",),
     "lora_parameters": ("lora_rank", "lora_alpha", "lora_targets", "lora_experts"),
 }
-RENAMED = {"lora_layers": "num_layers"}  # in files for old versions of mlx-lm
 # What becomes of keys that are no settings here, if the file has them.
 NOT_USED = {
     "adapter_path": "the adapter is written to runs/NAME/adapter (--run NAME)",
@@ -195,7 +195,8 @@ def translated(given: Mapping[str, Any], source: str) -> Translation:
     Raises UserError for an unknown key, a key of ours, a value of the wrong type, and for what
     this program cannot train.
     """
-    file = MlxlmFile(given, source)
+    given, renamed = modernized(given, source)
+    file = MlxlmFile(given, source, renamed)
     check_keys(file)
     settings: dict[str, Any] = {}
     became, defaults = [], []
@@ -229,9 +230,8 @@ def check_keys(file: MlxlmFile) -> None:
         name = shortened(str(key))
         if key in FIELDS:
             theirs = only_mlxlm(file.given)[0]
-            hint = f"; it is {RENAMED[name]} in mlx-lm now" if name in RENAMED else ""
             text = f"is a key of your_ai, but {theirs} is one of mlx-lm; use those of one program"
-            raise file.error(name, text + hint)
+            raise file.error(name, text)
         raise UserError(f"{file.source}: unknown key {name}{nearest(name, KEYS)} (of mlx-lm)")
 
 

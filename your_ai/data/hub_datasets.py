@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from your_ai.data.compression import without_compression
 from your_ai.data.records import SUFFIXES
 from your_ai.errors import UserError
 from your_ai.gates.text import shortened, shown, size_text
@@ -213,7 +214,8 @@ def listing_of(name: DatasetName, content: dict[str, Any]) -> Listing | None:
     named = []
     for number, (path, split) in enumerate(splits.items()):
         if split is not None:
-            suffix = "".join(PurePosixPath(path).suffixes[-2 if path.endswith(".gz") else -1 :])
+            ends = 1 + (without_compression(path) != path.lower())
+            suffix = "".join(PurePosixPath(path).suffixes[-ends:])
             named.append(replace(files[path], name=f"{split}-{number:05}{suffix}", path=path))
     if not named:
         return None
@@ -222,7 +224,7 @@ def listing_of(name: DatasetName, content: dict[str, Any]) -> Listing | None:
 
 def form(path: str) -> str | None:
     """The form of a data file by its name; None for other files."""
-    suffix = PurePosixPath(path.lower().removesuffix(".gz")).suffix
+    suffix = PurePosixPath(without_compression(path)).suffix
     found = SUFFIXES.get(suffix)
     return None if found == "text" else found
 

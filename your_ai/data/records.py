@@ -1,7 +1,8 @@
 """Files of any known form -> records: one JSON-like object each, with the place it came from.
 
-The forms: JSON lines, a JSON array, CSV, TSV, Parquet, Arrow, and plain text; text forms may be
-compressed with gzip. Nothing here knows what a record means; `columns.py` makes rows of them.
+The forms: JSON lines, a JSON array or an object that holds one, CSV, TSV, Parquet, Arrow, and plain
+text; text forms may be compressed. Nothing here knows what a record means; `columns.py` makes rows
+of them.
 """
 
 from __future__ import annotations
@@ -10,18 +11,17 @@ import codecs
 import contextlib
 import csv
 import datetime
-import gzip
 import io
 import json
 import math
 import re
-import zlib
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from your_ai.data.compression import opened, without_compression
 from your_ai.data.lines import (
     BYTE_ORDER_MARK,
     Repeated,
@@ -45,12 +45,20 @@ SUFFIXES = {
     **dict.fromkeys((".arrow", ".feather"), "arrow"),
     **dict.fromkeys((".txt", ".md"), "text"),
 }
-GZIP = b"\x1f\x8b"
+# Keys of an object that is not a row, but holds them.
+ROW_LISTS = (
+    *("data", "rows", "examples", "items", "records", "samples"),
+    *("instances", "entries", "train"),
+)
 MAGIC = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 HEAD_BYTES = 1 << 16
 BATCH_ROWS = 256  # rows of a Parquet or Arrow file that are in memory together
 DELIMITERS = ",;\t|"
 SEPARATOR = re.compile(r"sep=([,;\t|])\r?\n", re.IGNORECASE)
+ROWS_BEGIN = re.compile(  # an object with texts, numbers and flat objects before its list of rows
+    r'\s*\{\s*(?:"[^"]*"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[-+.\w]+|\{[^{}]*\})\s*,\s*)*'
+    rf'"(?:{"|".join(ROW_LISTS)})"\s*:\s*\[\s*\{{'
+)
 WAYS_OUT = "give .jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt or .md"
 
 
@@ -72,7 +80,7 @@ def form_of(path: Path) -> str:
     if begins == "[":
         return "json"
     if begins == "{":
-        return "jsonl"
+        return "json" if by_name != "jsonl" and holds_rows(head) else "jsonl"
     if by_name in ("csv", "tsv", "text"):
         return by_name
     if looks_like_csv(text_of(head)):
@@ -85,23 +93,14 @@ def form_of(path: Path) -> str:
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix that names the form, in lower case, without .gz."""
-    name = path.name.lower().removesuffix(".gz")
-    return Path(name).suffix
+    """The suffix that names the form, in lower case, without that of a compression."""
+    return Path(without_compression(path.name)).suffix
 
 
 def head_of(path: Path) -> bytes:
     """The first bytes of a file, decompressed. Raises UserError if it cannot be read."""
     with opened(path) as file:
         return file.read(HEAD_BYTES)
-
-
-def is_compressed(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(GZIP)) == GZIP
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def text_of(head: bytes) -> str:
@@ -124,6 +123,14 @@ def is_json_line(head: bytes) -> bool:
     return False
 
 
+def holds_rows(head: bytes) -> bool:
+    """Whether a JSON text is one object with a list of rows, rather than rows one per line."""
+    if not ROWS_BEGIN.match(text_of(head)):
+        return False
+    lines = [line for line in head.splitlines() if line.strip()]
+    return not (len(lines) > 1 and is_json_line(head))
+
+
 def looks_like_csv(text: str) -> bool:
     """Whether the first two rows have the same number of fields, and more than one."""
     return any(fields_of_two_rows(text, delimiter) for delimiter in DELIMITERS)
@@ -135,18 +142,6 @@ def fields_of_two_rows(text: str, delimiter: str) -> bool:
         rows = list(islice(csv.reader(io.StringIO(text), delimiter=delimiter), 2))
         return len(rows) == 2 and len(rows[0]) == len(rows[1]) > 1
     return False
-
-
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a file, decompressed if it is gzip's. Raises UserError if it cannot be read."""
-    try:
-        with gzip.open(path) if is_compressed(path) else path.open("rb") as file:
-            yield file  # type: ignore[misc]
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{path}: is damaged or cut short ({error})") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 def read_records(path: Path, limit: RowLimit) -> Iterator[Record]:
@@ -170,9 +165,15 @@ def read_jsonl(path: Path, limit: RowLimit) -> Iterator[Record]:
 
 
 def read_json(path: Path, limit: RowLimit) -> Iterator[Record]:
-    """Yield the objects of a JSON array, of which only one is in memory."""
+    """Yield the objects of a JSON array, of which only one is in memory.
+
+    The array may be in an object, under one of ROW_LISTS.
+    """
     with opened(path) as file:
         window = JsonWindow(io.TextIOWrapper(file, encoding="utf-8-sig"), path, limit)
+        is_inside = window.next() == "{"
+        if is_inside:
+            window.skip_to_rows()
         window.take("[", path)
         number = 0
         while window.next() != "]" or number:
@@ -186,6 +187,8 @@ def read_json(path: Path, limit: RowLimit) -> Iterator[Record]:
                 break
             window.take(",", where)
         window.take("]", path)
+        if is_inside:
+            window.skip_rest()
         if rest := window.next():
             raise UserError(f"{path}: has {quoted(rest)} after the end of the array")
 
@@ -220,6 +223,32 @@ class JsonWindow:
             raise UserError(f"{where}: expected {expected} here, but {what}")
         self.text = self.text[1:]
 
+    def key(self) -> Any:
+        """The next key of an object, and the colon after it."""
+        name = self.value(str(self.path))
+        self.take(":", self.path)
+        return name
+
+    def skip_to_rows(self) -> None:
+        """Skip the beginning of an object up to its list of rows."""
+        self.take("{", self.path)
+        while self.key() not in ROW_LISTS or self.next() != "[":
+            self.value(str(self.path))
+            self.take(",", self.path)
+
+    def skip_rest(self) -> None:
+        """Skip the rest of the object. Raises UserError if it has another list of rows."""
+        while self.next() == ",":
+            self.take(",", self.path)
+            name = self.key()
+            value = self.value(str(self.path))
+            if isinstance(value, list) and value and isinstance(value[0], dict):
+                raise UserError(
+                    f"{self.path}: has two lists of rows, the second is {shortened(str(name))}; "
+                    "give a file for each"
+                )
+        self.take("}", self.path)
+
     def value(self, where: str) -> Any:
         """Parse the next value. Raises UserError, whose message begins with `where`."""
         self.next()
@@ -246,9 +275,8 @@ class JsonWindow:
 
 def read_csv(path: Path, limit: RowLimit, delimiter: str | None = None) -> Iterator[Record]:
     """Yield the lines of a table, whose first line names the columns."""
+    head = head_of(path)
     with opened(path) as file:
-        head = file.read(HEAD_BYTES)
-        file.seek(0)
         encoding = encoding_of(head)
         lines = io.TextIOWrapper(file, encoding.replace("utf-8", "utf-8-sig"), newline="")
         if named := SEPARATOR.match(text_of(head)):  # Excel's line that names the delimiter
@@ -324,8 +352,7 @@ def read_parquet(path: Path, limit: RowLimit) -> Iterator[Record]:
     import pyarrow as pa
     import pyarrow.parquet
 
-    with arrow_errors(path, "Parquet"):
-        file = pa.parquet.ParquetFile(path)
+    with arrow_errors(path, "Parquet"), pa.parquet.ParquetFile(path) as file:
         if file.metadata.num_columns == 0:
             return
         checked_names(file.schema_arrow.names, str(path))
@@ -368,13 +395,56 @@ def rows_of(path: Path, batches: Iterator[Any], limit: RowLimit) -> Iterator[Rec
     """Yield the rows of Arrow's batches, without the columns in which they have nothing."""
     number = 0
     for batch in batches:
+        convert = {field.name: converter_of(field.type) for field in batch.schema}
         for row in batch.to_pylist():
             number += 1
             where = f"{path}: row {number}"
-            plain = {name: as_json(value) for name, value in row.items() if value is not None}
+            try:
+                plain = {n: convert[n](value) for n, value in row.items() if value is not None}
+            except Repeated as error:
+                raise UserError(f"{where}: {error}") from error
             if size_of(plain) > limit.row_bytes:
                 raise limit.too_long(where)
             yield where, plain
+
+
+def converter_of(kind: Any) -> Callable[[Any], Any]:
+    """A function that makes JSON of values of an Arrow type; a MAP becomes an object.
+
+    Arrow gives a MAP as a list of pairs, which nothing but its type tells from a list.
+    """
+    import pyarrow as pa
+
+    if isinstance(kind, pa.BaseExtensionType):
+        return converter_of(kind.storage_type)
+    if pa.types.is_map(kind):
+        item = converter_of(kind.item_type)
+        return lambda pairs: map_of(pairs, item)
+    if pa.types.is_struct(kind) and has_map(kind):
+        parts = {field.name: converter_of(field.type) for field in kind}
+        return lambda value: {n: parts[n](v) for n, v in value.items() if v is not None}
+    if has_map(kind):
+        part = converter_of(kind.value_type)
+        return lambda values: [None if value is None else part(value) for value in values]
+    return as_json
+
+
+def has_map(kind: Any) -> bool:
+    """Whether a type has a MAP in it, at any depth."""
+    import pyarrow as pa
+
+    if pa.types.is_map(kind):
+        return True
+    if pa.types.is_struct(kind):
+        return any(has_map(field.type) for field in kind)
+    inner = getattr(kind, "storage_type", None) or getattr(kind, "value_type", None)
+    return inner is not None and has_map(inner)
+
+
+def map_of(pairs: list[tuple[Any, Any]], item: Callable[[Any], Any]) -> dict[str, Any]:
+    """An object of the pairs of a MAP. Raises Repeated for a key that is there twice."""
+    found = unique([(str(as_json(key)), value) for key, value in pairs])
+    return {name: None if value is None else item(value) for name, value in found.items()}
 
 
 def as_json(value: Any) -> Any:

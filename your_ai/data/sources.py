@@ -26,22 +26,23 @@ import numpy as np
 
 from your_ai.config import AUTO, DEMO_DATA, FIELDS, FOLDER, NONE, REWARD, TrainConfig, flag
 from your_ai.data.columns import Layout, lacks_label, layout_of
+from your_ai.data.compression import is_compressed
 from your_ai.data.examples import delete_unused, unwritable
+from your_ai.data.folders import SPLITS, data_files, notes_on, splits_in
 from your_ai.data.hub_datasets import PREFIX, SplitRows, find_dataset, parse_name, split_named
 from your_ai.data.lines import ORIGIN, RowLimit, read_first_row
 from your_ai.data.preferences import form_of_rated, kind_of, of_one_form, parser_of
 from your_ai.data.prompts import is_prompt_row
-from your_ai.data.records import SUFFIXES, form_of, is_compressed, read_records, suffix_of
+from your_ai.data.records import SUFFIXES, form_of, read_records, suffix_of
 from your_ai.data.rows import ParseRow, read_rows
 from your_ai.errors import UserError
 from your_ai.files import atomic_folder, packaged, read_text, sha256
 from your_ai.gates.text import counted, shortened
 
-SPLITS = ("train", "valid", "test")
 HELD_OUT_SHARE, LEAST_HELD_OUT, MOST_HELD_OUT = 0.02, 20, 500  # of the rows; rows
 ROWS_PER_HELD_OUT = 2  # with fewer rows than this for each, none is held out
 MOST_SHARE = 100.0
-FORMAT = 1  # increase it when rows are converted differently, so that old copies are not used
+FORMAT = 2  # increase it when rows are converted differently, so that old copies are not used
 ABOUT = "about.json"
 ABOUT_BYTES = 1 << 20
 HASH_BYTES = 8
@@ -61,6 +62,8 @@ class Source:
     """How often each training row is used in an epoch."""
     rows: SplitRows | None = None
     """Only these rows of the files, if not None."""
+    notes: tuple[str, ...] = ()
+    """Which files of a folder are read, where its names leave that open."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,11 @@ def find_splits(
     holds_out = to_train and config.valid == "" and not any("valid" in s.splits for s in sources)
     limit = RowLimit(config.max_row_bytes)
     if (plain := plain_files(sources, config, limit)) is not None and not holds_out:
-        return Splits(plain)
-    return converted(sources, layout, config, holds_out, limit, progress)
+        found = Splits(plain)
+    else:
+        found = converted(sources, layout, config, holds_out, limit, progress)
+    notes = [note for source in sources for note in source.notes]
+    return replace(found, notes=(*notes, *found.notes))
 
 
 def all_sources(config: TrainConfig, to_train: bool = True) -> list[Source]:
@@ -245,15 +251,11 @@ def source_of(name: str, label: str, to_train: bool) -> Source:
     if path.is_file():
         return Source({"train": (path,)}, path.parent)
     files = data_files(path)
-    splits = {
-        split: of_split
-        for split in SPLITS
-        if (of_split := tuple(file for file in files if split_named(file.name) == split))
-    }
+    splits = splits_in(path, files)
     if "train" in splits or (splits and not to_train):
-        return Source(splits, path)
+        return Source(splits, path, notes=notes_on(path, files, splits))
     texts = tuple(file for file in files if SUFFIXES[suffix_of(file)] == "text")
-    if texts and not splits:
+    if texts and not any(split_named(file.name) for file in files):
         return Source({"train": texts}, path)
     raise UserError(
         f"{label}: the folder has no train.jsonl (or train.csv, train.parquet ...), and no .txt or "
@@ -293,7 +295,8 @@ def validation_source(name: str, label: str) -> Source:
     if path.is_file():
         return Source({"valid": (path,)}, path.parent)
     if files := tuple(data_files(path)):
-        return Source({"valid": files}, path)
+        splits = {"valid": files}
+        return Source(splits, path, notes=notes_on(path, files, splits))
     raise UserError(f"{label}: the folder has no data; give a file")
 
 
@@ -311,24 +314,6 @@ def find_path(name: str, label: str) -> Path:
     if not path.is_file() and not path.is_dir():
         raise UserError(f"{label}: is not a regular file; give a data file or a folder")
     return path
-
-
-def data_files(folder: Path) -> list[Path]:
-    """The data files below a folder, in order of their names; hidden ones do not count."""
-    try:
-        found = [
-            Path(place, name)
-            for place, folders, names in os.walk(folder)
-            for name in names
-            if not any(part.startswith(".") for part in Path(place, name).relative_to(folder).parts)
-        ]
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be read ({error.strerror})") from error
-    named = sorted(path for path in found if suffix_of(path) in SUFFIXES)
-    for path in named:
-        if path.is_symlink() and not path.exists():
-            raise UserError(f"{path}: is a link to a file that does not exist; remove it")
-    return [path for path in named if path.is_file()]
 
 
 def save_stdin(folder: Path, file: BinaryIO | None = None) -> Path:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice, pairwise
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 
 from your_ai.config import TrainConfig
 from your_ai.data.encode import EncodedRow, Encoder, has_answer, pair_to_chat
+from your_ai.data.folders import SPLITS
 from your_ai.data.lines import RowLimit
 from your_ai.data.notes import Notes, not_used
 from your_ai.data.preferences import parser_of
@@ -28,7 +30,7 @@ from your_ai.data.rows import (
     Text,
     read_rows,
 )
-from your_ai.data.sources import SPLITS, Splits
+from your_ai.data.sources import Splits
 from your_ai.errors import UserError
 
 DRAWN_TOKENS = 400  # of a row that is shown
@@ -112,18 +114,24 @@ class Survey:
     """Of lengths: tokens, or characters without a tokenizer."""
 
 
-def survey(found: Splits, config: TrainConfig, tokenizer: Any | None, draw: int) -> Survey:
+def survey(
+    found: Splits,
+    config: TrainConfig,
+    tokenizer: Any | None,
+    draw: int,
+    notes: Sequence[str] = (),
+) -> Survey:
     """Read all rows once.
 
     tokenizer: of the model; None leaves out what needs one. draw: how many training rows to show,
-    spread over the whole file.
+    spread over the whole file. notes: on the tokenizer.
     Raises UserError for a row that is in no known format.
     """
     limit = RowLimit(config.max_row_bytes)
-    encoder, notes = None, Notes()
+    encoder, noticed = None, Notes()
     if tokenizer is not None:
         kind = config.row_kind
-        encoder = Encoder(tokenizer, config.mask_prompt, limit=limit, kind=kind, notes=notes)
+        encoder = Encoder(tokenizer, config.mask_prompt, limit=limit, kind=kind, notes=noticed)
     parse = parser_of(config.row_kind)
     splits: dict[str, SplitSurvey] = {}
     trained: set[bytes] = set()
@@ -136,7 +144,7 @@ def survey(found: Splits, config: TrainConfig, tokenizer: Any | None, draw: int)
         for row in read_rows(found.files[name], limit, parse):
             if encoder is None:
                 for column in row.unused:
-                    notes.add(not_used(column), row.where)
+                    noticed.add(not_used(column), row.where)
             if count(split, row, encoder, config.max_seq_length, seen, trained):
                 places.append(row.line if name == "train" else 0)
     wanted = spread([place for place in places if place], draw)
@@ -147,7 +155,8 @@ def survey(found: Splits, config: TrainConfig, tokenizer: Any | None, draw: int)
         for row in islice(rows, len(wanted)):
             drawn += [draw_row(row.where, text, tokenizer) for text in shown.encode_all(row)]
     unit = "characters" if encoder is None else "tokens"
-    return Survey(splits, tuple(drawn), (*found.notes, *notes.lines()), unit)
+    every = (*found.notes, *notes, *noticed.lines())
+    return Survey(splits, tuple(drawn), every, unit)
 
 
 def count(

@@ -15,7 +15,8 @@ import mlx.nn as nn
 
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.weights import FileTensor, can_stream, stream, tensors_of
-from your_ai.nets.model import load_network, load_tokenizer_of
+from your_ai.nets.model import load_network
+from your_ai.nets.tokenizer import open_tokenizer
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Opened:
 
     def tokenizer(self) -> Any:
         """Load the tokenizer of the folder. Raises UserError if it cannot be loaded."""
-        return load_tokenizer_of(self.folder, self.config.get("eos_token_id"))
+        return open_tokenizer(self.folder)
 
 
 def open_model(folder: Path, dtype: mx.Dtype) -> Opened:

@@ -129,7 +129,7 @@ def compare(
     dtype = model.compute_dtype(config.dtype)
     opened = open_model(folder, dtype)
     network, tokenizer = opened.network, opened.tokenizer()
-    tokenized_by = tokenizer_fingerprint(fingerprint(run.base))
+    tokenized_by = tokenizer_fingerprint(fingerprint(run.base), tokenizer.eos_token_ids)
     limit = row_limit(config.max_row_bytes, request.max_memory_gb)
     vocabulary = vocabulary_of(network)
     kind: Kind = config.row_kind if config.row_kind in ("answers", "rated") else "any"

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from your_ai.config import DEMO, nearest
-from your_ai.errors import UserError
+from your_ai.errors import UserError, first_line
 from your_ai.export import peft_config
 from your_ai.export.names import block_of, check_names, name_in_block
 from your_ai.export.peft import PREFIX, SUFFIXES
@@ -156,7 +156,7 @@ def fitted(files: AdapterFiles, adapter: Adapter, base: Path, network: nn.Module
     """
     if files.peft is None:
         check_base(adapter, base)
-        config = adapter.config
+        config = with_keys(adapter, network)
     else:
         linears = {path for path, module in network.named_modules() if isinstance(module, LINEAR)}
         check_layers(files.file, set(adapter.layers), files.peft, linears)
@@ -169,6 +169,20 @@ def fitted(files: AdapterFiles, adapter: Adapter, base: Path, network: nn.Module
         }
     record = {"base_files": base_files(fingerprint(base))}
     return dataclasses.replace(adapter, config={**config, **record})
+
+
+def with_keys(adapter: Adapter, network: nn.Module) -> dict[str, Any]:
+    """The config of an adapter in mlx-lm's format, with `keys` if it adapts only some layers.
+
+    Without `keys`, mlx-lm adapts all linear layers; it used to adapt those of queries and values.
+    """
+    parameters, layers = adapter.config["lora_parameters"], set(adapter.layers)
+    linears = {path for path, module in network.named_modules() if isinstance(module, model.LINEAR)}
+    if parameters.get("keys") is not None or not layers <= linears:
+        return adapter.config
+    parameters = {**parameters, "keys": keys_of(layers, linears)}
+    count = blocks_of(layers, linears)
+    return {**adapter.config, "num_layers": count, "lora_parameters": parameters}
 
 
 def find_base_model(source: Path, given: str | None, named: Any) -> Path:
@@ -235,7 +249,7 @@ def read_arrays(file: Path) -> dict[str, mx.array]:
     except UserError as error:
         raise UserError(f"{error}; get the adapter again") from error
     except (RuntimeError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read ({model.first_line(error)})") from error
+        raise UserError(f"{file}: cannot be read ({first_line(error)})") from error
 
 
 def parse(file: Path, name: str) -> tuple[str, str]:
@@ -313,7 +327,7 @@ def in_float32(file: Path, adapter: Adapter) -> Adapter:
         try:
             finite = mx.isfinite(arrays[name]).all().item()
         except RuntimeError as error:  # the lazy arrays are read only here
-            raise UserError(f"{file}: cannot be read ({model.first_line(error)})") from error
+            raise UserError(f"{file}: cannot be read ({first_line(error)})") from error
         if not finite:
             raise UserError(
                 f"{file}: {shown(name)} contains NaN or infinity; the adapter is unusable"

@@ -184,7 +184,7 @@ def examples_of(
     return splits[name], load_examples(
         splits[name],
         Encoder(tokenizer, masked, vocabulary_of(network), limit, config.measured_kind),
-        tokenizer_fingerprint(fingerprint(trained.base)),
+        tokenizer_fingerprint(fingerprint(trained.base), tokenizer.eos_token_ids),
         config.max_seq_length,
         config.too_long,
         store() / "cache",

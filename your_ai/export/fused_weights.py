@@ -18,9 +18,10 @@ axis.
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from your_ai.modelfiles.repack import MLX_PARTS
 from your_ai.modelfiles.shards import Lazy, load_as_written, read_bytes
 from your_ai.nets.model import LINEAR
 from your_ai.nets.saved_adapter import Adapter, Trained, put_adapter, read_adapter
+from your_ai.nets.tokenizer import GENERATION, added_end, content_of, open_tokenizer
 from your_ai.publish.card import exported_card
 from your_ai.rng import derive_seed
 
@@ -110,7 +112,7 @@ def fused_lazily(
         else:
             written[name] = array
             beside.append(sizes[name] - array.nbytes)
-    return Lazy(
+    lazy = Lazy(
         arrays=written,
         input_bytes=max(beside),
         config=config_of(config, changes, to, floats),
@@ -121,6 +123,19 @@ def fused_lazily(
         },
         card=exported_card(trained, "model", note=note_on(to) if quantized else ""),
     )
+    return with_turn_end(lazy, source)
+
+
+def with_turn_end(lazy: Lazy, source: Path) -> Lazy:
+    """Name the token that ends a turn as an end token of the model, if its files do not."""
+    tokenizer = open_tokenizer(source)
+    end = added_end(source, tokenizer)
+    if end is None:
+        return lazy
+    named = {"eos_token_id": [*sorted(tokenizer.eos_token_ids - {end}), end]}
+    generation = content_of(source / GENERATION)
+    texts = {GENERATION: json.dumps({**generation, **named}, indent=4)} if generation else {}
+    return replace(lazy, config={**lazy.config, **named}, texts=texts)
 
 
 def note_on(to: str) -> str:

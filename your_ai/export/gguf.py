@@ -34,8 +34,9 @@ from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.modelfiles.shards import WriteProgress, compute, hold_memory
 from your_ai.modelfiles.targets import write_error
 from your_ai.modelfiles.unfinished import check_disk
-from your_ai.nets.model import load_network, load_tokenizer_of
+from your_ai.nets.model import load_network
 from your_ai.nets.saved_adapter import Trained, check_generates, put_adapter
+from your_ai.nets.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
@@ -129,7 +130,7 @@ def write_model(
     network, config = load_network(model_folder(trained.base, None), mx.float32)
     described = describe(trained.base, network, config)
     del network
-    tokenizer = load_tokenizer_of(trained.base, config.get("eos_token_id"))
+    tokenizer = open_tokenizer(trained.base)
     lazy = fused_lazily(trained, DEQUANTIZED, "float32", max_memory_gb)
     tensors = model_tensors(described, lazy.arrays, kind)
     allocator.free()

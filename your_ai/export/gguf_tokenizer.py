@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from your_ai.errors import UserError
+from your_ai.nets.tokenizer import turn_end_of
 
 if TYPE_CHECKING:
     import gguf
@@ -254,7 +255,8 @@ def add_special(writer: gguf.GGUFWriter, base: Path, tokenizer: Any, rows: int) 
     if "eos" not in ids and ends:
         ids["eos"] = ends.pop(0)
     if ends:
-        ids["eot"] = ends[0]
+        turn_end = turn_end_of(tokenizer)
+        ids["eot"] = turn_end if turn_end in ends else ends[0]
     if "bos" not in ids and "eos" in ids:
         ids["bos"] = ids["eos"]  # otherwise llama.cpp would use a default token id
     for kind, index in ids.items():

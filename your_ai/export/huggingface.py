@@ -21,8 +21,8 @@ from your_ai.files import sha256
 from your_ai.modelfiles import unfinished
 from your_ai.modelfiles.shards import Lazy, WriteProgress, write_model
 from your_ai.modelfiles.unfinished import Work
-from your_ai.nets.model import load_tokenizer_of
 from your_ai.nets.saved_adapter import Trained, has_score_head, read_score_head
+from your_ai.nets.tokenizer import open_tokenizer
 from your_ai.publish.card import exported_card
 from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, SCORE_HEAD, SCORE_WEIGHT
 
@@ -57,7 +57,7 @@ def write(
     if has_score_head(trained.adapter):
         lazy, config = as_classifier(lazy, config, trained, kind)
     card = exported_card(trained, "model", "transformers")
-    lazy = replace(lazy, config=config, card=card, texts=dict(texts or {}))
+    lazy = replace(lazy, config=config, card=card, texts={**lazy.texts, **(texts or {})})
     names = (ADAPTERS, ADAPTER_CONFIG, *([SCORE_HEAD] if has_score_head(trained.adapter) else []))
     sums = [sha256(trained.adapter.folder / name) for name in names]
     source, settings = base_of(trained, max_memory_gb), [*sums, dtype]
@@ -83,7 +83,7 @@ def as_classifier(
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
         "problem_type": "regression",
-        "pad_token_id": padding_of(load_tokenizer_of(trained.base), config),
+        "pad_token_id": padding_of(open_tokenizer(trained.base), config),
     }
     return replace(lazy, arrays=arrays, index=index), config
 

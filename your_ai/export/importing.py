@@ -21,7 +21,7 @@ def import_adapter(source: Path, base: str | None = None, name: str | None = Non
     Raises UserError, before anything is written, if the adapter is damaged, does not fit the
     model, or needs something that mlx-lm adapters cannot do.
     """
-    files = adapter_files.files_in(source)
+    files = adapter_files.find_adapter(str(source), str(source))
     adapter = adapter_files.read(files)
     found = adapter_files.find_base_model(source, base, files.base)
     network = adapter_files.load_base(files, found)

@@ -24,8 +24,8 @@ from your_ai.gates.untrusted import read_json
 from your_ai.generation.generate import context_tokens
 from your_ai.modelfiles.shards import WriteProgress
 from your_ai.modelfiles.targets import MODELFILE
-from your_ai.nets.model import load_tokenizer_of
 from your_ai.nets.saved_adapter import Trained, check_generates
+from your_ai.nets.tokenizer import open_tokenizer
 
 # The model_types whose safetensors Ollama converts, and the GGUF export does not know.
 CONVERTED = ("phi3",)
@@ -66,7 +66,7 @@ def decide(
     """
     check_generates(trained.adapter)
     config = read_json(trained.base / "config.json", "a model folder has one")
-    tokenizer = load_tokenizer_of(trained.base, config.get("eos_token_id"))
+    tokenizer = open_tokenizer(trained.base)
     settings, notes = settings_of(trained, tokenizer)
     if adapter_for is not None:
         if trained.adapter.is_dora:

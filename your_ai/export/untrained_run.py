@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from your_ai.config import TrainConfig
-from your_ai.errors import RunError, UserError
+from your_ai.errors import RunError, UserError, first_line
 from your_ai.export.names import name_in_block
 from your_ai.files import sync
 from your_ai.modelfiles.targets import write_error
-from your_ai.nets import model
 from your_ai.nets.saved_adapter import Adapter
 from your_ai.run import checkpoint, events, folder
 from your_ai.run.folder import RunFolder, Untrained
@@ -68,7 +67,7 @@ def creating_with_arrays(name: str, config: TrainConfig) -> Iterator[RunFolder]:
     except RunError as error:  # its text explains how to resume, which is impossible here
         cause = error.__cause__ or error
         number = getattr(cause, "errno", errno.ENOSPC)  # MLX gives no errno if the disk is full
-        reason = OSError(number, getattr(cause, "strerror", None) or model.first_line(cause))
+        reason = OSError(number, getattr(cause, "strerror", None) or first_line(cause))
         raise write_error(folder.place_of(name).path, reason) from error
 
 

@@ -22,7 +22,7 @@ from your_ai.data.template import TemplateRefused, render
 from your_ai.data.turns import parse_turns
 from your_ai.engine.opened import open_model, prepare_for_generation
 from your_ai.engine.weights import last_position_only
-from your_ai.errors import RunError, UserError, is_memory_error
+from your_ai.errors import RunError, UserError, first_line, is_memory_error
 from your_ai.gates.text import counted, quoted, shortened
 from your_ai.gates.token_ids import EMBEDDINGS, HEADS, check_ids, rows_of, vocabulary_of
 from your_ai.gates.untrusted import read_json
@@ -33,7 +33,7 @@ from your_ai.memory.facts import facts_of
 from your_ai.memory.sizes import PREFILL_TOKENS
 from your_ai.memory.workload import RolloutSizes
 from your_ai.modelfiles.quantized_copies import model_folder
-from your_ai.nets.model import compute_dtype, first_line, learned_positions
+from your_ai.nets.model import compute_dtype, learned_positions
 from your_ai.nets.saved_adapter import (
     Adapter,
     Trained,

@@ -44,6 +44,7 @@ READ = (
     *("preprocessor_config.json", "hf_quant_config.json"),
 )
 CODE = ("tokenizer_object", "gguf_file")  # these build the tokenizer from other sources
+TEMPLATES = "additional_chat_templates"  # a folder of chat templates, by name
 MODULES = ("chat_template_type", "tool_parser_type")  # these name a module that mlx-lm imports
 MODULE = re.compile(r"[A-Za-z0-9_]{1,100}")
 FILE_LISTS = ("fast_tokenizer_files", "configuration_files")
@@ -109,7 +110,7 @@ def check_tokenizer_files(folder: Path) -> None:
     transformers and mlx-lm read these files, open the files that they name, and import the
     modules that they name. Files that are not valid JSON are left to these libraries.
     """
-    for path in folder.iterdir():
+    for path in (*folder.iterdir(), *(folder / TEMPLATES).glob("*.jinja")):
         small = path.name in READ or path.suffix == ".jinja"
         if not small and not any(fnmatch(path.name, pattern) for pattern in LARGE):
             continue

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from your_ai.files import sha256
@@ -15,12 +16,14 @@ FINGERPRINTED = [
     *("config.json", "generation_config.json", "tokenizer*", "vocab.json", "merges.txt"),
     *("special_tokens_map.json", "added_tokens.json", "*.tiktoken", "chat_template*"),
     "model*.safetensors",
+    # Only of the tokenizer and its chat template:
+    *("processor_config.json", "additional_chat_templates/*.jinja", "vocab.txt", "*.model"),
 ]
 REMEMBERED_ABOVE_BYTES = 16 << 20
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
-    """Return the sha256 of each file that affects what the model computes, by file name.
+    """Return the sha256 of each file that affects what the model computes, by path in the folder.
 
     Hashes of large files are cached in the store. A cached hash is valid while the path, size,
     modification time and inode of the file stay the same.
@@ -36,9 +39,10 @@ def fingerprint(folder: Path) -> dict[str, str]:
     for path in files:
         status = path.stat()
         key = f"{path.resolve()}:{status.st_size}:{status.st_mtime_ns}:{status.st_ino}"
-        sums[path.name] = known.get(key) or sha256(path)
+        name = path.relative_to(folder).as_posix()
+        sums[name] = known.get(key) or sha256(path)
         if status.st_size > REMEMBERED_ABOVE_BYTES and key not in known:
-            learned[key] = sums[path.name]
+            learned[key] = sums[name]
     if learned:
         with contextlib.suppress(OSError):  # without a cache, only the next call is slower
             memory.parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +52,11 @@ def fingerprint(folder: Path) -> dict[str, str]:
     return sums
 
 
-def tokenizer_fingerprint(files: dict[str, str]) -> str:
-    """One sha256 over the files of a fingerprint that are not weights."""
+def tokenizer_fingerprint(files: dict[str, str], ends: Iterable[int] = ()) -> str:
+    """One sha256 over the files of a fingerprint that are not weights.
+
+    ends: the end tokens of the tokenizer, if the result is the key of tokenized rows.
+    """
     texts = {n: s for n, s in files.items() if not n.endswith(".safetensors")}
-    return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
+    key = json.dumps([texts, sorted(ends)], sort_keys=True)
+    return hashlib.sha256(key.encode()).hexdigest()

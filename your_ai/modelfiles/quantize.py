@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.convert import MODEL_CONVERSION_DTYPES
 
-from your_ai.errors import UserError
+from your_ai.errors import UserError, first_line
 from your_ai.hub.awq_gptq import packing_of
 from your_ai.hub.check import check_model
 from your_ai.hub.tensor_sizes import GROUP_SIZE
@@ -33,7 +33,6 @@ from your_ai.modelfiles.shards import (
     write_model,
 )
 from your_ai.modelfiles.unfinished import Work
-from your_ai.nets.model import first_line
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)

@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config, load_config
 
-from your_ai.errors import UserError
+from your_ai.errors import UserError, first_line
 from your_ai.gates.untrusted import read_json
 from your_ai.hub.awq_gptq import (
     PARTS,
@@ -35,7 +35,7 @@ from your_ai.hub.built_tensors import build
 from your_ai.hub.check import check_model
 from your_ai.memory.facts import entries_of
 from your_ai.modelfiles.shards import Lazy, lazy_of
-from your_ai.nets.model import first_line, positions_of
+from your_ai.nets.model import positions_of
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of 8 neighboring outputs
 LEAST_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # the lowest bit of each value

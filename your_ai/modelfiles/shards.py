@@ -30,7 +30,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
-from your_ai.errors import RunError, UserError, is_memory_error
+from your_ai.errors import RunError, UserError, first_line, is_memory_error
 from your_ai.files import sha256, sync
 from your_ai.gates.untrusted import links_outside
 from your_ai.hub.check import INDEX, check_model
@@ -42,7 +42,8 @@ from your_ai.memory.limit import rounded_up
 from your_ai.memory.sample import in_gb
 from your_ai.modelfiles.targets import check_target, write_error
 from your_ai.modelfiles.unfinished import Work, check_disk, finished_shards, locked, write_record
-from your_ai.nets.model import check_packing, first_line, load_tokenizer_of, positions_of
+from your_ai.nets.model import check_packing, positions_of
+from your_ai.nets.tokenizer import open_tokenizer
 from your_ai.run.checkpoint import save_arrays
 
 LIBRARIES = ("mlx", "mlx-lm")  # other versions of these may compute or name tensors differently
@@ -131,7 +132,7 @@ def write_model(
     RunError if the source cannot be read.
     """
     target = work.target
-    tokenizer = load_tokenizer_of(source, lazy.config.get("eos_token_id"))
+    tokenizer = open_tokenizer(source)
     allocator.free()
     sizes = {name: array.nbytes for name, array in lazy.arrays.items()}
     shards = cut(sizes)

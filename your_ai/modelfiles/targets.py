@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from your_ai.errors import UserError
+from your_ai.hub.check import TEMPLATES
 
 # The folder of a model or an adapter has one of these, weights, and only files of these kinds.
 MARKS = ("config.json", "adapter_config.json")
@@ -50,7 +51,9 @@ def is_replaceable(folder: Path) -> bool:
     found = list(folder.iterdir())
     marked = any((folder / name).is_file() for name in MARKS)
     weighty = any(path.suffix == WEIGHTS for path in found)
-    known = all(path.is_file() and (path.suffix or path.name) in KINDS for path in found)
+    inside = [path for path in found if path.name != TEMPLATES]
+    inside += (folder / TEMPLATES).glob("*")
+    known = all(path.is_file() and (path.suffix or path.name) in KINDS for path in inside)
     files = sum(path.suffix == GGUF for path in found)
     is_model = (marked and weighty and not files) or (files == 1 and not weighty)
     return not found or (is_model and known)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import glob
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,37 +14,33 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-import transformers
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models.bitlinear_layers import BitLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
-from mlx_lm.utils import load_model, load_tokenizer
-from transformers import dynamic_module_utils
+from mlx_lm.utils import load_model
 
 from your_ai.config import TrainConfig, defaults, nearest
 from your_ai.config.targets import selects
 from your_ai.data.batches import MULTIPLE
-from your_ai.errors import UserError, is_memory_error
-from your_ai.gates.text import counted, shortened, shown
+from your_ai.errors import UserError, first_line, is_memory_error
+from your_ai.gates.text import counted, shown
 from your_ai.gates.token_ids import rows_of, vocabulary_of
-from your_ai.gates.untrusted import EXPERT, read_json
+from your_ai.gates.untrusted import EXPERT
 from your_ai.hub.awq_gptq import packing_of
-from your_ai.hub.check import check_model, check_tokenizer_files
+from your_ai.hub.check import check_model
 from your_ai.hub.quantization import method_of
 from your_ai.nets.dora import put_dora
 from your_ai.nets.parts import put
 from your_ai.nets.source_names import weights_read
+from your_ai.nets.tokenizer import open_tokenizer
 from your_ai.rng import derive_seed
 
-TOKENIZER_CLASS = re.compile(r"(?!Auto|Rag)\w*(?:Tokenizer|TokenizerFast|Backend)")
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 POSITIONS = ("wpe", "position_embeddings", "embed_positions")
 TRIED_TOKENS = 8  # length of the short row that tests a model
 MATRICES = (".lora_a", ".lora_b")  # the ends of the names of A and B
 LINEAR = (nn.Linear, nn.QuantizedLinear, *EXPERTS)
-
-dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # refuse custom code of a model without asking
 
 
 def compute_dtype(name: str) -> mx.Dtype:
@@ -60,57 +55,7 @@ def load_base(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, Any]:
 
     Raises UserError if the folder is incomplete or mlx-lm cannot load it.
     """
-    network, config = load_network(folder, dtype)
-    return network, load_tokenizer_of(folder, config.get("eos_token_id"))
-
-
-def load_tokenizer_of(folder: Path, eos_token_ids: Any = None) -> Any:
-    """Load the tokenizer of a model folder. Never runs code from the folder, and never prompts.
-
-    Raises UserError if it cannot be loaded.
-    """
-    check_tokenizer_files(folder)
-    try:
-        check_class(folder)
-        options = {"trust_remote_code": False}
-        tokenizer = load_tokenizer(folder, options, eos_token_ids=eos_token_ids)
-        ends = list(tokenizer.eos_token_ids)
-    except UserError:
-        raise
-    except Exception as error:  # transformers raises any type for a broken tokenizer
-        if "custom code" in str(error) or "trust_remote_code" in str(error):
-            raise needs_code(folder) from error
-        reason = shortened(first_line(error))
-        raise UserError(f"{folder}: its tokenizer cannot be loaded ({reason})") from error
-    wrong = [end for end in ends if type(end) is not int or not 0 <= end < 1 << 32]
-    if wrong:
-        raise UserError(f"{folder}: eos_token_id {shortened(repr(wrong[0]))}: is not a token id")
-    return tokenizer
-
-
-def check_class(folder: Path) -> None:
-    """Raise UserError if a tokenizer's class names an object of transformers of another kind.
-
-    transformers looks the name up among all its objects and calls the result, and ignores
-    trust_remote_code there.
-    """
-    for name in ("tokenizer_config.json", "config.json"):
-        path = folder / name
-        if not path.is_file():
-            continue
-        kind = read_json(path, "").get("tokenizer_class")
-        known = isinstance(kind, str) and (
-            TOKENIZER_CLASS.fullmatch(kind) or not hasattr(transformers, kind)
-        )
-        if kind is not None and not known:
-            raise UserError(f"{path}: tokenizer_class {shown(kind)}: is not a tokenizer")
-
-
-def needs_code(folder: Path) -> UserError:
-    return UserError(
-        f"{folder}: its tokenizer is custom Python code (auto_map in tokenizer_config.json), "
-        "which your_ai never runs; use a model whose tokenizer is built into transformers"
-    )
+    return load_network(folder, dtype)[0], open_tokenizer(folder)
 
 
 def load_network(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, dict[str, Any]]:
@@ -196,12 +141,6 @@ def positions_of(config: dict[str, Any]) -> dict[str, Any]:
     if isinstance(text, dict) and (inner := positions_of(text)):
         found["text_config"] = text | inner
     return found
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type if the message is empty."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
 
 
 def cast(model: nn.Module, dtype: mx.Dtype) -> None:

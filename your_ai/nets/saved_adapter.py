@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from your_ai.config import TrainConfig
-from your_ai.errors import UserError
+from your_ai.errors import UserError, first_line
 from your_ai.gates.text import shown
 from your_ai.gates.untrusted import JSON_BYTES, is_number, parse_json, read_bytes, read_header
 from your_ai.hub.find import find_model
@@ -27,7 +28,11 @@ from your_ai.run import checkpoint
 from your_ai.run.folder import RunFolder, find, is_running
 
 # Files of a base model that may change: they affect prompts and sampling, not the computation.
-FREE = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+FREE = (
+    *("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("chat_template*", "additional_chat_templates/*", "processor_config.json"),
+    *("vocab.txt", "*.model"),  # not recorded before 0.1.1
+)
 PARTS = ("lora_a", "lora_b", "m")
 MOST_LAYERS, MOST_SCALE = 100_000, 1e9  # limits for the settings of an adapter
 LISTED = 6  # maximum number of checkpoints in a message
@@ -205,14 +210,27 @@ def read_adapter(folder: Path, file: Path | None = None) -> Adapter:
             f"{folder}: is not an adapter ({error.filename}: {error.strerror})"
         ) from error
     except (RuntimeError, ValueError) as error:
-        reason = shown(model.first_line(error))
+        reason = shown(first_line(error))
         raise UserError(f"{folder}: its adapter cannot be read ({reason})") from error
+    config = with_new_keys(config)
     check_settings(path, config, largest=max((max(e.shape, default=0) for e in entries), default=0))
     foreign = [name for name in arrays if name.rpartition(".")[2] not in PARTS]
     if foreign or not arrays:
         what = shown(foreign[0]) if foreign else "nothing"
         raise UserError(f"{file}: contains {what}, not LoRA layers")
     return Adapter(folder, arrays, config)
+
+
+def with_new_keys(config: Any) -> Any:
+    """An adapter_config.json of an mlx-lm up to 0.19 with the keys of today's."""
+    if not isinstance(config, dict):
+        return config
+    new = {}
+    if config.get("num_layers") is None and "lora_layers" in config:
+        new["num_layers"] = config["lora_layers"]
+    if "fine_tune_type" not in config and config.get("use_dora") is True:
+        new["fine_tune_type"] = "dora"
+    return {**config, **new}
 
 
 def check_settings(path: Path, config: Any, largest: int) -> None:
@@ -253,7 +271,7 @@ def check_settings(path: Path, config: Any, largest: int) -> None:
 
 def base_files(files: dict[str, str]) -> dict[str, str]:
     """The part of a base model's fingerprint that an adapter records: the files it depends on."""
-    return {n: s for n, s in files.items() if n not in FREE and not n.startswith("chat_template")}
+    return {n: s for n, s in files.items() if not any(fnmatch(n, pattern) for pattern in FREE)}
 
 
 def check_base(adapter: Adapter, base: Path) -> None:
@@ -284,7 +302,7 @@ def put_layers(network: nn.Module, adapter: Adapter) -> None:
         count = int(adapter.config["num_layers"])
         model.put_adapter_layers(network, count, parameters, adapter.is_dora)
     except Exception as error:  # the code of an architecture may raise any type
-        reason = model.first_line(error)
+        reason = first_line(error)
         raise UserError(f"{adapter.folder}: does not fit the model ({reason})") from error
     network.eval()
 
@@ -333,7 +351,7 @@ def read_score_head(adapter: Adapter) -> mx.array:
         weight = mx.load(str(path))[checkpoint.SCORE_WEIGHT].astype(mx.float32)
         mx.eval(weight)
     except (OSError, RuntimeError, ValueError, LookupError) as error:
-        reason = getattr(error, "strerror", None) or shown(model.first_line(error))
+        reason = getattr(error, "strerror", None) or shown(first_line(error))
         raise UserError(f"{path}: cannot be read ({reason})") from error
     return weight
 

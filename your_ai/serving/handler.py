@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from mlx_lm.server import APIHandler, CompletionRequest
 
 from your_ai import __version__
+from your_ai.errors import first_line
 from your_ai.gates.text import shortened
-from your_ai.nets.model import first_line
 from your_ai.serving import admission, wire
 from your_ai.serving.wire import RequestRefused
 

@@ -32,12 +32,11 @@ from mlx_lm.server import (
 )
 
 from your_ai import __version__
-from your_ai.errors import RunError, UserError
+from your_ai.errors import RunError, UserError, first_line
 from your_ai.gates.text import printable, shortened
 from your_ai.gates.token_ids import check_ids, vocabulary_of
 from your_ai.generation.generate import Sampling, context_tokens, load_run
 from your_ai.memory.sizes import PREFILL_TOKENS
-from your_ai.nets.model import first_line
 from your_ai.nets.saved_adapter import Trained
 from your_ai.serving import admission, wire
 from your_ai.serving.connections import LimitedServer

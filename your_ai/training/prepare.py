@@ -53,6 +53,7 @@ from your_ai.modelfiles.shards import WriteProgress, largest_shard, process_byte
 from your_ai.nets import model, score_head
 from your_ai.nets.dora import note_on_bits
 from your_ai.nets.saved_adapter import base_files
+from your_ai.nets.tokenizer import end_notes, open_tokenizer
 from your_ai.objectives.chosen import objective_of
 from your_ai.rewards.chosen import Rewards, load_rewards
 from your_ai.rewards.judge import JudgeSettings
@@ -189,6 +190,8 @@ def prepare(
 
     asked, files = config, fingerprint(base)
     runs = reward_runs(config, files)
+    for text in end_notes(opened.folder, tokenizer):
+        log.write(events.Notice(text=text))
     data = read_data(config, network, tokenizer, files, log.write)
     objective = objective_of(config)
     rows = len(data.examples["train"]) // objective.rows_together
@@ -508,7 +511,7 @@ def planned_budget(config: TrainConfig, folder: Path, seq_len: int | None = None
             before_bytes = process_bytes_of(input_bytes + largest_shard(arrays))
     tokenizer = None
     if any(folder.glob("tokenizer*")):  # its memory counts; models made by `bench` have none
-        tokenizer = model.load_tokenizer_of(folder)
+        tokenizer = open_tokenizer(folder)
     model.adapted_layers(network, config)  # checks the settings of the adapters
     if seq_len is None and config.data:
         config = with_reward_loss(config, check_splits(config))

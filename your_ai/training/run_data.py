@@ -110,7 +110,8 @@ def read_data(
     best = None
     if "valid" in splits:
         check_margin(config, splits["valid"], examples["valid"], limit)
-        best = best_metric_of(config, splits["valid"], encoder, tokenizer_fingerprint(files))
+        tokenized_by = tokenizer_fingerprint(files, tokenizer.eos_token_ids)
+        best = best_metric_of(config, splits["valid"], encoder, tokenized_by)
     longest = max(int(found.lengths.max()) for found in examples.values())
     if config.packing:
         longest = max(longest, config.max_seq_length)
@@ -227,7 +228,7 @@ def load_split(
     examples = load_examples(
         path,
         replace(encoder, mask_prompt=config.mask_prompt or name == "test", notes=Notes()),
-        tokenizer_fingerprint(files),
+        tokenizer_fingerprint(files, encoder.tokenizer.eos_token_ids),
         config.max_seq_length,
         config.too_long,
         store() / "cache",

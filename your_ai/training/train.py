@@ -31,7 +31,7 @@ from your_ai.engine import prefix
 from your_ai.engine.gradients import Gradients
 from your_ai.engine.protocol import Engine
 from your_ai.engine.scoring import with_baseline, with_weights
-from your_ai.errors import RunError, UserError, explain, is_memory_error
+from your_ai.errors import RunError, UserError, explain, first_line, is_memory_error
 from your_ai.files import clean
 from your_ai.gates.console import echo_error, echo_traceback
 from your_ai.hub.find import store
@@ -476,7 +476,7 @@ def train_under_plan(
     except Replan as replan:
         before, wanted = probe.read(), Replan(replan.action, replan.step, replan.watch)
     except (RuntimeError, MemoryError) as error:
-        reason = explain(model.first_line(error))
+        reason = explain(first_line(error))
         if not is_memory_error(error):
             if type(error) is not RuntimeError:  # Python's subclasses of it are bugs of this code
                 raise

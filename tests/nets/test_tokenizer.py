@@ -1,0 +1,117 @@
+"""One function opens a tokenizer, with its chat template and its end tokens."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from tests.conftest import DEMO_FOLDER, TOKENIZER_FILES, change_json
+from your_ai.nets.tokenizer import end_notes, open_tokenizer, turn_end_of
+
+PLAIN = (DEMO_FOLDER / "chat_template.jinja").read_text()
+PAD, END, SYSTEM, USER = 0, 1, 2, 3
+CHAT = [{"role": "user", "content": "a"}]
+TOKENS = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model whose texts end with <|pad|>, and whose chat template ends turns with <|end|>."""
+    for name in ("config.json", *TOKENIZER_FILES):
+        shutil.copy(DEMO_FOLDER / name, tmp_path / name)
+    change_json(tmp_path, "config.json", eos_token_id=PAD)
+    own = {"eos_token": "<|pad|>", "pad_token": None, "extra_special_tokens": TOKENS[:4]}
+    change_json(tmp_path, "tokenizer_config.json", **own)
+    return tmp_path
+
+
+def write_template(folder, text):
+    (folder / "chat_template.jinja").write_text(text)
+
+
+def ends_of(folder):
+    return sorted(open_tokenizer(folder).eos_token_ids)
+
+
+def test_end_tokens_of_the_files_are_those_that_mlx_lm_uses(folder):
+    write_template(folder, "{{ messages[-1].content }}")
+    change_json(folder, "config.json", eos_token_id=[SYSTEM, USER])
+    assert ends_of(folder) == [PAD, SYSTEM, USER]
+    (folder / "generation_config.json").write_text("{")
+    assert ends_of(folder) == [PAD, SYSTEM, USER]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": USER}))
+    assert ends_of(folder) == [PAD, USER]
+
+
+def test_the_token_that_ends_a_turn_is_an_end_token_and_is_named(folder):
+    tokenizer = open_tokenizer(folder)
+    assert sorted(tokenizer.eos_token_ids) == [PAD, END]
+    (note,) = end_notes(folder, tokenizer)
+    assert "<|end|>" in note
+    change_json(folder, "config.json", eos_token_id=[PAD, END])
+    assert end_notes(folder, open_tokenizer(folder)) == []
+
+
+ENDS = {
+    "a line after the token": (PLAIN.replace("<|end|>'", "<|end|>\n'"), END),
+    "a token that ends the whole text": (PLAIN + "<|pad|>", END),
+    "the same token after every answer": (PLAIN.replace("<|end|>", "<|pad|>"), PAD),
+    "a generation prompt that is always there": (PLAIN + "<|assistant|>", END),
+    "parts that have ends of their own": (PLAIN.replace("<|end|>", "<|system|><|pad|>"), PAD),
+    "another token at the end of the chat": (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+        "{{ '<|pad|>' if loop.last else '<|end|>' }}{% endfor %}",
+        None,
+    ),
+    "no token": ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", None),
+    "a text that is no token": (PLAIN.replace("<|end|>", "<|stop|>"), None),
+    "a template that refuses chats": ("{{ raise_exception('no') }}", None),
+    "a template that shows no answer": ("{{ messages[0].content }}", None),
+}
+
+
+@pytest.mark.parametrize(("template", "turn_end"), ENDS.values(), ids=ENDS)
+def test_the_end_of_a_turn_is_found_by_rendering(folder, template, turn_end):
+    write_template(folder, template)
+    assert turn_end_of(open_tokenizer(folder)) == turn_end
+
+
+@pytest.mark.parametrize(("end", "written"), [("", "nothing"), ("<|stop|>", "'<|stop|>'")])
+def test_a_template_without_a_token_at_the_end_is_named(folder, end, written):
+    write_template(folder, PLAIN.replace("<|end|>", end))
+    (note,) = end_notes(folder, open_tokenizer(folder))
+    assert f"ends the last answer with {written}," in note
+
+
+def test_a_model_without_a_chat_template_keeps_its_end_tokens(folder):
+    (folder / "chat_template.jinja").unlink()
+    assert ends_of(folder) == [PAD]
+    assert end_notes(folder, open_tokenizer(folder)) == []
+
+
+@pytest.mark.parametrize("name", ["chat_template.json", "processor_config.json"])
+def test_the_template_of_a_processor_is_used_if_the_tokenizer_has_none(folder, name):
+    (folder / name).write_text(json.dumps({"chat_template": "{{ 'processor' }}"}))
+    assert open_tokenizer(folder).chat_template == PLAIN
+    (folder / "chat_template.jinja").unlink()
+    tokenizer = open_tokenizer(folder)
+    assert tokenizer.has_chat_template
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == "processor"
+    change_json(folder, "tokenizer_config.json", chat_template=PLAIN)
+    assert open_tokenizer(folder).chat_template == PLAIN
+
+
+def test_additional_templates_are_opened_too(folder):
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ 'tools' }}")
+    tokenizer = open_tokenizer(folder)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert (
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": "a"}], tools=tools, tokenize=False
+        )
+        == "tools"
+    )
+    assert turn_end_of(tokenizer) == END
