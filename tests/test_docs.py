@@ -22,3 +22,9 @@ def test_files_named_in_the_docs_exist():
     assert len(named) > 30
     missing = {n for n in named if not (checkout / n).exists() and not (package / n).exists()}
     assert not missing
+
+
+def test_the_tables_of_the_data_page_are_those_of_the_code():
+    made = runpy.run_path(str(DOCS / "make_data.py"))["page"]
+    text = (DOCS / "data.md").read_text(encoding="utf-8")
+    assert text == made(text), "run: python docs/make_data.py"
