@@ -70,7 +70,7 @@ def tables() -> str:
     return "\n".join(
         [
             *table("a row has", "it is", rows), "", *table("what", "its names", names), "",
-            "A role in other capitals is the same role. Other columns are guessed by their names:", "",
+            "A role in other capitals is the same. Other columns are guessed by their names:", "",
             *table("it is", "if it is called", guessed),
         ]
     )  # fmt: skip

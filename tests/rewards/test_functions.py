@@ -48,6 +48,15 @@ def test_the_function_gets_the_arguments_of_trl(load):
     }
 
 
+def test_a_function_gets_messages_where_the_prompt_is_messages(load):
+    """As from TRL: functions that were written for it read completion[0]["content"]."""
+    turns = [{"role": "user", "content": "p"}]
+    text = "def f(prompts, completions, **_): return [float(c[0]['content'] == p[-1]['content']"
+    function = load(f"{text} + 'a') for p, c in zip(prompts, completions)]")
+    asked = rollout(completion="pa", messages=turns, row={"prompt": turns})
+    assert function.rewards([asked], 1) == [1.0]
+
+
 def test_a_column_of_the_name_of_an_own_argument_is_not_passed(load):
     function = load("def f(completions, expected, **_): return [float(e == 'x') for e in expected]")
     assert function.rewards([rollout(expected="x", row={"expected": "y"})], 1) == [1.0]

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from your_ai.data.turns import ASSISTANT
 from your_ai.errors import UserError
 from your_ai.gates.functions import UsersCodeFailed, as_float, load_function, running_users_code
 from your_ai.gates.text import counted, nearest, quoted
@@ -82,8 +83,16 @@ class RewardFunction:
             if name not in OWN_ARGUMENTS and name not in NOT_COLUMNS
         )
         given = {
-            "prompts": [rollout.prompt for rollout in rollouts],
-            "completions": [rollout.completion for rollout in rollouts],
+            "prompts": [
+                deepcopy(rollout.messages) if in_messages(rollout) else rollout.prompt
+                for rollout in rollouts
+            ],
+            "completions": [
+                [{"role": ASSISTANT, "content": rollout.completion}]
+                if in_messages(rollout)
+                else rollout.completion
+                for rollout in rollouts
+            ],
             "messages": [deepcopy(rollout.messages) for rollout in rollouts],
             "expected": [rollout.expected for rollout in rollouts],
             **{name: [deepcopy(r.row.get(name)) for r in rollouts] for name in columns},
@@ -96,6 +105,11 @@ class RewardFunction:
             for name, has_default in self.parameters.items()
             if name in given or not has_default
         }
+
+
+def in_messages(rollout: Rollout) -> bool:
+    """Whether the prompt of its row is messages: then TRL gives its functions messages, too."""
+    return isinstance(rollout.row.get("prompt"), list)
 
 
 def load_reward_function(name: str) -> RewardFunction:
