@@ -25,6 +25,8 @@ from your_ai.errors import UserError
 from your_ai.gates.text import counted, shortened
 
 SPANS_SECONDS = 8.0  # for all turns of a chat; a chat of 4,000 messages takes this long
+# Of messages; of others that have a value, the template's code says whether they are used.
+KEYS = {"role", "content", "weight", "tool_calls", "name", "id", "tool_call_id", REASONING[0]}
 SENTINEL = "\ue000\ue001"  # private use: neither in data nor in templates
 
 
@@ -118,6 +120,9 @@ class Answers:
         if token := next(filter(None, (self.template.wrote(m["content"]) for m in messages)), None):
             note = f"messages have tokens of the chat template, such as {token}, in their text"
             self.notes.add(note, where)
+        for key in {key for message in messages for key in message} - KEYS:
+            if not self.template.names(key) and f".{key}" not in self.template.source:
+                self.notes.add(f"the key {shortened(key)} of messages is not used", where)
         for index in trained_turns(chat):
             turn = messages[index]
             if not (turn["content"].strip() or turn.get("tool_calls") or reasoning_of(turn)):

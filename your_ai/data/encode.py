@@ -269,7 +269,8 @@ class Encoder:
         special = special and not (bos and text.startswith(bos))
         with naming(where):
             ids = tokenize_ids(self.backend, text, special)
-        if ends and (not len(ids) or ids[-1] not in self.tokenizer.eos_token_ids):
+        has_end = len(ids) and ids[-1] in self.tokenizer.eos_token_ids
+        if ends and not has_end and not text.rstrip().endswith(self.end_tokens or ("\0",)):
             return np.append(ids, self._end(where))
         return ids
 

@@ -54,9 +54,9 @@ def parse_message(message: Any, where: str) -> dict:
         role, content, calls = ASSISTANT, "", [*calls, *calls_in(content, where)]
     if content is None and not (calls or reasoning):
         raise UserError(f"{where}: content: expected text, found nothing")
-    parsed = {"role": role, "content": content or "", **given}
-    for name in ("weight", *TRAINED_FLAGS, *MASKED_FLAGS):
-        parsed.pop(name, None)
+    flags = ("weight", *TRAINED_FLAGS, *MASKED_FLAGS)
+    others = {n: v for n, v in given.items() if n not in flags and v not in (None, "", [], {})}
+    parsed = {"role": role, "content": content or "", **others}
     weight = parse_message_weight(message, where)
     parsed |= {"weight": weight} if weight is not None else {}
     parsed |= {REASONING[0]: reasoning} if reasoning else {}
