@@ -352,3 +352,32 @@ def test_any_score_is_a_number_or_refused_in_one_line(score):
     else:
         assert found == float(score)
         assert abs(found) <= 1e6
+
+
+TURN = {"role": "user", "content": "q"}
+OTHER_FORMS = {
+    "OpenAI": {"input": {"messages": [TURN]},
+               "preferred_output": [{"role": "assistant", "content": "good"}],
+               "non_preferred_output": [{"role": "assistant", "content": "bad"}]},
+    "LLaMA-Factory": {"conversations": [{"from": "human", "value": "q"}],
+                      "chosen": {"from": "gpt", "value": "good"},
+                      "rejected": {"from": "gpt", "value": "bad"}},
+    "messages": {"messages": [TURN], "chosen": "good", "rejected": "bad"},
+    "Alpaca": {"instruction": "q", "input": "", "chosen": "good", "rejected": "bad"},
+    "context": {"context": "q", "chosen": "good", "rejected": "bad"},
+    "HH-RLHF": {"chosen": "\n\nHuman: q\n\nAssistant: good",
+                "rejected": "\n\nHuman: q\n\nAssistant: bad"},
+    "HH-RLHF with a prompt": {"prompt": "\n\nHuman: q\n\nAssistant:", "chosen": " good",
+                              "rejected": " bad"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_FORMS)
+def test_pairs_of_other_programs_have_their_question_and_answers(name):
+    content = parse_pairs(OTHER_FORMS[name], "here").content
+    for found, answer in ((content.chosen, "good"), (content.rejected, "bad")):
+        if isinstance(found, Pair):
+            assert (found.prompt, found.completion) == ("q", answer)
+        else:
+            assert [turn["content"] for turn in found.messages] == ["q", answer]
+            assert found.first_trained == 1

@@ -1,0 +1,42 @@
+"""What was noticed in rows is said once for each kind."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from your_ai.data.lines import Fields
+from your_ai.data.notes import MOST_KINDS, Notes, notes_from
+
+
+def test_a_kind_is_counted_and_has_its_first_place():
+    notes = Notes()
+    for number in (3, 5):
+        notes.add("no answer", f"f:{number}")
+    notes.add("no tools", "f:9")
+    assert notes.lines() == [
+        "no answer: 2 rows, the first in f:3",
+        "no tools: 1 row, the first in f:9",
+    ]
+    assert notes_from(json.loads(json.dumps(notes.as_json()))) == notes
+
+
+def test_kinds_are_few():
+    notes = Notes()
+    for number in range(2 * MOST_KINDS):
+        notes.add(f"column {number}", "f:1")
+    assert len(notes.lines()) == MOST_KINDS
+
+
+@pytest.mark.parametrize("content", [[1], [["a", "b", "c"]], [["a", 1]], [[1, 1, "f"]]])
+def test_other_contents_are_refused(content):
+    with pytest.raises((ValueError, TypeError)):
+        notes_from(content)
+
+
+def test_fields_that_are_not_read_are_unused_unless_they_are_empty():
+    fields = Fields({"a": 1, "b": 2, "c": 3, "d": None, "e": "", "f": []})
+    assert fields["a"] == 1
+    assert fields.without("a").get("b") == 2
+    assert fields.unused() == ("c",)

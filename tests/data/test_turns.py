@@ -1,0 +1,104 @@
+"""Messages in the forms of other programs become the one form that templates expect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from your_ai.data.turns import parse_message, parse_tools
+from your_ai.errors import UserError
+
+OBJECT = {"a": 1}
+CALL = {"type": "function", "function": {"name": "f", "arguments": OBJECT}}
+
+
+def parsed(**message: Any) -> dict[str, Any]:
+    return parse_message(message, "here")
+
+
+@pytest.mark.parametrize(
+    ("role", "meant"),
+    [("Human", "user"), ("GPT", "assistant"), ("bot", "assistant"), ("System", "system"),
+     ("tool-response", "tool_response"), ("Narrator", "Narrator")],
+)  # fmt: skip
+def test_roles_have_many_names_and_unknown_ones_stay(role, meant):
+    assert parsed(role=role, content="x")["role"] == meant
+
+
+def test_a_turn_of_sharegpt_keeps_all_its_keys():
+    turn = {"from": "gpt", "value": "x", "weight": 0, "reasoning": "r", "name": "n"}
+    assert parse_message(turn, "here") == {
+        "role": "assistant", "content": "x", "weight": 0, "reasoning_content": "r", "name": "n",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", [OBJECT, '{"a": 1}', '"{\\"a\\": 1}"'])
+@pytest.mark.parametrize("flat", [True, False])
+def test_arguments_of_a_call_are_an_object_whatever_they_were(arguments, flat):
+    call = {"name": "f", "arguments": arguments}
+    calls = [call if flat else {"type": "function", "function": call}]
+    found = parsed(role="assistant", content=None, tool_calls=calls)
+    assert found == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+
+@pytest.mark.parametrize("nothing", ["", " ", "null", None, "{}", {}])
+def test_a_call_without_arguments_has_an_empty_object(nothing):
+    calls = [{"name": "f", "arguments": nothing}]
+    (call,) = parsed(role="assistant", content="", tool_calls=calls)["tool_calls"]
+    assert call["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize("none", [[], None, ""])
+def test_no_calls_are_no_key(none):
+    assert "tool_calls" not in parsed(role="assistant", content="x", tool_calls=none)
+
+
+@pytest.mark.parametrize("role", ["function_call", "tool_call"])
+def test_a_turn_that_is_a_call_is_a_call_of_the_assistant(role):
+    for content in (
+        '{"name": "f", "arguments": {"a": 1}}',
+        '[{"name": "f", "arguments": "{\\"a\\": 1}"}]',
+    ):
+        assert parsed(role=role, content=content) == {
+            "role": "assistant", "content": "", "tool_calls": [CALL],
+        }  # fmt: skip
+    with pytest.raises(UserError, match="expected a call as JSON"):
+        parsed(role=role, content="f(a=1)")
+
+
+def test_the_older_function_call_is_a_tool_call():
+    call = {"name": "f", "arguments": '{"a": 1}'}
+    assert parsed(role="assistant", content="", function_call=call)["tool_calls"] == [CALL]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_has_one_name(name):
+    assert parsed(role="assistant", content="x", **{name: "r"})["reasoning_content"] == "r"
+    parts = [{"type": "thinking", "thinking": "r"}, {"type": "text", "text": "x"}]
+    assert parsed(role="assistant", content=parts)["reasoning_content"] == "r"
+    with pytest.raises(UserError, match="differ; keep one of them"):
+        parsed(role="assistant", content="x", reasoning="r", thinking="s")
+
+
+@pytest.mark.parametrize(
+    ("flags", "weight"),
+    [({"training": False}, 0), ({"train": True}, 1), ({"loss": 0}, 0), ({"masked": True}, 0),
+     ({"weight": None}, None), ({"weight": 1, "trainable": False}, 0), ({}, None)],
+)  # fmt: skip
+def test_flags_say_whether_a_message_is_trained(flags, weight):
+    assert parsed(role="assistant", content="x", **flags).get("weight") == weight
+
+
+@pytest.mark.parametrize("content", [{"a": 1}, 0.5, ["x"], [{"type": "image_url"}]])
+def test_contents_that_are_no_text_are_refused(content):
+    with pytest.raises(UserError, match="^here: content: "):
+        parsed(role="user", content=content)
+
+
+def test_tools_have_one_form():
+    function = {"name": "f", "parameters": {}}
+    whole = [{"type": "function", "function": function}]
+    for row in ({"tools": [function]}, {"functions": [function]}, {"tools": whole}):
+        assert parse_tools(row, "here") == whole
+    assert parse_tools({"tools": "[]"}, "here") is parse_tools({"tools": ""}, "here") is None
