@@ -92,7 +92,7 @@ def test_flags_say_whether_a_message_is_trained(flags, weight):
 
 @pytest.mark.parametrize("content", [{"a": 1}, 0.5, ["x"], [{"type": "image_url"}]])
 def test_contents_that_are_no_text_are_refused(content):
-    with pytest.raises(UserError, match="^here: content: "):
+    with pytest.raises(UserError, match=r"^here: content: "):
         parsed(role="user", content=content)
 
 
