@@ -31,13 +31,21 @@ TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     ],
 )
 def test_roles_are_guessed_from_the_names(names, roles):
-    assert guess(names, "here") == roles
+    assert guess(dict.fromkeys(names, "words"), "here") == roles
 
 
-@pytest.mark.parametrize("names", [("a", "b"), ("question",), ("answer",), ()])
-def test_names_that_do_not_tell_are_refused_with_the_option_that_does(names):
-    with pytest.raises(UserError, match=r"^here: unknown row format.*--columns prompt=COLUMN"):
-        guess(names, "here")
+@pytest.mark.parametrize(
+    ("names", "option"),
+    [
+        (("a", "b"), "prompt=a,completion=b"),
+        (("question",), "prompt=question,completion=COLUMN"),
+        (("answer",), "prompt=COLUMN,completion=answer"),
+        ((), "prompt=COLUMN,completion=COLUMN"),
+    ],
+)
+def test_names_that_do_not_tell_are_refused_with_the_option_that_does(names, option):
+    with pytest.raises(UserError, match=rf"^here: unknown row format.*--columns {option}$"):
+        guess(dict.fromkeys(names, "words"), "here")
 
 
 def test_rows_in_a_known_format_are_kept():

@@ -47,8 +47,9 @@ class TrainConfig:
     )
     columns: tuple[str, ...] = setting(
         (),
-        "What the columns are, e.g. prompt=question,completion=answer (also text, messages, system "
-        "and weight); default: guessed from their names.",
+        "What the columns are, e.g. prompt=question,completion=answer; the roles are prompt, "
+        "completion, messages, text, system, weight, chosen and rejected (pairs), label (kto), "
+        "score and margin (reward); default: guessed from their names.",
     )
     prompt_template: str = setting(
         "", "File with a Jinja template that makes the prompt from the columns of a row."

@@ -80,10 +80,7 @@ def find_splits(
     Raises UserError if there is no training data, for a row that cannot be used, and for columns
     or a template that do not fit the rows.
     """
-    kind = config.row_kind
-    layout = layout_of(
-        config.columns, config.prompt_template, labeled=kind == "labels", prompts=kind == "prompts"
-    )
+    layout = layout_of(config.columns, config.prompt_template, config.row_kind)
     sources = all_sources(config, to_train)
     holds_out = to_train and config.valid == "" and not any("valid" in s.splits for s in sources)
     limit = RowLimit(config.max_row_bytes)

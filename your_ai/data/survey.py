@@ -7,13 +7,14 @@ import json
 from array import array
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from your_ai.config import TrainConfig
-from your_ai.data.encode import EncodedRow, Encoder, has_answer, pair_to_chat
+from your_ai.data.drawn import DrawnRow, draw_row
+from your_ai.data.encode import Encoder, has_answer, pair_to_chat
 from your_ai.data.preferences import parser_of
 from your_ai.data.rows import (
     Chat,
@@ -30,7 +31,6 @@ from your_ai.data.rows import (
 from your_ai.data.sources import SPLITS, Splits
 from your_ai.errors import UserError
 
-DRAWN_TOKENS = 400  # of a row that is shown
 KINDS = {
     "Chat": "chat",
     "Pair": "prompt + completion",
@@ -42,15 +42,6 @@ KINDS = {
 }
 QUANTILES = {"least": 0.0, "median": 0.5, "p95": 0.95, "most": 1.0}
 BINS = 12  # at most, of a histogram
-
-
-@dataclass(frozen=True)
-class DrawnRow:
-    """A row as the model sees it."""
-
-    where: str
-    parts: tuple[tuple[str, bool], ...]
-    """(text, whether it is trained), in order; cut off after DRAWN_TOKENS."""
 
 
 @dataclass
@@ -115,7 +106,7 @@ def survey(found: Splits, config: TrainConfig, tokenizer: Any | None, draw: int)
     """Read all rows once.
 
     tokenizer: of the model; None leaves out what needs one. draw: how many training rows to show,
-    spread over the whole file.
+    spread over the whole file; refused ones if there are no others.
     Raises UserError for a row that is in no known format.
     """
     limit = RowLimit(config.max_row_bytes)
@@ -125,21 +116,24 @@ def survey(found: Splits, config: TrainConfig, tokenizer: Any | None, draw: int)
     parse = parser_of(config.row_kind)
     splits: dict[str, SplitSurvey] = {}
     trained: set[bytes] = set()
-    places: list[int] = []
+    places: list[int] = []  # lines of training rows
+    refused: list[int] = []
     for name in SPLITS:
         if name not in found.files:
             continue
         seen = trained if name == "train" else set()
         splits[name] = split = SplitSurvey()
         for row in read_rows(found.files[name], limit, parse):
-            if count(split, row, encoder, config.max_seq_length, seen, trained):
-                places.append(row.line if name == "train" else 0)
-    wanted = spread([place for place in places if place], draw)
-    drawn = []
-    if encoder is not None:
-        rows = (r for r in read_rows(found.files["train"], limit, parse) if r.line in wanted)
-        for row in islice(rows, len(wanted)):
-            drawn += [draw_row(row.where, text, tokenizer) for text in encoder.encode_all(row)]
+            is_trained = count(split, row, encoder, config.max_seq_length, seen, trained)
+            if name == "train":
+                (places if is_trained else refused).append(row.line)
+    wanted = spread(places or refused, draw)
+    rows = (r for r in read_rows(found.files["train"], limit, parse) if r.line in wanted)
+    drawn = [
+        text
+        for row in islice(rows, len(wanted))
+        for text in draw_row(row, encoder, config.mask_prompt)
+    ]
     unit = "characters" if encoder is None else "tokens"
     return Survey(splits, tuple(drawn), found.notes, unit)
 
@@ -210,20 +204,6 @@ def spread(places: list[int], count: int) -> set[int]:
     return {places[index] for index in chosen}
 
 
-def draw_row(where: str, encoded: EncodedRow, tokenizer: Any) -> DrawnRow:
-    """The text of a row in parts that are trained or not."""
-    tokens, trained = encoded.tokens[:DRAWN_TOKENS], encoded.trained[:DRAWN_TOKENS]
-    edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
-    parts = [
-        (tokenizer.decode(tokens[begin:end].tolist()), bool(trained[begin]))
-        for begin, end in pairwise(edges)
-        if end > begin
-    ]
-    if len(encoded.tokens) > DRAWN_TOKENS:
-        parts.append((f" ... {len(encoded.tokens) - DRAWN_TOKENS:,} more tokens", False))
-    return DrawnRow(where, tuple(parts))
-
-
 def as_json(found: Survey, config: TrainConfig) -> dict[str, Any]:
     """The survey for programs."""
     return {
@@ -250,7 +230,12 @@ def as_json(found: Survey, config: TrainConfig) -> dict[str, Any]:
             for name, split in found.splits.items()
         },
         "drawn": [
-            {"where": row.where, "parts": [{"text": t, "trained": y} for t, y in row.parts]}
+            {
+                "where": row.where,
+                "answer": row.answer,
+                "problem": row.problem,
+                "parts": [{"text": t, "trained": y} for t, y in row.parts],
+            }
             for row in found.drawn
         ],
     }
