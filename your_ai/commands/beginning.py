@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from your_ai.commands.asking_columns import ABOUT_OBJECTIVE, ask_columns
-from your_ai.commands.options import joined, text_of
+from your_ai.commands.options import columns_of, joined, text_of
 from your_ai.commands.progress import rows_read
 from your_ai.config import AUTO, DEMO, DEMO_DATA, GRPO, SFT, SOFT, build, coerce, flag
 from your_ai.data.column_hints import UnknownColumns
@@ -113,7 +113,7 @@ def init(
             " give them as options, or --yes for the defaults"
         )
     asker = Asker(interactive=not yes)
-    named = coerce("columns", joined(columns or ()), "--columns")
+    named = columns_of(columns)
     settings = answered(asker, given, named)
     text = commented_yaml(settings)
     check_place(path, force)

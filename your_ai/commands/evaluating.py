@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from your_ai.commands.options import CHECKPOINT, MODEL, NEWEST, run_or_newest
+from your_ai.commands.options import CHECKPOINT, COLUMNS, MODEL, NEWEST, columns_of, run_or_newest
 from your_ai.gates.console import echo_error, echo_json, open_console
 
 
@@ -15,10 +15,11 @@ def evaluate(
     data: Annotated[
         str | None,
         typer.Option(
-            help="A .jsonl file, or a folder with test.jsonl or valid.jsonl; default: the run's "
-            "own data."
+            help="A file of rows in any form, or a folder with test or valid rows; default: the "
+            "run's own data."
         ),
     ] = None,
+    columns: Annotated[list[str] | None, COLUMNS] = None,
     metric: Annotated[
         str | None,
         typer.Option(
@@ -68,6 +69,7 @@ def evaluate(
             measured = api.evaluate(
                 name,
                 data,
+                columns=columns_of(columns),
                 metric=metric,
                 batch_size=batch_size,
                 max_memory=max_memory,

@@ -13,6 +13,7 @@ from your_ai.config import (
     FIELDS,
     OBJECTIVES_WITH,
     TYPES,
+    coerce,
     default_text,
     describe,
     flag,
@@ -117,6 +118,23 @@ def choices_of(name: str) -> Callable[[str], list[str]] | None:
 def is_listed(name: str) -> bool:
     """Whether a setting is a list, so that its option may be given several times."""
     return name == "data" or TYPES[name] == tuple[str, ...]
+
+
+# For commands that read rows of a run, or others.
+COLUMNS = typer.Option(
+    "--columns",
+    help=FIELDS["columns"]
+    .metadata["help"]
+    .replace(
+        "default: guessed from their names", "default: as the run's, or guessed from their names"
+    ),
+    metavar="NAMES",
+)
+
+
+def columns_of(texts: Sequence[str] | None) -> tuple[str, ...]:
+    """The value of --columns, which may be given several times."""
+    return coerce("columns", joined(texts or ()), "--columns")
 
 
 def joined(texts: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from your_ai.commands.options import CHECKPOINT, MODEL, NEWEST, run_or_newest
+from your_ai.commands.options import CHECKPOINT, COLUMNS, MODEL, NEWEST, columns_of, run_or_newest
 from your_ai.gates.console import echo_error, echo_json
 from your_ai.gates.text import now_and_then
 
@@ -21,6 +21,7 @@ def score(
             metavar="FILE",
         ),
     ] = "-",
+    columns: Annotated[list[str] | None, COLUMNS] = None,
     too_long: Annotated[
         str,
         typer.Option(
@@ -46,6 +47,7 @@ def score(
     rows = api.score(
         run_or_newest(run),
         file,
+        columns=columns_of(columns),
         **options,
         checkpoint=checkpoint,
         model=model,

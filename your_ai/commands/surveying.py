@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from your_ai.commands.asking_columns import show_records
-from your_ai.commands.options import joined, text_of
+from your_ai.commands.options import columns_of, text_of
 from your_ai.commands.progress import rows_read
 from your_ai.config import DEMO, DEMO_DATA, TrainConfig, build, coerce, defaults
 from your_ai.data.column_hints import UnknownColumns
@@ -47,7 +47,7 @@ def data(
     from your_ai.data.sources import checked_settings, find_splits
 
     settings = {"data": path, "valid": valid, "prompt_template": prompt_template}
-    settings |= {"columns": coerce("columns", joined(columns or ()), "--columns")}
+    settings |= {"columns": columns_of(columns)}
     settings |= {"mask_prompt": mask_prompt, "max_seq_length": max_seq_length}
     settings |= {"objective": coerce("objective", objective, "--objective")}
     if model is not None:

@@ -103,7 +103,8 @@ class Layout:
             if column not in record:
                 raise UserError(
                     f"{where}: has no column {shortened(column)}, which is to be the {role}; "
-                    f"columns: {listed(record)}"
+                    f"columns: {listed(record)}; say what they are with "
+                    f"{columns_option(self.kind, record, self.render_prompt is not None)}"
                 )
             value = record[column]
             is_text = role not in ("messages", "label", *NUMBERS) and not isinstance(value, list)

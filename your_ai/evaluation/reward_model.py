@@ -137,7 +137,7 @@ def score_records(
     too_long: str,
 ) -> Iterator[dict[str, Any]]:
     """As `score_rows`; records: with the place of each, for messages."""
-    layout = layout_of(config.columns, config.prompt_template, config.row_kind)
+    layout = layout_of(config.columns, config.prompt_template)
     records = iter(records)
     while part := list(islice(records, ROWS_TOGETHER)):
         texts = []
