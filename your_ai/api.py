@@ -24,6 +24,7 @@ from your_ai.config import (
 )
 from your_ai.errors import RunError, UserError, explain
 from your_ai.gates.console import echo_error, open_console
+from your_ai.gates.paths import missing_text
 from your_ai.run import events
 from your_ai.run import folder as folders
 from your_ai.run.folder import RunFolder
@@ -385,7 +386,7 @@ def score(
         if path.is_dir():
             raise UserError(f"{path}: is a folder; give a file of rows")
         if not path.is_file():
-            raise UserError(f"{path}: no such file; give a file of rows, or - for standard input")
+            raise UserError(f"{rows}: {missing_text(path, 'file')}; - is standard input")
     if trained.note:
         on_note(trained.note)
     found = score_rows(trained, rows, too_long, batch_size, max_memory)

@@ -133,7 +133,7 @@ def test_an_epoch_is_timed_by_the_newest_run_of_the_model(capsys, configure, tin
         (("a.csv", "--columns", "promt=q"), "did you mean prompt"),
         (("a.csv", "--model", "nothing-here"), "--model nothing-here"),
         (("a.csv", "--max-seq-length", "1"), "must be at least 2"),
-        (("a.csv", "--prompt-template", "none.jinja"), "cannot be read"),
+        (("a.csv", "--prompt-template", "none.jinja"), "no such file: /"),
     ],
 )
 def test_wrong_arguments_are_one_line(capsys, arguments, message):

@@ -188,7 +188,7 @@ def test_a_template_that_fails_names_the_row(monkeypatch, text, reason):
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(b"{{ a ", "line 1: "), (b"\xff", "is not UTF-8 text"), (None, "cannot be read")],
+    [(b"{{ a ", "line 1: "), (b"\xff", "is not UTF-8 text"), (None, "no such file: /")],
 )
 def test_a_template_that_is_not_one_is_refused(content, reason):
     if content is not None:

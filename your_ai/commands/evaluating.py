@@ -6,7 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
-from your_ai.commands.options import CHECKPOINT, COLUMNS, MODEL, NEWEST, columns_of, run_or_newest
+from your_ai.commands.options import (
+    CHECKPOINT,
+    COLUMNS,
+    MAX_MEMORY,
+    MODEL,
+    NEWEST,
+    columns_of,
+    run_or_newest,
+)
 from your_ai.gates.console import echo_error, echo_json, open_console
 
 
@@ -27,9 +35,7 @@ def evaluate(
             "answers are generated for it.",
         ),
     ] = None,
-    max_memory: Annotated[
-        float | None, typer.Option(help="Memory limit of this process, in GB.", min=0.0)
-    ] = None,
+    max_memory: Annotated[float | None, MAX_MEMORY] = None,
     batch_size: Annotated[
         int | None, typer.Option(help="Rows per batch, if they fit; default: the run's.", min=1)
     ] = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -62,6 +63,8 @@ def tune(
         folder = tuning.find_tune(resume)
     else:
         settings = resolve(flags, config, on_note=training.echo_note)
+        if "run" not in flags:  # the file may be that of a run
+            settings = replace(settings, run="")
         check_settings(settings, flags)
         training.fetch_data(settings, console, bool(yes))
         settings = training.check(settings, detach=False)

@@ -25,6 +25,7 @@ from your_ai.data.rows import FORMATS, read_json
 from your_ai.data.template import TooSlow, limited_memory, limited_time
 from your_ai.errors import UserError
 from your_ai.files import read_text
+from your_ai.gates.paths import unreadable_text
 from your_ai.gates.text import shortened
 
 # What a column can be, and the names that it often has, the most telling first.
@@ -339,9 +340,10 @@ def template_of(name: str) -> Callable[[Mapping[str, Any], str], str]:
         source = read_text(path, TEMPLATE_BYTES)
     except UnicodeDecodeError as error:
         raise UserError(f"{label}: is not UTF-8 text") from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{label}: cannot be read ({reason})") from error
+    except OSError as error:
+        raise UserError(f"{label}: {unreadable_text(path, error)}") from error
+    except ValueError as error:
+        raise UserError(f"{label}: cannot be read ({error})") from error
 
     class Environment(ImmutableSandboxedEnvironment):
         """Limits products, which could take all memory at once, also while it compiles."""

@@ -34,6 +34,7 @@ from your_ai.data.records import SUFFIXES, form_of, is_compressed, read_records,
 from your_ai.data.rows import ORIGIN, ParseRow, RowLimit, read_first_row, read_rows
 from your_ai.errors import UserError
 from your_ai.files import atomic_folder, packaged, read_text, sha256
+from your_ai.gates.paths import missing_text
 from your_ai.gates.text import counted, shortened
 
 SPLITS = ("train", "valid", "test")
@@ -299,7 +300,7 @@ def find_path(name: str, label: str) -> Path:
         path = Path(name).expanduser()
         path.stat()
     except FileNotFoundError as error:
-        raise UserError(f"{label}: no such file or folder") from error
+        raise UserError(f"{label}: {missing_text(name, known=DEMO_DATA)}") from error
     except OSError as error:
         raise UserError(f"{label}: cannot be read ({error.strerror})") from error
     except (RuntimeError, ValueError) as error:  # no such user's home; a null character
