@@ -381,4 +381,4 @@ def test_missing_optuna_is_named(capsys, monkeypatch):
     monkeypatch.setattr(tune_study.importlib.util, "find_spec", lambda name: None)
     status, _, error = call(capsys, "tune")
     assert status == 2
-    assert "pip install 'your_ai[tune]'" in error
+    assert "pip install '.[tune]'" in error

@@ -31,8 +31,8 @@ class Local:
     name: str
     """The name to use with --model."""
     folder: Path
-    where: Literal["models", "cache"]
-    """In one of `model_roots()`, or in the Hugging Face cache."""
+    where: Literal["your_ai", "models", "cache"]
+    """With your_ai, in one of `model_roots()`, or in the Hugging Face cache."""
     size_bytes: int
     repo: str | None = None
     """The repository id on the hub, if known."""
