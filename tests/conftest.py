@@ -366,6 +366,7 @@ def configure(tiny_model: Path, data_folder: Path) -> Callable[..., TrainConfig]
             "lora_targets": ["q_proj"],
             "lora_rank": 4,
             "supervise": False,
+            "samples": 0,
         }
         return build({**first, **settings}, "test")
 

@@ -279,6 +279,53 @@ def test_a_resume_with_another_objective_names_the_objective_alone():
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "may"),
+    [
+        ({"seed": "8"}, "--epochs, --max-steps, --max-memory, --plan"),
+        ({"epochs": "9", "seed": "8", "save_every": "5"}, "--epochs, --save-every"),
+    ],
+)
+def test_a_refused_resume_names_a_few_settings_that_may_change(flags, may):
+    with pytest.raises(UserError) as caught:
+        resumed(TrainConfig(data="d", run="r"), flags)
+    assert str(caught.value) == (
+        f"--seed 8: the run started with 0, which cannot change on --resume (these may: {may}); "
+        "leave it out, or start a new run, with --from r from its adapter"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "gb"),
+    [
+        *(("8", 8), ("8GB", 8), ("8 gb", 8), ("0.5g", 0.5), ("500MB", 0.5), ("1e3 M", 1)),
+        *(("8GiB", 8 * 2**30 / 1e9), ("512MiB", 2**29 / 1e9), (8, 8), ("1_0", 10)),
+    ],
+)
+def test_memory_may_have_a_unit(text, gb):
+    assert resolve({"max_memory": text, "data": "d"}, None).max_memory == pytest.approx(gb)
+
+
+@pytest.mark.parametrize("text", ["GB", "8kB", "8GBs", "8 8GB", "", "MB500", "8TB"])
+def test_memory_that_is_no_size_is_refused_with_examples(text):
+    with pytest.raises(UserError, match=r"--max-memory: expected .* such as 8 or 500MB, found"):
+        resolve({"max_memory": text, "data": "d"}, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "near"),
+    [("objective", "dppo", "dpo"), ("optimizer", "adammw", "adamw"), ("too_long", "eror", "error")],
+)
+def test_one_wrong_letter_suggests_the_word(name, text, near):
+    with pytest.raises(UserError, match=rf"did you mean {near}\?$"):
+        resolve({name: text, "data": "d"}, None)
+
+
+def test_one_wrong_letter_suggests_the_preset():
+    with pytest.raises(UserError, match=r"no such file or preset: /.*; did you mean demo-dpo\?$"):
+        resolve({}, "demo-dpp")
+
+
 def test_a_resume_refuses_the_settings_of_another_objective():
     saved = TrainConfig(data="d", objective="dpo")
     with pytest.raises(UserError, match="--simpo-gamma: --objective dpo does not use it"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from your_ai.config import (
 )
 from your_ai.errors import RunError, UserError, explain
 from your_ai.gates.console import echo_error, open_console
+from your_ai.gates.paths import missing_text
 from your_ai.run import events
 from your_ai.run import folder as folders
 from your_ai.run.folder import RunFolder
@@ -289,6 +290,7 @@ def evaluate(
     run: Run | str | Path,
     data: str | Path | None = None,
     *,
+    columns: Sequence[str] = (),
     metric: str | None = None,
     batch_size: int | None = None,
     max_memory: float | None = None,
@@ -304,7 +306,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Compare a run's adapter with its base model; return the content of evaluation.json.
 
-    data: a .jsonl file or a folder; default: the run's own. metric: `module:function`.
+    data: a file or a folder; default: the run's own. columns: what its columns are, such as
+    ("prompt=question", "completion=answer"); default: the run's. metric: `module:function`.
     max_memory: limit of this process, in GB. on_progress, on_note: called with the progress, and
     with what the user should know. `measures` has the value and interval of base, adapter and
     difference for loss, perplexity and exact_match, and of a run that learns preferences, for
@@ -319,7 +322,10 @@ def evaluate(
     if not 0 < confidence < 1:
         raise UserError(f"--confidence {confidence:g}: must be above 0 and below 1")
     trained = _trained(_run(run).path, checkpoint, model)
-    path = rows.choose_file(None if data is None else str(data), trained.config)
+    if columns and data is None:
+        raise UserError("--columns: the run's rows have known columns; give other rows with --data")
+    config = replace(trained.config, columns=tuple(columns) or trained.config.columns)
+    path = rows.choose_file(None if data is None else str(data), config)
     request = Request(
         batch_size=batch_size or defaults.batch_size(trained.config, rows=0),
         max_memory_gb=max_memory,
@@ -344,6 +350,7 @@ def score(
     run: Run | str | Path,
     rows: str | Path | Iterable[dict[str, Any]],
     *,
+    columns: Sequence[str] = (),
     too_long: str = "error",
     batch_size: int = 8,
     max_memory: float | None = None,
@@ -355,6 +362,8 @@ def score(
 
     rows: a file, or - for standard input, or the rows themselves. Those with an answer get
     `reward`, those with `chosen` and `rejected` get `reward_chosen` and `reward_rejected`.
+    columns: what the columns are, such as ("prompt=question", "completion=answer"); default: the
+    run's.
     too_long: error or truncate. batch_size: rows that go through together, if they fit.
     max_memory: limit of this process, in GB. Raises UserError and RunError.
     """
@@ -368,13 +377,16 @@ def score(
     if max_memory is not None and not (math.isfinite(max_memory) and max_memory > 0):
         raise UserError(f"--max-memory {max_memory}: must be a number above 0")
     trained = _trained(_run(run).path, checkpoint, model)
+    if columns:
+        config = replace(trained.config, columns=tuple(columns))
+        trained = replace(trained, config=config)
     check_reward_run(trained, "score")
     if isinstance(rows, str | Path) and str(rows) != STDIN:
         path = Path(rows).expanduser()
         if path.is_dir():
             raise UserError(f"{path}: is a folder; give a file of rows")
         if not path.is_file():
-            raise UserError(f"{path}: no such file; give a file of rows, or - for standard input")
+            raise UserError(f"{rows}: {missing_text(path, 'file')}; - is standard input")
     if trained.note:
         on_note(trained.note)
     found = score_rows(trained, rows, too_long, batch_size, max_memory)

@@ -50,6 +50,10 @@ def written(path: str = "your_ai.yaml") -> TrainConfig:
     return resolve({}, path)
 
 
+def whole(name: str) -> str:
+    return str(Path(name).absolute())
+
+
 def refused(capsys, *arguments: object, status: int = 2) -> str:
     before = {*os.listdir(), "home"}  # there is the cache of converted rows
     assert call("init", *arguments) == status
@@ -70,7 +74,7 @@ def test_defaults_are_the_recommended_model_and_the_data_that_is_there(capsys, m
     assert "jsonl: 4 rows, prompt + completion" in out
     assert out.endswith("wrote your_ai.yaml; next:\n  your_ai train --config your_ai.yaml\n")
     config = written()
-    assert (config.model, config.data, config.objective) == (best, "data", "sft")
+    assert (config.model, config.data, config.objective) == (best, whole("data"), "sft")
     assert (config.max_memory, config.run) == (None, "")
 
 
@@ -118,7 +122,7 @@ def test_answers_that_are_typed_are_asked_again_until_they_are_valid(capsys, mon
     output = capsys.readouterr()
     assert output.err.count("error: ") == 5
     config = written()
-    assert (config.model, config.data, config.objective) == ("demo", HARD, "dpo")
+    assert (config.model, config.data, config.objective) == ("demo", whole(HARD), "dpo")
     assert (config.max_memory, config.run) == (0.5, "mine")
 
 
@@ -216,3 +220,55 @@ def test_file_works_for_plan_and_for_train(capsys):
 def test_data_folder_without_rows_is_not_the_default():
     Path("data").mkdir()
     assert beginning.data_here() == "demo"
+
+
+TICKETS = [{"nr": i, "they_wrote": f"Where is parcel {i}?", "we_said": "On its way."} for i in
+           range(9)]  # fmt: skip
+JUDGED = [{"they_wrote": f"Parcel {i}?", "good": "On its way.", "bad": "No."} for i in range(9)]
+
+
+def test_unknown_columns_are_asked_for_and_written(capsys, monkeypatch):
+    write_csv(Path("tickets.csv"), TICKETS)
+    answers = ("they_wrot", "they_wrote", "they_wrote", "", "", "")  # two are wrong
+    type_in(monkeypatch, "", *answers, interrupts=True)
+    arguments = ("--data", "tickets.csv", "--max-memory", "auto", "--run", "r", "--model", "demo")
+    assert call("init", *arguments) == 0
+    output = capsys.readouterr()
+    for number in range(3):
+        assert f"they_wrote: Where is parcel {number}?" in output.out
+    assert "parcel 3?" not in output.out
+    assert "Which column is the question [they_wrote]" in output.out
+    assert "Which column is the answer [we_said]" in output.out
+    assert "no column they_wrot; did you mean they_wrote?" in output.err
+    assert "they_wrote is already the question" in output.err
+    assert written().columns == ("prompt=they_wrote", "completion=we_said")
+    assert call("plan", "--config", "your_ai.yaml") == 0
+
+
+@pytest.mark.parametrize("given", [(), ("--objective", "dpo")])
+def test_columns_of_pairs_are_asked_for(capsys, monkeypatch, given):
+    write_csv(Path("judged.csv"), JUDGED)
+    type_in(monkeypatch, *[""] * (3 if given else 4), interrupts=True)
+    arguments = ("--data", "judged.csv", "--max-memory", "auto", "--run", "r", "--model", "demo")
+    assert call("init", *arguments, *given) == 0
+    assert "Which column is the bad answer [bad]" in capsys.readouterr().out
+    assert written().columns == ("prompt=they_wrote", "chosen=good", "rejected=bad")
+    assert written().objective == "dpo"
+
+
+def test_columns_are_an_option(capsys):
+    write_csv(Path("judged.csv"), JUDGED)
+    columns = "prompt=they_wrote,chosen=good,rejected=bad"
+    assert call("init", *QUICK, "--data", "judged.csv", "--columns", columns) == 0
+    assert (written().objective, written().columns) == ("dpo", tuple(columns.split(",")))
+    error = refused(capsys, "other.yaml", *QUICK, "--data", "judged.csv", "--objective", "dpo")
+    assert error.endswith(f"--columns {columns}")
+
+
+def test_file_works_from_any_folder(capsys, tmp_path_factory, monkeypatch):
+    write_csv(Path("tickets.csv"), TICKETS)
+    columns = "prompt=they_wrote,completion=we_said"
+    assert call("init", *QUICK, "--data", "tickets.csv=2", "--columns", columns) == 0
+    file = whole("your_ai.yaml")
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert call("plan", "--config", file) == 0

@@ -41,6 +41,20 @@ def test_a_table_is_called_by_its_own_name_and_not_by_its_copy(run, capsys):
     assert "note: evaluating on mine.csv\n" in error
 
 
+def test_columns_of_other_rows_are_named(run, capsys):
+    Path("mine.csv").write_text("they,we\na,b\nc,d\n")
+    status, _, error = call(capsys, "eval", "r", "--data", "mine.csv")
+    assert status == 2
+    assert error.endswith("say what they are with --columns prompt=they,completion=we\n")
+    options = ("--columns", "prompt=they", "--columns", "completion=we", "--resamples", "10")
+    status, out, _ = call(capsys, "eval", "r", "--data", "mine.csv", *options)
+    assert status == 0
+    assert out.startswith("r, step 40, on mine.csv: 2 rows, ")
+    status, _, error = call(capsys, "eval", "r", *options)
+    assert status == 2
+    assert error.startswith("error: --columns: ")
+
+
 def test_evaluates_a_run_on_its_own_test_rows(run, capsys):
     status, out, error = call(capsys, "eval", "r", "--resamples", "100")
     assert status == 0

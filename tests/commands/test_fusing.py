@@ -88,7 +88,7 @@ def test_without_names_the_newest_run_is_fused_into_a_folder_named_after_it(trai
 def test_one_name_alone_is_always_the_run(trained, capsys):
     """So that a mistyped run is not taken for the name of a new folder."""
     assert call("fuse", "drown", "--to", "same", "--no-measure") == 2
-    assert "no run named drown in runs; did you mean drawn?" in capsys.readouterr().err
+    assert "/runs; did you mean drawn?" in capsys.readouterr().err
     assert call("fuse", "drawn", "--to", "same", "--no-measure") == 0
     assert capsys.readouterr().out == "drawn-fused\n"
 

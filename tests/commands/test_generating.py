@@ -162,7 +162,7 @@ def test_bad_prompt_lines_are_reported_before_the_model_is_loaded(run, capsys):
     [
         (("--prompt", "a", "--prompts", "b"), "--prompt and --prompts: give one"),
         (("--prompt", " "), "--prompt: is empty"),
-        (("--prompts", "nowhere.txt"), "nowhere.txt: cannot be read"),
+        (("--prompts", "nowhere.txt"), "nowhere.txt: no such file: /"),
         (("--prompts", "."), ".: cannot be read"),
         (("--prompt", "a", "--temperature", "nan"), "--temperature nan"),
         (("--prompt", "a", "--top-p", "0"), "--top-p 0"),

@@ -44,7 +44,8 @@ def test_local_models_are_listed_before_known_models(hub, few_known, capsys):  #
     call(capsys, "download", REPO)
     status, out, _ = call(capsys, "models", "--json")
     rows = json.loads(out)
-    assert (status, rows[0]["repo"], rows[0]["where"]) == (0, REPO, "models")
+    assert [row["where"] for row in rows[:2]] == ["your_ai", "models"]
+    assert (status, rows[0]["name"], rows[1]["repo"]) == (0, "demo", REPO)
     assert {row["name"] for row in rows} >= set(few_known)
     status, out, _ = call(capsys, "models")
     assert (status, "llama-8b" in out) == (0, True)

@@ -64,6 +64,53 @@ def test_without_a_model_lengths_are_in_characters(capsys):
     assert "llama-8b is not on this machine" in output.err
 
 
+def test_rows_are_shown_without_a_model(capsys):
+    turns = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2!"}]
+    write_rows(Path("a.jsonl"), [{"prompt": "Ask", "completion": "Yes"}, {"messages": turns}])
+    assert call("data", "a.jsonl") == 0
+    out = capsys.readouterr().out
+    assert "a.jsonl:1 (in [[ ]]: trained)\nAsk\n[[Yes]]\n" in out
+    assert "a.jsonl:2 (in [[ ]]: trained)\nuser: 1?\nassistant: [[2!]]\n" in out
+
+
+def test_rows_that_the_template_refuses_are_shown_with_the_reason(capsys, tiny_model):
+    turns = [*chat("Ask", "Yes")["messages"]]
+    turns[-1]["reasoning_content"] = "because"
+    write_rows(Path("a.jsonl"), [{"messages": turns}])
+    (drawn,) = shown(capsys, "a.jsonl", "--model", tiny_model)["drawn"]
+    assert "omits reasoning_content" in drawn["problem"]
+    assert call("data", "a.jsonl", "--model", tiny_model) == 0
+    out = capsys.readouterr().out
+    assert "training refuses it: a.jsonl:1: messages[1]" in out
+    assert 'assistant: [[Yes{"reasoning_content": "because"}]]' in out
+
+
+@pytest.mark.parametrize("model", [(), ("--model", "demo")])
+def test_chosen_and_rejected_answers_look_different(capsys, model):
+    write_rows(Path("p.jsonl"), [{"prompt": "Ask", "chosen": "Yes", "rejected": "No"}])
+    assert call("data", "p.jsonl", "--objective", "dpo", *model) == 0
+    out = capsys.readouterr().out
+    assert "p.jsonl:1, chosen (in [[ ]]: trained)" in out
+    assert "p.jsonl:1, rejected (in [- -]: made less likely)" in out
+    assert "[[Yes" in out
+    assert "[-No" in out
+    rows = [{"prompt": "Ask", "completion": text, "label": text == "Yes"} for text in ("Yes", "No")]
+    write_rows(Path("l.jsonl"), rows)
+    assert call("data", "l.jsonl", "--objective", "kto", *model) == 0
+    out = capsys.readouterr().out
+    assert "l.jsonl:1, good" in out
+    assert "l.jsonl:2, bad (in [- -]" in out
+
+
+def test_rows_with_unknown_columns_are_shown_as_they_are(capsys):
+    write_csv(Path("a.csv"), [{"they": f"Ask {i}?", "we": f"Yes {i}"} for i in range(9)])
+    assert call("data", "a.csv") == 2
+    output = capsys.readouterr()
+    assert "a.csv:2\n  they: Ask 0?\n  we: Yes 0\n" in output.out
+    assert output.out.count("they:") == 3
+    assert output.err.endswith("--columns prompt=they,completion=we\n")
+
+
 def test_embedded_rows_are_measured_with_the_demo_model(capsys):
     assert call("data", "demo-pairs", "--objective", "dpo") == 0
     output = capsys.readouterr()
@@ -86,7 +133,7 @@ def test_an_epoch_is_timed_by_the_newest_run_of_the_model(capsys, configure, tin
         (("a.csv", "--columns", "promt=q"), "did you mean prompt"),
         (("a.csv", "--model", "nothing-here"), "--model nothing-here"),
         (("a.csv", "--max-seq-length", "1"), "must be at least 2"),
-        (("a.csv", "--prompt-template", "none.jinja"), "cannot be read"),
+        (("a.csv", "--prompt-template", "none.jinja"), "no such file: /"),
     ],
 )
 def test_wrong_arguments_are_one_line(capsys, arguments, message):

@@ -31,13 +31,21 @@ TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     ],
 )
 def test_roles_are_guessed_from_the_names(names, roles):
-    assert guess(names, "here") == roles
+    assert guess(dict.fromkeys(names, "words"), "here") == roles
 
 
-@pytest.mark.parametrize("names", [("a", "b"), ("question",), ("answer",), ()])
-def test_names_that_do_not_tell_are_refused_with_the_option_that_does(names):
-    with pytest.raises(UserError, match=r"^here: unknown row format.*--columns prompt=COLUMN"):
-        guess(names, "here")
+@pytest.mark.parametrize(
+    ("names", "option"),
+    [
+        (("a", "b"), "prompt=a,completion=b"),
+        (("question",), "prompt=question,completion=COLUMN"),
+        (("answer",), "prompt=COLUMN,completion=answer"),
+        ((), "prompt=COLUMN,completion=COLUMN"),
+    ],
+)
+def test_names_that_do_not_tell_are_refused_with_the_option_that_does(names, option):
+    with pytest.raises(UserError, match=rf"^here: unknown row format.*--columns {option}$"):
+        guess(dict.fromkeys(names, "words"), "here")
 
 
 def test_rows_in_a_known_format_are_kept():
@@ -179,7 +187,7 @@ def test_a_template_that_fails_names_the_row(monkeypatch, text, reason):
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(b"{{ a ", "line 1: "), (b"\xff", "is not UTF-8 text"), (None, "cannot be read")],
+    [(b"{{ a ", "line 1: "), (b"\xff", "is not UTF-8 text"), (None, "no such file: /")],
 )
 def test_a_template_that_is_not_one_is_refused(content, reason):
     if content is not None:

@@ -25,7 +25,7 @@ TOOLS = [{"type": "function", "function": {"name": "look"}}]
 
 def question(row: dict) -> Question:
     """What a row with these columns asks, as it is used by a run."""
-    found = Layout(prompts=True).row_of(row, "here")
+    found = Layout(kind="prompts").row_of(row, "here")
     content = parse_prompts(found, "here").content
     assert isinstance(content, Question)
     return content
@@ -149,11 +149,11 @@ def test_the_most_telling_column_is_used():
 
 def test_all_columns_are_kept_for_rewards():
     row = {"question": "Why?", "answer": "Because.", "level": 3, "tags": ["a"]}
-    assert row.items() <= Layout(prompts=True).row_of(row, "here").items()
+    assert row.items() <= Layout(kind="prompts").row_of(row, "here").items()
 
 
 def test_named_columns_are_used():
-    layout = Layout({"prompt": "ask", "completion": "key"}, prompts=True)
+    layout = Layout({"prompt": "ask", "completion": "key"}, kind="prompts")
     row = layout.row_of({"ask": "Why?", "key": "Because.", "answer": "no"}, "here")
     assert parse_prompts(row, "here").content == Question("Why?", "Because.")
 

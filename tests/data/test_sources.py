@@ -445,7 +445,7 @@ def test_a_label_may_be_in_capitals_beside_known_names(name):
 @pytest.mark.parametrize("row", [{"prompt": "p", "label": "1"}, {"Question": "p", "Label": "1"}])
 @pytest.mark.parametrize("name", ["t.jsonl", "t.csv"])
 def test_a_label_without_an_answer_names_the_completion(row, name):
-    with pytest.raises(UserError, match=r"completion is missing; columns: \w+, [Ll]abel$"):
+    with pytest.raises(UserError, match=r"completion is missing; columns: \w+, [Ll]abel;"):
         find_splits(TrainConfig(data=str(written(name, [row])), objective="kto"))
     assert find_splits(TrainConfig(data=name)).files  # a label may be the answer
 

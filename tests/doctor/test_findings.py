@@ -112,7 +112,7 @@ def test_a_linux_machine_without_gpu_is_advised_to_use_openblas():
         ({"store_writable": False}, "risk", "cannot be written", "export YOUR_AI_HOME="),
         ({"offline": True}, "note", "HF_HUB_OFFLINE", "unset HF_HUB_OFFLINE"),
         ({"endpoint": "https://hub"}, "note", "come from https://hub", "unset HF_ENDPOINT"),
-        ({"missing": ("report", "wandb")}, "note", "report, wandb", "'your_ai[report,wandb]'"),
+        ({"missing": ("report", "wandb")}, "note", "report, wandb", "'.[report,wandb]'"),
     ],
 )
 def test_each_problem_of_a_mac_is_found(change, level, what, command):
@@ -126,7 +126,7 @@ def test_each_problem_of_a_mac_is_found(change, level, what, command):
 @pytest.mark.parametrize(
     ("change", "level", "what", "command"),
     [
-        ({"device": "cpu", "blas": "/x"}, "risk", "an NVIDIA card", "'your_ai[cuda]'"),
+        ({"device": "cpu", "blas": "/x"}, "risk", "an NVIDIA card", "'.[cuda]'"),
         ({"container_bytes": 16 * GIB}, "note", "this container may use 17.2 GB", "docker update"),
         ({"python": "3.9.2"}, "risk", "Python 3.9.2 is too old", "apt install python3"),
         ({"pressure": 4}, "risk", "pressure is at critical", "ps -eo rss"),

@@ -64,5 +64,6 @@ def test_the_table_fits_the_width(width):
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(model_list.table(rows(LARGE), width))
     lines = console.file.getvalue().splitlines()
-    assert len(lines) == 1 + len(known())
+    assert len(lines) == 2 + len(known())
+    assert lines[1].split()[0] == "demo"  # what is here comes first
     assert max(map(len, lines)) <= width

@@ -232,3 +232,13 @@ def test_standard_input_is_not_kept(pairs, tmp_path, monkeypatch, capsys):
     assert "error: standard input:1: unknown row format" in printed.err
     assert list(tmp_path.iterdir()) == []
     tempfile.tempdir = None
+
+
+def test_columns_of_rows_to_score_are_named(pairs, tmp_path, capsys):
+    known = {"prompt": "Question 0", "completion": "Yes"}
+    file = write_rows(tmp_path / "rows.jsonl", [{"they": "Question 0", "we": "Yes"}])
+    assert call("score", pairs, file) == 2
+    assert "--columns prompt=they,completion=we" in capsys.readouterr().err
+    assert call("score", pairs, file, "--columns", "prompt=they,completion=we") == 0
+    reward = json.loads(capsys.readouterr().out)["reward"]
+    assert reward == scored(pairs, [known], tmp_path)[0]["reward"]

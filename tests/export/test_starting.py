@@ -247,7 +247,7 @@ def test_run_without_a_finished_adapter_offers_the_folders_of_its_checkpoints(ti
 
 def test_unknown_source_is_refused(tiny_model):
     make_run(tiny_model, "first")
-    refused("frist", r"^--from frist: no such run or folder; did you mean first\?")
+    refused("frist", r"^--from frist: no such run or folder: .*/frist; did you mean first\?")
     refused(".", r"adapter_config.json: is missing")
 
 

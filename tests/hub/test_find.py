@@ -125,8 +125,19 @@ def test_the_error_for_an_unknown_alias_suggests_similar_ones(offline):
     assert offline == []
 
 
-def test_the_error_for_a_dissimilar_alias_lists_all_aliases(offline):
-    assert "aliases: demo, llama-8b" in refused("xyzzy")
+def test_the_error_for_a_dissimilar_alias_is_short(offline):
+    error = refused("xyzzy")
+    assert error.endswith("no such folder or alias; `your_ai models` lists the aliases")
+
+
+def test_one_wrong_letter_suggests_the_model(offline):
+    Path("models/mine-3b").mkdir(parents=True)
+    assert refused("demmo").endswith("did you mean demo?")
+    assert "did you mean mine-3b" in refused("mine-3c")
+    assert "did you mean llama-8b" in refused("lama-8b")
+    repo = "mlx-community/Llama-3.2-1B-Instruct-4bit"
+    assert f"did you mean {repo}?" in refused(repo.replace("mm", "m"))
+    assert "did you mean" not in refused("someone/another-model")
 
 
 @pytest.mark.parametrize("name", ["./nope", "../nope", "/nope", "~/nope", "a/b/c", "nope/"])

@@ -402,7 +402,7 @@ def test_second_run_gets_its_share_or_is_refused_with_the_reason(run, started):
 def test_missing_sdk_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert command("mcp") == 2
-    assert capsys.readouterr().err.strip().endswith("pip install 'your_ai[mcp]'")
+    assert capsys.readouterr().err.strip().endswith("pip install '.[mcp]'")
 
 
 def test_folder_that_is_not_there_is_one_line(capsys):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shutil
 import signal
@@ -250,7 +251,7 @@ def test_ctrl_c_ends_the_page_and_leaves_no_file(folder, watching):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nowhere", "--web"), "error: no run named nowhere in runs"),
+        (("nowhere", "--web"), "error: no run named nowhere in {here}/runs"),
         (("r", "--port", "8765"), "error: --port: is the port of a page; add --web"),
         (("r", "--web", "--json"), "error: --web: shows a page; leave out --json"),
         (("r", "--web", "--replay"), "error: --web: shows a page; leave out --replay"),
@@ -258,7 +259,7 @@ def test_ctrl_c_ends_the_page_and_leaves_no_file(folder, watching):
 )
 def test_options_that_do_not_fit_are_one_line(folder, capsys, arguments, message):
     assert call("watch", *arguments) == 2
-    assert capsys.readouterr().err == f"{message}\n"
+    assert capsys.readouterr().err == message.format(here=os.getcwd()) + "\n"
 
 
 def test_a_port_in_use_is_one_line(folder, capsys):

@@ -306,6 +306,10 @@ def test_watch_shows_a_finished_run_once(finished, capsys):
     status, output, error = call(capsys, "watch", "r")
     assert (status, error) == (0, "")
     assert "done: 3 steps" in output
+    before = output.partition("done: 3 steps")[0]
+    for part in ("memory", "loss", "finished"):  # of the last screen
+        assert part in before
+    assert "memory" not in call(capsys, "watch", "r", "--json")[1].partition("\n")[0]
 
 
 def test_watch_without_a_name_shows_the_newest_run(finished, capsys):

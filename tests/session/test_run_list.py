@@ -481,9 +481,17 @@ def test_table_fits_into_its_width(width, length, count):
 
 def test_long_name_is_shortened_in_the_middle():
     name = "Llama-3.2-1B-Instruct-4bit-train-20270101-120000"
-    line = drawn([dataclasses.replace(FULL, name=name)], width=80)[1]
+    head, line = drawn([dataclasses.replace(FULL, name=name)], width=70)
     assert line.startswith("Llama-3.2-")
-    assert "...01-120000  finished" in line
+    assert "...ain-20270101-120000  finished" in line
+    assert head.split() == ["run", "state", "step", "loss"]
+
+
+@pytest.mark.parametrize("length", [21, 27, 40])
+def test_name_that_has_room_is_not_shortened(length):
+    """Columns that say less are left out for it."""
+    name = "x" * length
+    assert name in drawn([dataclasses.replace(FULL, name=name)], width=80)[1]
 
 
 @pytest.mark.parametrize("most", range(1, 12))

@@ -347,7 +347,7 @@ def test_wrong_settings_are_refused(capsys, folder, data_folder, arguments, mess
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--resume", "tt"], "--resume tt: no tune with this name in tunes; did you mean t?"),
+        (["--resume", "tt"], "/tunes; did you mean t?"),
         (["--resume", "t", "--max-steps", "9"], "cannot be combined with --max-steps"),
         (["--resume", "t", "--config", "demo"], "cannot be combined with --config"),
         (["--resume", "t", "--name", "u"], "cannot be combined with --name"),
@@ -367,8 +367,18 @@ def test_folder_that_cannot_be_written_is_refused(capsys, data_folder):
     assert "tunes/t: cannot be written" in error
 
 
+def test_the_name_of_the_run_in_a_file_of_settings_is_ignored(capsys, data_folder):
+    Path("tunes").write_text("")
+    Path("mine.yaml").write_text("run: mine\nmodel: demo\ndata: data\n")
+    status, _, error = call(capsys, "tune", "--config", "mine.yaml", "--name", "t")
+    assert status == 2
+    assert "tunes/t: cannot be written" in error
+    status, _, error = call(capsys, "tune", "--config", "mine.yaml", "--run", "other")
+    assert error == "error: --run: a tune has several runs; use --name\n"
+
+
 def test_missing_optuna_is_named(capsys, monkeypatch):
     monkeypatch.setattr(tune_study.importlib.util, "find_spec", lambda name: None)
     status, _, error = call(capsys, "tune")
     assert status == 2
-    assert "pip install 'your_ai[tune]'" in error
+    assert "pip install '.[tune]'" in error

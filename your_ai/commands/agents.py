@@ -10,7 +10,7 @@ import typer
 
 from your_ai.errors import UserError
 
-MISSING = "mcp: needs the Python package mcp: pip install 'your_ai[mcp]'"
+MISSING = "mcp: needs the Python package mcp: in the checkout of your_ai, run: pip install '.[mcp]'"
 
 
 def mcp(

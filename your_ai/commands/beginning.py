@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from your_ai.commands.options import joined, text_of
+from your_ai.commands.asking_columns import ABOUT_OBJECTIVE, ask_columns
+from your_ai.commands.options import columns_of, joined, text_of
 from your_ai.commands.progress import rows_read
 from your_ai.config import AUTO, DEMO, DEMO_DATA, GRPO, SFT, SOFT, build, coerce, flag
+from your_ai.data.column_hints import UnknownColumns
 from your_ai.errors import UserError
 from your_ai.gates.console import ask, echo, echo_error
 from your_ai.gates.text import counted, shortened
@@ -77,6 +79,9 @@ def init(
     file: Annotated[str, typer.Argument(help="The file to write.", metavar="FILE")] = FILE,
     model: Annotated[str | None, typer.Option(help=text_of("model"), metavar="TEXT")] = None,
     data: Annotated[list[str] | None, typer.Option(help=text_of("data"), metavar="TEXT")] = None,
+    columns: Annotated[
+        list[str] | None, typer.Option(help=text_of("columns"), metavar="NAMES")
+    ] = None,
     objective: Annotated[
         str | None, typer.Option(help=text_of("objective"), metavar="NAME")
     ] = None,
@@ -108,7 +113,8 @@ def init(
             " give them as options, or --yes for the defaults"
         )
     asker = Asker(interactive=not yes)
-    settings = answered(asker, given)
+    named = columns_of(columns)
+    settings = answered(asker, given, named)
     text = commented_yaml(settings)
     check_place(path, force)
     write(path, text)
@@ -135,12 +141,25 @@ def write(path: Path, text: str) -> None:
         raise UserError(f"{path}: cannot be written ({error.strerror})") from error
 
 
-def answered(asker: Asker, given: dict[str, str | None]) -> dict[str, Any]:
-    """The settings of the answers to all questions. Raises UserError for a wrong option."""
+def answered(
+    asker: Asker, given: Mapping[str, str | None], columns: tuple[str, ...]
+) -> dict[str, Any]:
+    """The settings of the answers to all questions. Raises UserError for a wrong option.
+
+    columns: the value of --columns; where it is empty and needed, the user is asked for it.
+    """
     found: list[DataLook] = []
+    objectives = [given["objective"]]
 
     def read_data(text: str) -> Chosen:
-        answer, seen = look_into(text)
+        name = checked_text("data", text)
+        try:
+            answer, seen = look_into(name, columns, given["objective"])
+        except UnknownColumns as unknown:
+            if not asker.interactive or columns:
+                raise
+            objectives[0], chosen = ask_columns(name, unknown, given["objective"])
+            answer, seen = look_into(name, chosen, objectives[0])
         found[:] = [] if seen is None else [seen]
         return answer
 
@@ -149,7 +168,7 @@ def answered(asker: Asker, given: dict[str, str | None]) -> dict[str, Any]:
 
     def about_objective() -> tuple[str, str]:
         default = SFT if (data := seen()) is None else data.objective
-        return "What for (sft, dpo, kto, reward, grpo ...)", default
+        return ABOUT_OBJECTIVE, default
 
     def about_memory() -> tuple[str, str]:
         gb = f"{room_for(None).limit.limit_bytes / 1e9:.1f}"
@@ -163,8 +182,8 @@ def answered(asker: Asker, given: dict[str, str | None]) -> dict[str, Any]:
     objective = asker(
         "objective",
         about_objective,
-        given["objective"],
-        lambda text: read_objective(text, data.settings["data"], seen()),
+        objectives[0],
+        lambda text: read_objective(text, data.settings, seen()),
     )
     memory = asker("max_memory", about_memory, given["max_memory"], read_memory)
     run = asker("run", lambda: (about_run, AUTO), given["run"], read_run)
@@ -186,7 +205,7 @@ def room_for(max_memory: str | None) -> MachineRoom:
     return replace(room, limit=replace(room.limit, limit_bytes=int(gb * 1e9)))
 
 
-def recommended(given: dict[str, str | None]) -> str:
+def recommended(given: Mapping[str, str | None]) -> str:
     """The first model that `your_ai recommend` names; the demo's if none fits."""
     from your_ai.doctor.recommend import recommend
 
@@ -218,35 +237,63 @@ def checked_text(name: str, text: str) -> str:
 
 def read_model(text: str) -> Chosen:
     from your_ai.hub.find import Missing, find_model
+    from your_ai.hub.registry import known
 
     name = checked_text("model", text)
     try:
-        find_model(name)
+        folder = find_model(name)
+        if name not in (DEMO, *known()) and ("/" not in name or Path(name).expanduser().is_dir()):
+            name = whole_path(str(folder))
     except Missing as missing:
         size = f", {missing.size_text}" if missing.size_text else ""
         return Chosen({"model": name}, f"not on this machine; train asks to download it{size}")
     return Chosen({"model": name})
 
 
-def look_into(text: str) -> tuple[Chosen, DataLook | None]:
-    """The answer, and what was found; None for a dataset that is not here."""
+def look_into(
+    name: str, columns: Sequence[str], objective: str | None
+) -> tuple[Chosen, DataLook | None]:
+    """The answer, and what was found; None for a dataset that is not here.
+
+    objective: what the rows are for, where their columns do not tell. Raises UserError.
+    """
     from your_ai.data.hub_datasets import MissingDataset
     from your_ai.data.look import look
     from your_ai.data.sources import STDIN
 
-    name = checked_text("data", text)
     if name == STDIN:
         raise UserError("--data -: init cannot keep standard input; give a file")
+    settings: dict[str, Any] = {"data": from_anywhere(name)}
+    settings |= {"columns": tuple(columns)} if columns else {}
     try:
-        found = look(name, progress=rows_read())
+        found = look(name, None, rows_read(), columns)
     except MissingDataset:
-        return Chosen({"data": name}, "not on this machine; train asks to download it"), None
+        return Chosen(settings, "not on this machine; train asks to download it"), None
+    except UnknownColumns:
+        if objective is not None:
+            look(name, coerce("objective", objective, "--objective"), rows_read(), columns)
+        raise
     problems = (
         f"; training refuses {found.problems:,}, first: {found.problem}" if found.problems else ""
     )
     note = f"{counted(found.rows, 'row')}, {found.form}{problems}"
     kind = "embedded data" if name in DEMO_DATA else form_of_source(name)
-    return Chosen({"data": name}, f"{kind}: {note}"), found
+    return Chosen(settings, f"{kind}: {note}"), found
+
+
+def from_anywhere(data: str) -> str:
+    """The value of --data with whole paths, so that the file of settings works in any folder."""
+    from your_ai.data.sources import exists, names_in
+
+    parts = []
+    for name, share in names_in(data).items():
+        path = name if name in DEMO_DATA or not exists(name) else whole_path(name)
+        parts.append(path if share == 1 else f"{path}={share:g}")
+    return ",".join(parts)
+
+
+def whole_path(name: str) -> str:
+    return str(Path(name).expanduser().absolute())
 
 
 def form_of_source(name: str) -> str:
@@ -258,13 +305,16 @@ def form_of_source(name: str) -> str:
     return ", ".join(dict.fromkeys(form_of(file) for file in files))
 
 
-def read_objective(text: str, data: str, seen: DataLook | None) -> Chosen:
-    """The objective, checked with the rows; with rewards, also a first one, or a reward model."""
+def read_objective(text: str, data: Mapping[str, Any], seen: DataLook | None) -> Chosen:
+    """The objective, checked with the rows; with rewards, also a first one, or a reward model.
+
+    data: the settings data and columns.
+    """
     from your_ai.data.look import look
 
     name = coerce("objective", text, "--objective")
     if seen is not None and name != seen.objective:
-        seen = look(data, name, rows_read())
+        seen = look(data["data"], name, rows_read(), data.get("columns", ()))
     if name == SOFT:
         run = reward_model_here()
         return Chosen({"objective": name, "reward_model": run}, f"trains against {run}, the newest")

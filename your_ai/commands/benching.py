@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from your_ai.commands.options import joined
+from your_ai.commands.options import joined, memory_option
 from your_ai.config import ALL_LINEAR, GRPO
 from your_ai.errors import UserError
 from your_ai.gates.console import echo_error, echo_json, open_console
@@ -83,7 +83,7 @@ def bench(
         ),
     ] = None,
     max_memory: Annotated[
-        float | None, typer.Option(help="Memory limit of each process, in GB.", min=0.0)
+        float | None, memory_option("Memory limit of each process, in GB.")
     ] = None,
     calibrate: Annotated[
         bool,

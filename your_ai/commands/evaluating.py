@@ -6,7 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
-from your_ai.commands.options import CHECKPOINT, MODEL, NEWEST, run_or_newest
+from your_ai.commands.options import (
+    CHECKPOINT,
+    COLUMNS,
+    MAX_MEMORY,
+    MODEL,
+    NEWEST,
+    columns_of,
+    run_or_newest,
+)
 from your_ai.gates.console import echo_error, echo_json, open_console
 
 
@@ -15,10 +23,11 @@ def evaluate(
     data: Annotated[
         str | None,
         typer.Option(
-            help="A .jsonl file, or a folder with test.jsonl or valid.jsonl; default: the run's "
-            "own data."
+            help="A file of rows in any form, or a folder with test or valid rows; default: the "
+            "run's own data."
         ),
     ] = None,
+    columns: Annotated[list[str] | None, COLUMNS] = None,
     metric: Annotated[
         str | None,
         typer.Option(
@@ -26,9 +35,7 @@ def evaluate(
             "answers are generated for it.",
         ),
     ] = None,
-    max_memory: Annotated[
-        float | None, typer.Option(help="Memory limit of this process, in GB.", min=0.0)
-    ] = None,
+    max_memory: Annotated[float | None, MAX_MEMORY] = None,
     batch_size: Annotated[
         int | None, typer.Option(help="Rows per batch, if they fit; default: the run's.", min=1)
     ] = None,
@@ -68,6 +75,7 @@ def evaluate(
             measured = api.evaluate(
                 name,
                 data,
+                columns=columns_of(columns),
                 metric=metric,
                 batch_size=batch_size,
                 max_memory=max_memory,

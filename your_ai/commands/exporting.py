@@ -13,6 +13,7 @@ from your_ai.commands.options import (
     CHECKPOINT,
     MODEL,
     NEWEST,
+    memory_option,
     open_trained_with_note,
     run_or_newest,
 )
@@ -117,8 +118,7 @@ def export(
     checkpoint: Annotated[str | None, CHECKPOINT] = None,
     model: Annotated[str | None, MODEL] = None,
     max_memory: Annotated[
-        float | None,
-        typer.Option(help="Memory limit in GB, when a fused model is exported.", min=0.0),
+        float | None, memory_option("Memory limit in GB, when a fused model is exported.")
     ] = None,
 ) -> None:
     """Export a run's adapter or fused model to another tool."""

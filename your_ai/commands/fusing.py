@@ -10,6 +10,7 @@ import typer
 
 from your_ai.commands.options import (
     CHECKPOINT,
+    MAX_MEMORY,
     MODEL,
     NEWEST,
     open_trained_with_note,
@@ -50,9 +51,7 @@ def fuse(
     ] = "auto",
     checkpoint: Annotated[str | None, CHECKPOINT] = None,
     model: Annotated[str | None, MODEL] = None,
-    max_memory: Annotated[
-        float | None, typer.Option(help="Memory limit of this process, in GB.", min=0.0)
-    ] = None,
+    max_memory: Annotated[float | None, MAX_MEMORY] = None,
     force: Annotated[
         bool,
         typer.Option("--force", help="Replace an existing model when the new one is complete."),

@@ -11,6 +11,7 @@ import typer
 
 from your_ai.commands.options import (
     CHECKPOINT,
+    MAX_MEMORY,
     MODEL,
     NEWEST,
     open_trained_with_note,
@@ -18,6 +19,7 @@ from your_ai.commands.options import (
 )
 from your_ai.errors import UserError
 from your_ai.gates.console import echo, echo_error, echo_json
+from your_ai.gates.paths import unreadable_text
 from your_ai.gates.text import quoted, shortened
 
 if TYPE_CHECKING:
@@ -31,7 +33,6 @@ TOP_P = typer.Option(
 )
 SEED = typer.Option(help="Sampling seed; the same seed gives the same answer.")
 SYSTEM = typer.Option(help="System prompt.")
-MAX_MEMORY = typer.Option(help="Memory limit of this process, in GB.")
 
 
 def generate(
@@ -139,7 +140,7 @@ def read_file(path: str) -> bytes:
         with open(path, "rb") as file:
             return read_most(file, path)
     except OSError as error:
-        raise UserError(f"{shortened(path)}: cannot be read ({error.strerror})") from error
+        raise UserError(f"--prompts {shortened(path)}: {unreadable_text(path, error)}") from error
     except ValueError as error:  # a null character
         raise UserError(f"--prompts {quoted(path)}: is no path") from error
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from your_ai.commands.help_page import CommandWithPanels
-from your_ai.commands.options import text_of
+from your_ai.commands.options import MAX_MEMORY, memory_option, text_of
 from your_ai.commands.progress import show_bytes
 from your_ai.config import SFT, coerce
 from your_ai.errors import UserError
@@ -154,9 +154,7 @@ def quantize(
     target: Annotated[Path, typer.Argument(help="The folder to write.")],
     bits: Annotated[int, typer.Option(help="Bits per weight.")] = 4,
     group_size: Annotated[int, typer.Option(help="Quantization group size.")] = 64,
-    max_memory: Annotated[
-        float | None, typer.Option(help="Memory limit of this process, in GB.", min=0.0)
-    ] = None,
+    max_memory: Annotated[float | None, MAX_MEMORY] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Allow a limit above the machine's memory.")
     ] = False,
@@ -176,8 +174,7 @@ def quantize(
 
 def recommend(
     memory: Annotated[
-        float | None,
-        typer.Option(help="Plan for another machine with this much RAM, in GB.", min=0.0),
+        float | None, memory_option("Plan for another machine with this much RAM, in GB.")
     ] = None,
     objective: Annotated[str, typer.Option(help=text_of("objective"))] = SFT,
     every: Annotated[

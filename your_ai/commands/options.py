@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,11 +12,14 @@ from your_ai.config import (
     FIELDS,
     OBJECTIVES_WITH,
     TYPES,
+    coerce,
     default_text,
     describe,
     flag,
+    gigabytes,
     negated,
     parts_of,
+    words_of,
 )
 from your_ai.errors import UserError
 from your_ai.gates.console import echo_error
@@ -104,9 +106,7 @@ def text_of(name: str) -> str:
 
 def choices_of(name: str) -> Callable[[str], list[str]] | None:
     """What completes the value of a setting: its words; None for a setting without words."""
-    options = [TYPES[name], *typing.get_args(TYPES[name])]
-    literals = [option for option in options if typing.get_origin(option) is typing.Literal]
-    words = [str(value) for literal in literals for value in typing.get_args(literal)]
+    words = words_of(TYPES[name])
 
     def completed(incomplete: str) -> list[str]:
         return [word for word in words if word.startswith(incomplete)]
@@ -117,6 +117,37 @@ def choices_of(name: str) -> Callable[[str], list[str]] | None:
 def is_listed(name: str) -> bool:
     """Whether a setting is a list, so that its option may be given several times."""
     return name == "data" or TYPES[name] == tuple[str, ...]
+
+
+def size_in_gb(text: str) -> float:
+    """The value of an option in GB, which may have a unit: 8, 8GB, 500MB."""
+    found = gigabytes(text)
+    if found is None or found < 0:
+        raise typer.BadParameter(f"{text!r} is not a number of GB, such as 8 or 500MB")
+    return found
+
+
+def memory_option(help: str) -> Any:
+    """An option for a size in GB."""
+    return typer.Option(help=help, parser=size_in_gb, metavar="GB")
+
+
+MAX_MEMORY = memory_option("Memory limit of this process, in GB.")
+# For commands that read rows of a run, or others.
+COLUMNS = typer.Option(
+    "--columns",
+    help=FIELDS["columns"]
+    .metadata["help"]
+    .replace(
+        "default: guessed from their names", "default: as the run's, or guessed from their names"
+    ),
+    metavar="NAMES",
+)
+
+
+def columns_of(texts: Sequence[str] | None) -> tuple[str, ...]:
+    """The value of --columns, which may be given several times."""
+    return coerce("columns", joined(texts or ()), "--columns")
 
 
 def joined(texts: Sequence[str]) -> str:

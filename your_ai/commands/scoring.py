@@ -6,7 +6,15 @@ from typing import Annotated
 
 import typer
 
-from your_ai.commands.options import CHECKPOINT, MODEL, NEWEST, run_or_newest
+from your_ai.commands.options import (
+    CHECKPOINT,
+    COLUMNS,
+    MAX_MEMORY,
+    MODEL,
+    NEWEST,
+    columns_of,
+    run_or_newest,
+)
 from your_ai.gates.console import echo_error, echo_json
 from your_ai.gates.text import now_and_then
 
@@ -21,6 +29,7 @@ def score(
             metavar="FILE",
         ),
     ] = "-",
+    columns: Annotated[list[str] | None, COLUMNS] = None,
     too_long: Annotated[
         str,
         typer.Option(
@@ -29,9 +38,7 @@ def score(
         ),
     ] = "error",
     batch_size: Annotated[int, typer.Option(help="Rows per batch, if they fit.", min=1)] = 8,
-    max_memory: Annotated[
-        float | None, typer.Option(help="Memory limit of this process, in GB.", min=0.0)
-    ] = None,
+    max_memory: Annotated[float | None, MAX_MEMORY] = None,
     checkpoint: Annotated[str | None, CHECKPOINT] = None,
     model: Annotated[str | None, MODEL] = None,
 ) -> None:
@@ -46,6 +53,7 @@ def score(
     rows = api.score(
         run_or_newest(run),
         file,
+        columns=columns_of(columns),
         **options,
         checkpoint=checkpoint,
         model=model,

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from your_ai.commands.options import joined, text_of
+from your_ai.commands.asking_columns import show_records
+from your_ai.commands.options import columns_of, text_of
 from your_ai.commands.progress import rows_read
 from your_ai.config import DEMO, DEMO_DATA, TrainConfig, build, coerce, defaults
+from your_ai.data.column_hints import UnknownColumns
 from your_ai.gates.console import echo_error, echo_json, open_console
 from your_ai.gates.text import counted
 
@@ -45,13 +47,18 @@ def data(
     from your_ai.data.sources import checked_settings, find_splits
 
     settings = {"data": path, "valid": valid, "prompt_template": prompt_template}
-    settings |= {"columns": coerce("columns", joined(columns or ()), "--columns")}
+    settings |= {"columns": columns_of(columns)}
     settings |= {"mask_prompt": mask_prompt, "max_seq_length": max_seq_length}
     settings |= {"objective": coerce("objective", objective, "--objective")}
     if model is not None:
         settings["model"] = model
     fetch_datasets(path, open_console(stderr=True), yes)
-    config = checked_settings(build(settings, "settings"), False, rows_read())
+    try:
+        config = checked_settings(build(settings, "settings"), False, rows_read())
+    except UnknownColumns:
+        if not as_json:
+            show_records(path)
+        raise
     tokenizer, notes = tokenizer_of(config, named=model is not None)
     found = surveying.survey(find_splits(config), config, tokenizer, draw, notes)
     if as_json:
@@ -87,17 +94,27 @@ def tokenizer_of(config: TrainConfig, named: bool) -> tuple[object | None, list[
 def show(found: Survey, config: TrainConfig, console: Console) -> None:
     from rich.text import Text
 
+    from your_ai.data.drawn import BAD, REJECTED
+
     for note in found.notes:
         console.print(note)
     for name, split in found.splits.items():
         show_split(name, split, found.unit, config, console)
     colored = console.color_system is not None
     for row in found.drawn:
-        console.print(f"\n{row.where} ({'green' if colored else 'in [[ ]]'}: trained)")
+        rejected = row.answer in (REJECTED, BAD)
+        style, color = ("bold red", "red") if rejected else ("bold green", "green")
+        begin, end = ("[-", "-]") if rejected else ("[[", "]]")
+        trained_as = "made less likely" if rejected else "trained"
+        which = f", {row.answer}" if row.answer else ""
+        marks = color if colored else f"in {begin} {end}"
+        console.print(f"\n{row.where}{which} ({marks}: {trained_as})")
+        if row.problem:
+            console.print(f"training refuses it: {row.problem}", soft_wrap=True)
         line = Text()
         for text, trained in row.parts:
-            marked = f"[[{text}]]" if trained and not colored else text
-            line.append(marked, style="bold green" if trained else "dim")
+            marked = f"{begin}{text}{end}" if trained and not colored else text
+            line.append(marked, style=style if trained else "dim")
         console.print(line)
 
 

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from your_ai.commands.models import fetch_datasets, find_or_fetch
-from your_ai.commands.options import given_settings, names_of_runs, option, with_settings
+from your_ai.commands.options import (
+    given_settings,
+    names_of_runs,
+    option,
+    size_in_gb,
+    with_settings,
+)
 from your_ai.commands.progress import rows_read
 from your_ai.config import DEMO, TrainConfig, resumed
 from your_ai.errors import UserError
@@ -207,7 +213,14 @@ plan.__signature__ = with_settings(  # type: ignore[attr-defined]
         "bits", "--bits", int | None, "Bits the shape is quantized to: 4 or 8; 0 = not quantized."
     ),
     option("seq_len", "--seq-len", int | None, "Tokens in every row, instead of the data."),
-    option("memory", "--memory", float | None, "Plan for an idle Mac with this much RAM, in GB."),
+    option(
+        "memory",
+        "--memory",
+        float | None,
+        "Plan for an idle Mac with this much RAM, in GB.",
+        parser=size_in_gb,
+        metavar="GB",
+    ),
     option(
         "front",
         "--front",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -12,7 +13,7 @@ import typer
 from your_ai.commands import training
 from your_ai.commands.models import find_or_fetch
 from your_ai.commands.options import given_settings, option, with_settings
-from your_ai.config import REWARD, TrainConfig, flag, negated, resolve
+from your_ai.config import AUTO, REWARD, TrainConfig, flag, negated, resolve
 from your_ai.errors import UserError
 from your_ai.gates.console import echo_error, echo_json, open_console
 
@@ -62,6 +63,10 @@ def tune(
         folder = tuning.find_tune(resume)
     else:
         settings = resolve(flags, config, on_note=training.echo_note)
+        if "run" not in flags:  # the file may be that of a run
+            settings = replace(settings, run="")
+        if settings.samples == AUTO:  # nobody reads those of every trial
+            settings = replace(settings, samples=0)
         check_settings(settings, flags)
         training.fetch_data(settings, console, bool(yes))
         settings = training.check(settings, detach=False)

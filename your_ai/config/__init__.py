@@ -46,7 +46,7 @@ from your_ai.config.settings import (
     is_due,
     last_step,
 )
-from your_ai.config.values import coerce, describe, parts_of
+from your_ai.config.values import coerce, describe, gigabytes, parts_of, words_of
 from your_ai.gates.text import nearest
 
 __all__ = [
@@ -82,6 +82,7 @@ __all__ = [
     "describe",
     "find_preset",
     "flag",
+    "gigabytes",
     "has_default",
     "is_due",
     "is_used",
@@ -92,4 +93,5 @@ __all__ = [
     "resolve",
     "resumed",
     "to_yaml",
+    "words_of",
 ]

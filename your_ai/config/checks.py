@@ -281,7 +281,7 @@ def check_objective(config: TrainConfig) -> None:
         )
     if not config.mask_prompt:
         raise UserError(f"--no-mask-prompt: not supported with --objective {config.objective}")
-    if config.objective == REWARD and config.samples:
+    if config.objective == REWARD and config.sample_count:
         raise UserError(
             "--samples: --objective reward trains a model that scores, not one that answers"
         )

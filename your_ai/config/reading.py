@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from your_ai.config.beside import found_beside
 from your_ai.config.checks import check_used, in_effect
 from your_ai.config.mlxlm import is_mlxlm, translated
 from your_ai.config.names import (
@@ -29,12 +30,14 @@ from your_ai.config.settings import ADAPTER_SETTINGS, ADDED, FIELDS, RESUMABLE, 
 from your_ai.config.values import as_number, coerce
 from your_ai.errors import UserError
 from your_ai.files import packaged
+from your_ai.gates.paths import missing_text
 from your_ai.gates.text import nearest, shortened
 from your_ai.gates.yaml_files import read_yaml
 
 if TYPE_CHECKING:
     import yaml
 
+OFTEN_CHANGED = ("epochs", "max_steps", "max_memory", "plan")  # of a run that is resumed
 LENGTHS = {"max_steps", "epochs"}
 DEMO_PRESETS = {  # by kind of row
     "answers": DEMO,
@@ -52,8 +55,9 @@ def find_preset(name: str) -> Path:
         return Path(name)
     if (preset := name.removesuffix(".yaml")) in presets:
         return presets[preset]
-    listed = ", ".join(sorted(presets))
-    raise UserError(f"--config {shortened(name)}: no such file or preset; presets: {listed}")
+    missing = missing_text(name, "file or preset", presets)
+    listed = "" if "; did you mean" in missing else f"; presets: {', '.join(sorted(presets))}"
+    raise UserError(f"--config {shortened(name)}: {missing}{listed}")
 
 
 def build(settings: Mapping[str, Any], source: str) -> TrainConfig:
@@ -100,7 +104,7 @@ def resolve(
     settings: dict[str, Any] = {}
     if preset is not None:
         path = find_preset(preset)
-        settings = read_yaml(path)
+        settings = found_beside(read_yaml(path), path.parent)
         if is_mlxlm(settings):
             translation = translated(settings, str(path))
             settings = translation.settings
@@ -244,11 +248,14 @@ def resumed(saved: TrainConfig, flags: Mapping[str, Any]) -> TrainConfig:
         if value in (getattr(saved, name), in_effect(saved, name)):
             continue
         if name not in RESUMABLE:
-            allowed = ", ".join(flag(n) for n in RESUMABLE)
             began = as_text(in_effect(saved, name))
+            begin = f", with --from {saved.run or 'RUN'} from its adapter"
+            begin = "" if name in ADAPTER_SETTINGS else begin  # the adapter has the same
+            may = [flag(n) for n in flags if n in RESUMABLE] or map(flag, OFTEN_CHANGED)
             raise UserError(
                 f"{flag(name)} {as_text(value)}: the run started with {began}, which "
-                f"cannot change on --resume (these may change: {allowed})"
+                f"cannot change on --resume (these may: {', '.join(may)}); leave it out, or start "
+                f"a new run{begin}"
             )
         changes[name] = value
     return dataclasses.replace(saved, **changes)

@@ -23,6 +23,8 @@ from your_ai.config.names import (
     SFT,
 )
 
+AUTO_SAMPLES = 3  # of --samples auto
+
 
 def setting(default: Any, help: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": help})
@@ -47,8 +49,9 @@ class TrainConfig:
     )
     columns: tuple[str, ...] = setting(
         (),
-        "What the columns are, e.g. prompt=question,completion=answer (also text, messages, system "
-        "and weight); default: guessed from their names.",
+        "What the columns are, e.g. prompt=question,completion=answer; the roles are prompt, "
+        "completion, messages, text, system, weight, chosen and rejected (pairs), label (kto), "
+        "score and margin (reward); default: guessed from their names.",
     )
     prompt_template: str = setting(
         "", "File with a Jinja template that makes the prompt from the columns of a row."
@@ -380,7 +383,11 @@ class TrainConfig:
         "answered; or, for pairs and labels, accuracy or margin of their rewards.",
     )
     patience: int = setting(0, "Stop after this many validations without a better one; 0 = never.")
-    samples: int = setting(0, "Number of test prompts to answer before and after training.")
+    samples: int | Literal["auto"] = setting(
+        AUTO,
+        "Number of prompts to answer before and after training, from the test rows, or else from "
+        "the held-out rows; auto: 3, if answers are trained and the weights are in memory.",
+    )
     exact_match: bool = setting(False, "Measure exact match on the test rows before and after.")
 
     def __post_init__(self) -> None:
@@ -398,6 +405,13 @@ class TrainConfig:
     def generates(self) -> bool:
         """Whether each step trains completions that the model samples itself."""
         return self.objective in GENERATING
+
+    @property
+    def sample_count(self) -> int:
+        """How many held-out prompts are answered before and after training, if there are any."""
+        if self.samples == AUTO:
+            return 0 if self.generates or self.objective == REWARD else AUTO_SAMPLES
+        return self.samples
 
     @property
     def scores_completions(self) -> bool:

@@ -12,8 +12,18 @@ from typing import Any, Literal
 
 from your_ai.config.settings import TYPES
 from your_ai.errors import UserError
-from your_ai.gates.text import quoted, split_outside_brackets
+from your_ai.gates.text import nearest, quoted, split_outside_brackets
 
+UNITS = {  # bytes, the longest ends first
+    "gib": 2**30,
+    "mib": 2**20,
+    "gb": 10**9,
+    "mb": 10**6,
+    "gi": 2**30,
+    "mi": 2**20,
+    "g": 10**9,
+    "m": 10**6,
+}
 NUMBER_CHARACTERS = 100  # of a number that is given as text
 
 
@@ -49,7 +59,7 @@ def coerce(name: str, value: Any, label: str) -> Any:
         if number in options:
             return number
     elif float in (kind, *options):
-        number = as_number(value, float)
+        number = gigabytes(value) if name == "max_memory" else as_number(value, float)
         if number is not None:
             return number
     else:  # int, perhaps also None or literals
@@ -64,7 +74,18 @@ def coerce(name: str, value: Any, label: str) -> Any:
         number = as_number(value, int)
         if number is not None and (int in (kind, *options) or number in literals):
             return number
-    raise UserError(f"{label}: expected {describe(kind)}, found {quoted(value)}")
+    if name == "max_memory":
+        raise UserError(
+            f"{label}: expected a number of GB, such as 8 or 500MB, found {quoted(value)}"
+        )
+    near = nearest(value, words_of(kind)) if isinstance(value, str) else ""
+    raise UserError(f"{label}: expected {describe(kind)}, found {quoted(value)}{near}")
+
+
+def words_of(kind: Any) -> list[str]:
+    """The words that a setting of this type may be."""
+    literals = [o for o in (kind, *typing.get_args(kind)) if typing.get_origin(o) is Literal]
+    return [str(word) for literal in literals for word in typing.get_args(literal)]
 
 
 def parts_of(name: str, text: str) -> list[str]:
@@ -93,6 +114,17 @@ def as_number(value: Any, kind: type) -> Any:
     if kind is float:
         return number
     return int(number) if math.isfinite(number) and number == int(number) else None
+
+
+def gigabytes(value: Any) -> float | None:
+    """A size in GB: 8, `8`, `8GB`, `8 GiB` or `500MB`; None for anything else."""
+    if isinstance(value, str) and len(value) <= NUMBER_CHARACTERS:
+        for unit, size_bytes in UNITS.items():
+            number = value.strip().lower().removesuffix(unit)
+            if number != value.strip().lower():
+                found = as_number(number.strip(), float)
+                return None if found is None else found * size_bytes / 1e9
+    return as_number(value, float)
 
 
 def describe(kind: Any) -> str:

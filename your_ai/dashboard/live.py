@@ -47,6 +47,9 @@ def in_foreground(file: IO[str]) -> bool:
         return True
 
 
+LAST_LINES = 24  # of the screen of a run that is over
+
+
 class Follower:
     """Reads a run's new events and shows them as a screen, as lines, or as JSON.
 
@@ -204,6 +207,14 @@ class Follower:
         if self.failure is not None:
             reason = f"{type(self.failure).__name__}: {self.failure}"
             echo_error(f"note: the display failed, but not the run ({reason})")
+
+    def print_screen(self) -> None:
+        """Print the last screen of a run that is over, above its summary."""
+        if self.style == "json" or self.failure is not None:
+            return
+        width, now = self.console.width, self.state.last_at or time.time()
+        frame = screen(self.state, self.name, width, LAST_LINES, now, unicode=self.unicode)
+        self.console.print(frame)
 
     def print_summary(self, run: str) -> None:
         if self.style == "json" or isinstance(self.failure, BrokenPipeError):

@@ -256,8 +256,10 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        text = "plots as PNG files need matplotlib; run: pip install 'your_ai[report]'"
-        raise UserError(text) from error
+        raise UserError(
+            "plots as PNG files need matplotlib; in the checkout of your_ai, run: "
+            "pip install '.[report]'"
+        ) from error
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -8,6 +8,12 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from your_ai.dashboard.advice import (
+    ACCURACIES,
+    advice_line,
+    preference_line,
+    ways_to_learn_more,
+)
 from your_ai.dashboard.metric_table import JUDGE, line_texts, other_values, plain
 from your_ai.dashboard.shares import match_share
 from your_ai.dashboard.state import ViewState
@@ -151,6 +157,10 @@ def summary(state: ViewState, run: str, events_shown: bool = True) -> list[Rende
             text = f"the run passed its memory limit by {over}, which is a bug in your_ai"
             parts.append(f"{text}; {REPORT}")
     parts += result_lines(state)
+    if preference := preference_line(state):
+        parts.append(preference)
+    elif not state.barely_learned and (advice := advice_line(state, run)):
+        parts.append(advice)
     parts.append(f"adapter: {finished.adapter}{which_adapter(finished)}")
     has_answers = state.started is None or state.started.has_answers
     has_rows = state.validation is not None or state.match_after is not None
@@ -178,16 +188,19 @@ def result_lines(state: ViewState) -> list[str]:
     elif best is not None and state.first_validation != last:
         text += ", the best"
     lines = [text, *metric_lines(last, best)]
-    if not state.barely_learned:
-        return lines
-    ways = (state.started.more if state.started else "") or "a higher --learning-rate"
-    return [*lines, f"barely learned: try {ways}"]
+    if state.barely_learned and not preference_line(state):
+        lines.append(f"barely learned: try {ways_to_learn_more(state)}")
+    return lines
 
 
 def metric_lines(last: events.Validation, best: events.Validation | None) -> list[str]:
-    """The other values of the last validation and of the best one."""
+    """The other values of the last validation and of the best one.
+
+    Those of preferences are in a line of their own.
+    """
     found, of_best = [], {} if best is None else other_values(best)
-    for name, value in other_values(last).items():
+    values = {} if ACCURACIES in last.metrics else other_values(last)
+    for name, value in values.items():
         text = f"{name} of the validation rows: {value:.4g} at the end"
         if best is not None and best.step != last.step and name in of_best:
             text += f", best {of_best[name]:.4g} at step {best.step}"
@@ -261,9 +274,10 @@ def samples_table(before: events.Samples | None, after: events.Samples) -> Table
     table.add_column("prompt", ratio=1, overflow="fold")
     table.add_column("before", ratio=1, overflow="fold")
     table.add_column("after", ratio=1, overflow="fold")
+    table.add_column("expected", ratio=1, overflow="fold")
     answers = before.answers if before else ["?"] * len(after.answers)
-    for prompt, old, new in zip(after.prompts, answers, after.answers, strict=False):
-        table.add_row(*(Text(shorten(text)) for text in (prompt, old, new)))
+    for texts in zip(after.prompts, answers, after.answers, after.expected, strict=False):
+        table.add_row(*(Text(shorten(text)) for text in texts))
     return table
 
 

@@ -12,6 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from your_ai.config import nearest
+from your_ai.data.column_hints import (
+    UnknownColumns,
+    columns_option,
+    names_pair,
+    plain,
+    roles_in_words,
+)
 from your_ai.data.lines import read_json
 from your_ai.data.preferences import kind_of
 from your_ai.data.prompts import is_prompt_row
@@ -19,6 +26,7 @@ from your_ai.data.rows import FORMATS
 from your_ai.data.template import TooSlow, limited_memory, limited_time
 from your_ai.errors import UserError
 from your_ai.files import read_text
+from your_ai.gates.paths import unreadable_text
 from your_ai.gates.text import shortened
 
 # What a column can be, and the names that it often has, the most telling first.
@@ -55,14 +63,22 @@ class Layout:
     """Role -> column, as given by --columns."""
     render_prompt: Callable[[Mapping[str, Any], str], str] | None = None
     """(record, where) -> prompt, of --prompt-template."""
-    labeled: bool = False
-    """Whether the rows train with labels, so that a column called label is one."""
+    kind: str = "answers"
+    """Of the rows, as `TrainConfig.row_kind`."""
     unused: bool = True
     """Whether no record had the columns so far."""
     guesses: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
     """The roles that were guessed, by the columns of the records."""
-    prompts: bool = False
-    """Whether a row needs only a prompt, and keeps all its columns, for rewards."""
+
+    @property
+    def labeled(self) -> bool:
+        """Whether the rows train with labels, so that a column called label is one."""
+        return self.kind == "labels"
+
+    @property
+    def prompts(self) -> bool:
+        """Whether a row needs only a prompt, and keeps all its columns, for rewards."""
+        return self.kind == "prompts"
 
     def row_of(self, record: Mapping[str, Any], where: str) -> dict[str, Any]:
         """The record as a row in one of the known formats, with its other columns kept.
@@ -89,7 +105,8 @@ class Layout:
             if column not in record:
                 raise UserError(
                     f"{where}: has no column {shortened(column)}, which is to be the {role}; "
-                    f"columns: {listed(record)}"
+                    f"columns: {listed(record)}; say what they are with "
+                    f"{columns_option(self.kind, record, self.render_prompt is not None)}"
                 )
             value = record[column]
             is_text = role not in ("messages", "label", *NUMBERS) and not isinstance(value, list)
@@ -113,7 +130,7 @@ class Layout:
         key = tuple(record)
         if key not in self.guesses:
             answer_only = self.render_prompt is not None
-            self.guesses[key] = guess(key, where, answer_only, self.labeled, self.prompts)
+            self.guesses[key] = guess(record, where, answer_only, self.kind)
         return self.guesses[key]
 
     def notes(self) -> list[str]:
@@ -131,28 +148,29 @@ class Layout:
         return notes
 
 
-def layout_of(
-    columns: Sequence[str], prompt_template: str, labeled: bool = False, prompts: bool = False
-) -> Layout:
+def layout_of(columns: Sequence[str], prompt_template: str, kind: str = "answers") -> Layout:
     """The layout of --columns and --prompt-template. Raises UserError if they are wrong.
 
-    labeled: whether the rows train with labels. prompts: as in `Layout`.
+    kind: of the rows, as `TrainConfig.row_kind`.
     """
-    roles = parse_columns(columns, prompts)
+    roles = parse_columns(columns, kind)
     if not prompt_template:
         if set(roles) - {"system", "weight", *NUMBERS} == {"completion"}:
             raise UserError("--columns: names no prompt; add prompt=COLUMN")
-        return Layout(roles, labeled=labeled, prompts=prompts)
+        return Layout(roles, kind=kind)
     if taken := {"prompt", "messages", "text"} & set(roles):
         raise UserError(
             f"--columns {min(taken)}=...: cannot be combined with --prompt-template, which makes "
             "the prompt"
         )
-    return Layout(roles, template_of(prompt_template), labeled, prompts=prompts)
+    return Layout(roles, template_of(prompt_template), kind)
 
 
-def parse_columns(columns: Sequence[str], prompts: bool = False) -> dict[str, str]:
-    """Parse ("prompt=question", "completion=answer"). Raises UserError."""
+def parse_columns(columns: Sequence[str], kind: str = "answers") -> dict[str, str]:
+    """Parse ("prompt=question", "completion=answer"). Raises UserError.
+
+    kind: of the rows, as `TrainConfig.row_kind`.
+    """
     roles: dict[str, str] = {}
     for part in columns:
         role, separator, column = (text.strip() for text in part.partition("="))
@@ -167,34 +185,35 @@ def parse_columns(columns: Sequence[str], prompts: bool = False) -> dict[str, st
             raise UserError(f"--columns: names the {role} twice")
         roles[role] = column
     needed = set(roles) - {"system", "weight", "margin"}
-    complete = (*COMPLETE, *COMPLETE_PREFERENCES, *([{"prompt"}] if prompts else ()))
+    complete = (*COMPLETE, *COMPLETE_PREFERENCES, *([{"prompt"}] if kind == "prompts" else ()))
     if roles and needed not in complete:
         if needed == {"completion"}:
             return roles  # enough with --prompt-template
-        wanted = "prompt and completion, or text, or messages, or prompt, chosen and rejected"
-        raise UserError(f"--columns: names {' and '.join(roles)}; name {wanted}")
+        raise UserError(
+            f"--columns: names {' and '.join(roles)}; name {roles_in_words(kind)} (system and "
+            "weight may be added)"
+        )
     return roles
 
 
 def guess(
-    names: Collection[str],
-    where: str,
-    answer_only: bool = False,
-    labeled: bool = False,
-    prompts: bool = False,
+    record: Mapping[str, Any], where: str, answer_only: bool = False, kind: str = "answers"
 ) -> dict[str, str]:
     """Guess which columns make a row, from their names, whatever their case.
 
-    labeled: a column called label says whether the answer is good; else it may be the answer.
-    Raises UserError if there is no column for it, naming those that are there.
+    kind: of the rows, as `TrainConfig.row_kind`. With labels, a column called label says whether
+    the answer is good; else it may be the answer.
+    Raises UnknownColumns if there is no column for it, naming those that are there.
     """
-    by_name = {plain_name(name): name for name in names}
-    label = {"label": by_name.pop("label")} if labeled and "label" in by_name else {}
+    by_name = {plain(name): name for name in record}
+    is_label = kind == "labels" and "label" in by_name
+    label = {"label": by_name.pop("label")} if is_label else {}
+    hint = f"say what they are with {columns_option(kind, record, answer_only)}"
     found = {
         role: next((by_name[known] for known in known_names if known in by_name), None)
         for role, known_names in NAMES.items()
     }
-    if prompts:
+    if kind == "prompts":
         wanted = ("messages",) if found["messages"] else ("prompt", "completion", "system")
         found["system"] = by_name.get("system")
         roles = {role: name for role in wanted if (name := found[role]) is not None}
@@ -202,12 +221,17 @@ def guess(
             return {
                 role: name for role, name in roles.items() if role != "prompt" or not answer_only
             }
-        raise UserError(
-            f"{where}: has no prompt; keys found: {listed(names)}; say which column it is with "
-            "--columns prompt=COLUMN"
+        raise UnknownColumns(
+            f"{where}: has no prompt; keys found: {listed(record)}; {hint}", where, record
         )
     if any(name in by_name for name in PAIR):
-        return guessed_pair(by_name, found["prompt"], where)
+        return guessed_pair(by_name, found["prompt"], where, record, hint)
+    if kind == "pairs" and names_pair(record):
+        raise UnknownColumns(
+            f"{where}: has no columns chosen and rejected; columns: {listed(record)}; {hint}",
+            where,
+            record,
+        )
     wanted = ({"completion"},) if answer_only else COMPLETE
     for complete in wanted:
         roles = {role: found[role] for role in NAMES if role in complete}
@@ -217,19 +241,25 @@ def guess(
             roles |= further_input(by_name, roles)
             return {**roles, **system} if complete != {"text"} else roles  # type: ignore[dict-item]
     if label and found["prompt"]:
-        raise UserError(f"{where}: completion is missing; columns: {listed(names)}")
-    example = "completion=COLUMN" if answer_only else "prompt=COLUMN,completion=COLUMN"
-    raise UserError(
-        f"{where}: unknown row format; keys found: {listed(names)}; say what they are with "
-        f"--columns {example}"
+        raise UnknownColumns(
+            f"{where}: completion is missing; columns: {listed(record)}; {hint}", where, record
+        )
+    raise UnknownColumns(
+        f"{where}: unknown row format; keys found: {listed(record)}; {hint}", where, record
     )
 
 
-def guessed_pair(by_name: Mapping[str, str], prompt: str | None, where: str) -> dict[str, str]:
-    """The roles of the columns of a pair. Raises UserError if one of its answers is missing."""
+def guessed_pair(
+    by_name: Mapping[str, str], prompt: str | None, where: str, record: Mapping[str, Any], hint: str
+) -> dict[str, str]:
+    """The roles of the columns of a pair. Raises UnknownColumns if one of its answers is missing.
+
+    by_name: plain name -> column; hint: the end of the error.
+    """
     for name in PAIR:
         if name not in by_name:
-            raise UserError(f"{where}: {name} is missing; columns: {listed(by_name.values())}")
+            text = f"{where}: {name} is missing; columns: {listed(record)}; {hint}"
+            raise UnknownColumns(text, where, record)
     roles = {name: by_name[name] for name in PAIR}
     roles |= {"prompt": prompt} if prompt else {}
     roles |= further_input(by_name, roles)
@@ -239,7 +269,7 @@ def guessed_pair(by_name: Mapping[str, str], prompt: str | None, where: str) -> 
 def further_input(by_name: Mapping[str, str], roles: Mapping[str, str | None]) -> dict[str, str]:
     """Alpaca's input, which follows the instruction."""
     asked = roles.get("prompt")
-    is_alpaca = asked is not None and plain_name(asked) == "instruction"
+    is_alpaca = asked is not None and plain(asked) == "instruction"
     return {"input": by_name["input"]} if is_alpaca and "input" in by_name else {}
 
 
@@ -248,18 +278,13 @@ def lacks_prompt(record: Mapping[str, Any]) -> bool:
     if kind_of(record) != "pairs" or "prompt" in record:
         return False
     texts = all(isinstance(record[name], str) for name in PAIR)
-    names = {plain_name(name) for name in record}
+    names = {plain(name) for name in record}
     return texts and not looks_like_messages(record[PAIR[0]]) and bool(names & {*NAMES["prompt"]})
 
 
 def lacks_label(record: Mapping[str, Any]) -> bool:
     """Whether the label of an answer is in a column whose name is in another case."""
-    return kind_of(record) == "answers" and "label" in {*map(plain_name, record)} - {*record}
-
-
-def plain_name(name: str) -> str:
-    """The name of a column as in NAMES."""
-    return name.strip().lower().replace(" ", "_")
+    return kind_of(record) == "answers" and "label" in {*map(plain, record)} - {*record}
 
 
 def listed(names: Collection[str]) -> str:
@@ -329,9 +354,10 @@ def template_of(name: str) -> Callable[[Mapping[str, Any], str], str]:
         source = read_text(path, TEMPLATE_BYTES)
     except UnicodeDecodeError as error:
         raise UserError(f"{label}: is not UTF-8 text") from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{label}: cannot be read ({reason})") from error
+    except OSError as error:
+        raise UserError(f"{label}: {unreadable_text(path, error)}") from error
+    except ValueError as error:
+        raise UserError(f"{label}: cannot be read ({error})") from error
 
     class Environment(ImmutableSandboxedEnvironment):
         """Limits products, which could take all memory at once, also while it compiles."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from your_ai.config import GRPO, REWARD, SFT, TrainConfig
@@ -37,14 +39,19 @@ class DataLook:
     notes: tuple[str, ...]
 
 
-def look(data: str, objective: str | None = None, progress: Progress = lambda *_: None) -> DataLook:
-    """Read all rows of --data once.
+def look(
+    data: str,
+    objective: str | None = None,
+    progress: Progress = lambda *_: None,
+    columns: Sequence[str] = (),
+) -> DataLook:
+    """Read all rows of --data once. columns: the value of --columns.
 
     objective: what the rows are for; None: what their columns say.
     Raises UserError for data that cannot be read, or that the objective cannot train.
     """
-    objective = objective_of(data) if objective is None else objective
-    config = TrainConfig(data=data, objective=objective)
+    objective = objective_of(data, columns) if objective is None else objective
+    config = TrainConfig(data=data, objective=objective, columns=tuple(columns))
     found = survey(find_splits(config, progress=progress), config, None, 0)
     train = found.splits["train"]
     return DataLook(
@@ -53,18 +60,18 @@ def look(data: str, objective: str | None = None, progress: Progress = lambda *_
         rows=train.rows,
         problems=train.empty + train.refused,
         problem=train.problem,
-        expected=has_expected(data),
+        expected=has_expected(data, columns),
         notes=found.notes,
     )
 
 
-def objective_of(data: str) -> str:
+def objective_of(data: str, columns: Sequence[str] = ()) -> str:
     """The objective that trains the first row of --data. Raises UserError if none does."""
     where, record = first_record(data)
     fault = None
     for objective in BY_ROWS:
         try:
-            parsed_for(objective, record, where)
+            parsed_for(objective, record, where, columns)
         except UserError as error:
             fault = fault or error  # that of sft says what is expected
         else:
@@ -72,28 +79,36 @@ def objective_of(data: str) -> str:
     raise fault or UserError(f"{where}: unknown row format")
 
 
-def has_expected(data: str) -> bool:
+def has_expected(data: str, columns: Sequence[str] = ()) -> bool:
     """Whether the first row has an expected answer for rewards."""
     where, record = first_record(data)
     try:
-        content = parsed_for(GRPO, record, where).content
+        content = parsed_for(GRPO, record, where, columns).content
     except UserError:
         return False
     return isinstance(content, Question) and content.expected is not None
 
 
-def parsed_for(objective: str, record: dict[str, Any], where: str) -> Row:
+def parsed_for(
+    objective: str, record: dict[str, Any], where: str, columns: Sequence[str] = ()
+) -> Row:
     """A record as a row that the objective trains. Raises UserError if it is none."""
     kind = TrainConfig(objective=objective).row_kind
-    layout = layout_of((), "", labeled=kind == "labels", prompts=kind == "prompts")
+    layout = layout_of(columns, "", kind)
     return parser_of(kind)(layout.row_of(record, where), where)
 
 
 def first_record(data: str) -> tuple[str, dict[str, Any]]:
     """The place and content of the first training record. Raises UserError if there is none."""
-    limit = RowLimit(TrainConfig().max_row_bytes)
-    for source in sources_of(data):
-        source = replace(source, rows=None)
-        for _, where, record in records_in(source, "train", limit, lambda *_: None):
-            return where, record
+    for found in first_records(data, 1):
+        return found
     raise UserError(f"--data {data}: has no rows")
+
+
+def first_records(data: str, most: int) -> list[tuple[str, dict[str, Any]]]:
+    """The places and contents of at most `most` training records. Raises UserError."""
+    limit, found = RowLimit(TrainConfig().max_row_bytes), []
+    for source in sources_of(data):
+        records = records_in(replace(source, rows=None), "train", limit, lambda *_: None)
+        found += [(where, record) for _, where, record in islice(records, most - len(found))]
+    return found

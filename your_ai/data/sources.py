@@ -37,6 +37,7 @@ from your_ai.data.records import SUFFIXES, form_of, read_records, suffix_of
 from your_ai.data.rows import ParseRow, read_rows
 from your_ai.errors import UserError
 from your_ai.files import atomic_folder, packaged, read_text, sha256
+from your_ai.gates.paths import missing_text
 from your_ai.gates.text import counted, shortened
 
 HELD_OUT_SHARE, LEAST_HELD_OUT, MOST_HELD_OUT = 0.02, 20, 500  # of the rows; rows
@@ -84,10 +85,7 @@ def find_splits(
     Raises UserError if there is no training data, for a row that cannot be used, and for columns
     or a template that do not fit the rows.
     """
-    kind = config.row_kind
-    layout = layout_of(
-        config.columns, config.prompt_template, labeled=kind == "labels", prompts=kind == "prompts"
-    )
+    layout = layout_of(config.columns, config.prompt_template, config.row_kind)
     sources = all_sources(config, to_train)
     holds_out = to_train and config.valid == "" and not any("valid" in s.splits for s in sources)
     limit = RowLimit(config.max_row_bytes)
@@ -306,7 +304,7 @@ def find_path(name: str, label: str) -> Path:
         path = Path(name).expanduser()
         path.stat()
     except FileNotFoundError as error:
-        raise UserError(f"{label}: no such file or folder") from error
+        raise UserError(f"{label}: {missing_text(name, known=DEMO_DATA)}") from error
     except OSError as error:
         raise UserError(f"{label}: cannot be read ({error.strerror})") from error
     except (RuntimeError, ValueError) as error:  # no such user's home; a null character

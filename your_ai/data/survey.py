@@ -8,13 +8,14 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from your_ai.config import TrainConfig
-from your_ai.data.encode import EncodedRow, Encoder, has_answer, pair_to_chat
+from your_ai.data.drawn import DrawnRow, draw_row
+from your_ai.data.encode import Encoder, has_answer, pair_to_chat
 from your_ai.data.folders import SPLITS
 from your_ai.data.lines import RowLimit
 from your_ai.data.notes import Notes, not_used
@@ -33,7 +34,6 @@ from your_ai.data.rows import (
 from your_ai.data.sources import Splits
 from your_ai.errors import UserError
 
-DRAWN_TOKENS = 400  # of a row that is shown
 KINDS = {
     "Chat": "chat",
     "Pair": "prompt + completion",
@@ -45,15 +45,6 @@ KINDS = {
 }
 QUANTILES = {"least": 0.0, "median": 0.5, "p95": 0.95, "most": 1.0}
 BINS = 12  # at most, of a histogram
-
-
-@dataclass(frozen=True)
-class DrawnRow:
-    """A row as the model sees it."""
-
-    where: str
-    parts: tuple[tuple[str, bool], ...]
-    """(text, whether it is trained), in order; cut off after DRAWN_TOKENS."""
 
 
 @dataclass
@@ -124,7 +115,7 @@ def survey(
     """Read all rows once.
 
     tokenizer: of the model; None leaves out what needs one. draw: how many training rows to show,
-    spread over the whole file. notes: on the tokenizer.
+    spread over the whole file; refused ones if there are no others. notes: on the tokenizer.
     Raises UserError for a row that is in no known format.
     """
     limit = RowLimit(config.max_row_bytes)
@@ -135,7 +126,8 @@ def survey(
     parse = parser_of(config.row_kind)
     splits: dict[str, SplitSurvey] = {}
     trained: set[bytes] = set()
-    places: list[int] = []
+    places: list[int] = []  # lines of training rows
+    refused: list[int] = []
     for name in SPLITS:
         if name not in found.files:
             continue
@@ -145,15 +137,17 @@ def survey(
             if encoder is None:
                 for column in row.unused:
                     noticed.add(not_used(column), row.where)
-            if count(split, row, encoder, config.max_seq_length, seen, trained):
-                places.append(row.line if name == "train" else 0)
-    wanted = spread([place for place in places if place], draw)
-    drawn = []
-    if encoder is not None:
-        rows = (r for r in read_rows(found.files["train"], limit, parse) if r.line in wanted)
-        shown = replace(encoder, notes=Notes())  # these rows were noticed before
-        for row in islice(rows, len(wanted)):
-            drawn += [draw_row(row.where, text, tokenizer) for text in shown.encode_all(row)]
+            is_trained = count(split, row, encoder, config.max_seq_length, seen, trained)
+            if name == "train":
+                (places if is_trained else refused).append(row.line)
+    wanted = spread(places or refused, draw)
+    rows = (r for r in read_rows(found.files["train"], limit, parse) if r.line in wanted)
+    shown = encoder and replace(encoder, notes=Notes())  # these rows were noticed before
+    drawn = [
+        text
+        for row in islice(rows, len(wanted))
+        for text in draw_row(row, shown, config.mask_prompt)
+    ]
     unit = "characters" if encoder is None else "tokens"
     every = (*found.notes, *notes, *noticed.lines())
     return Survey(splits, tuple(drawn), every, unit)
@@ -225,20 +219,6 @@ def spread(places: list[int], count: int) -> set[int]:
     return {places[index] for index in chosen}
 
 
-def draw_row(where: str, encoded: EncodedRow, tokenizer: Any) -> DrawnRow:
-    """The text of a row in parts that are trained or not."""
-    tokens, trained = encoded.tokens[:DRAWN_TOKENS], encoded.trained[:DRAWN_TOKENS]
-    edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
-    parts = [
-        (tokenizer.decode(tokens[begin:end].tolist()), bool(trained[begin]))
-        for begin, end in pairwise(edges)
-        if end > begin
-    ]
-    if len(encoded.tokens) > DRAWN_TOKENS:
-        parts.append((f" ... {len(encoded.tokens) - DRAWN_TOKENS:,} more tokens", False))
-    return DrawnRow(where, tuple(parts))
-
-
 def as_json(found: Survey, config: TrainConfig) -> dict[str, Any]:
     """The survey for programs."""
     return {
@@ -265,7 +245,12 @@ def as_json(found: Survey, config: TrainConfig) -> dict[str, Any]:
             for name, split in found.splits.items()
         },
         "drawn": [
-            {"where": row.where, "parts": [{"text": t, "trained": y} for t, y in row.parts]}
+            {
+                "where": row.where,
+                "answer": row.answer,
+                "problem": row.problem,
+                "parts": [{"text": t, "trained": y} for t, y in row.parts],
+            }
             for row in found.drawn
         ],
     }

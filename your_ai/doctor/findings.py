@@ -97,7 +97,7 @@ def of_versions(machine: MachineInfo) -> Iterator[Finding]:
     if machine.missing:
         names = ", ".join(machine.missing)
         what = f"packages for these optional features are not installed: {names}"
-        yield Finding("note", what, f"pip install 'your_ai[{','.join(machine.missing)}]'")
+        yield Finding("note", what, f"pip install '.[{','.join(machine.missing)}]'")
 
 
 def of_device(machine: MachineInfo) -> Iterator[Finding]:
@@ -112,7 +112,7 @@ def of_device(machine: MachineInfo) -> Iterator[Finding]:
         yield Finding("risk", "MLX finds no GPU (in a virtual machine?): steps are very slow")
     elif machine.device == "cpu" and machine.nvidia:
         what = "this machine has an NVIDIA card, but this MLX computes only on the CPU"
-        yield Finding("risk", what, "pip install 'your_ai[cuda]'")
+        yield Finding("risk", what, "pip install '.[cuda]'")
     elif machine.device == "cpu":
         what = "no GPU: models with more than about 100 million parameters train very slowly"
         yield Finding("note", what)

@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from your_ai.config import DEMO
 from your_ai.doctor.machine import read_machine
 from your_ai.doctor.recommend import (
     USUAL,
@@ -21,8 +22,9 @@ from your_ai.doctor.recommend import (
     tier_of,
 )
 from your_ai.errors import UserError
+from your_ai.files import packaged
 from your_ai.gates.text import size_text
-from your_ai.hub.local import Local, local_models
+from your_ai.hub.local import Local, bits_of, local_models, size_of
 from your_ai.hub.registry import Known, known
 from your_ai.memory.facts import facts_of
 
@@ -43,7 +45,7 @@ class ModelRow:
     name: str
     repo: str | None
     where: str
-    """models, cache, or empty if it is not on this machine."""
+    """your_ai, models, cache, or empty if it is not on this machine."""
     size_bytes: int
     """Size on disk, now or after a download."""
     parameters: int | None = None
@@ -56,11 +58,25 @@ class ModelRow:
 
 
 def rows(room: MachineRoom | None = None) -> list[ModelRow]:
-    """The local models by name, then the known models that are not local. Raises UserError."""
+    """The model that comes with your_ai, the local models by name, then the known models that are
+    not local. Raises UserError.
+    """
     room = room_here(read_machine()) if room is None else room
-    here = [of_local(local, room) for local in local_models()]
+    here = [of_local(local, room) for local in (demo(), *local_models())]
     there = {row.repo for row in here if row.fault is None}
     return [*here, *(of_known(k, room) for k in known().values() if k.repo not in there)]
+
+
+def demo() -> Local:
+    """The model that comes with your_ai."""
+    folder = packaged("models", "demo")
+    return Local(
+        name=DEMO,
+        folder=folder,
+        where="your_ai",
+        size_bytes=size_of(folder),
+        bits=bits_of(folder),
+    )
 
 
 def of_known(model: Known, room: MachineRoom) -> ModelRow:

@@ -15,13 +15,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from your_ai.config import DEMO, nearest
+from your_ai.config import DEMO
 from your_ai.errors import UserError, first_line
 from your_ai.export import peft_config
 from your_ai.export.names import block_of, check_names, name_in_block
 from your_ai.export.peft import PREFIX, SUFFIXES
 from your_ai.files import packaged
-from your_ai.gates.text import shortened, shown
+from your_ai.gates.paths import missing_text
+from your_ai.gates.text import shown
 from your_ai.gates.untrusted import read_header, read_json
 from your_ai.hub.find import Missing, find_model, is_local
 from your_ai.hub.fingerprint import fingerprint
@@ -90,8 +91,8 @@ def find_adapter(name: str, label: str) -> AdapterFiles:
         return files_in(path.parent, path)
     if os.path.isdir(path):
         return files_in(path)
-    near = nearest(shortened(name), [run.parent.name for run in RUNS.glob("*/config.yaml")])
-    raise UserError(f"{label}: no such run or folder{near}")
+    runs = [run.parent.name for run in RUNS.glob("*/config.yaml")]
+    raise UserError(f"{label}: {missing_text(name, 'run or folder', (DEMO, *runs))}")
 
 
 def files_in(source: Path, file: Path | None = None) -> AdapterFiles:

@@ -148,7 +148,9 @@ def write_model(
 
 def require_library() -> None:
     if importlib.util.find_spec("gguf") is None:
-        raise UserError("GGUF needs the package gguf; run: pip install 'your_ai[gguf]'")
+        raise UserError(
+            "GGUF needs the package gguf; in the checkout of your_ai, run: pip install '.[gguf]'"
+        )
 
 
 def adapter_tensors(described: Description, trained: Trained) -> list[GgufTensor]:

@@ -6,9 +6,11 @@ import dataclasses
 from pathlib import Path
 
 from your_ai import __version__
+from your_ai.errors import UserError
 from your_ai.export import adapter_files
 from your_ai.export.untrained_run import Origin, check_new, create, settings_of
 from your_ai.files import sha256
+from your_ai.gates.paths import missing_text
 from your_ai.run import folder
 from your_ai.run.folder import RunFolder
 
@@ -21,6 +23,8 @@ def import_adapter(source: Path, base: str | None = None, name: str | None = Non
     Raises UserError, before anything is written, if the adapter is damaged, does not fit the
     model, or needs something that mlx-lm adapters cannot do.
     """
+    if not source.is_dir():
+        raise UserError(f"{source}: {missing_text(source, 'folder')}")
     files = adapter_files.find_adapter(str(source), str(source))
     adapter = adapter_files.read(files)
     found = adapter_files.find_base_model(source, base, files.base)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 VALUE_CHARACTERS = 200  # maximum length of an untrusted value in a message
 WORD_CHARACTERS = 400  # maximum length without a space, such as a path
 LINE_CHARACTERS = 2000  # maximum length of a message
+NEAR = 0.5  # least similarity of a known name to what was given, from 0 to 1
 PROGRESS_EVERY_S = 5.0  # between two texts that say how far something is
 
 UNSAFE = (
@@ -92,8 +93,14 @@ def model_name(model: str) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `; did you mean X?` for the closest known name, or an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    close = closest(name, known, NEAR)
+    return f"; did you mean {close}?" if close else ""
+
+
+def closest(name: str, known: Iterable[str], likeness: float) -> str:
+    """The known name that is most similar, or an empty string. likeness: the least, 0 to 1."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
+    return found[0] if found else ""
 
 
 def loss_text(loss: float | None, decimals: int = 4) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from your_ai.errors import UserError
+from your_ai.gates.paths import unreadable_text
 from your_ai.gates.text import shortened
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
             data = file.read(YAML_BYTES + 1)
         text = data.decode("utf-8-sig")
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+        raise UserError(f"{path}: {unreadable_text(path, error)}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: is not UTF-8 text") from error
     if len(data) > YAML_BYTES:

@@ -9,9 +9,13 @@ from pathlib import Path
 from your_ai.config import DEMO
 from your_ai.errors import UserError
 from your_ai.files import packaged
+from your_ai.gates.paths import missing_text
+from your_ai.gates.text import closest
 from your_ai.hub.check import AGAIN
 from your_ai.hub.record import fault_of, read_record
 from your_ai.hub.registry import alias_of, download_text, known, nearest_aliases
+
+ALIKE = 0.9  # least similarity of a repository to a known one, from 0 to 1, to suggest that
 
 WANTED = (
     *("*.json", "model*.safetensors", "tokenizer.model", "tiktoken.model", "*.tiktoken"),
@@ -63,10 +67,11 @@ def repo_of(name: str, label: str) -> str:
         return name
     if "/" in name:
         raise UserError(f"{label}: is not a repository id; those have the form OWNER/NAME")
-    near = nearest_aliases(name)
+    folders = (path.name for root in model_roots() if root.is_dir() for path in root.iterdir())
+    near = nearest_aliases(name, (DEMO, *folders))
     *others, last = near or [""]
     listed = f"{', '.join(others)} or {last}" if others else last
-    hint = f"did you mean {listed}?" if near else f"aliases: {', '.join([DEMO, *known()])}"
+    hint = f"did you mean {listed}?" if near else "`your_ai models` lists the aliases"
     raise UserError(f"{label}: no such folder or alias; {hint}")
 
 
@@ -89,7 +94,7 @@ def find_model(name: str) -> Path:
             if (root / name).is_dir():
                 return whole(root / name, f"--model {name}")
     if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1:
-        raise UserError(f"--model {name}: no such folder")
+        raise UserError(f"--model {name}: {missing_text(name, 'folder')}")
     repo = repo_of(name, f"--model {name}")
     found = put_model(repo)
     if found is not None:
@@ -101,6 +106,9 @@ def find_model(name: str) -> Path:
     size = download_text(known()[alias]) if alias is not None else ""
     fetch = f"download it ({size})" if size else "download it"
     message = f"--model {name}: is not on this machine; {fetch}: your_ai download {name}"
+    repos = [model.repo for model in known().values()]
+    if repo not in repos and (near := closest(repo, repos, ALIKE)):
+        message += f" (did you mean {near}?)"
     raise Missing(message, repo, size)
 
 

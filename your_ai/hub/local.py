@@ -13,7 +13,7 @@ from typing import Literal
 from your_ai.config import DEMO
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, clean
-from your_ai.gates.text import size_text
+from your_ai.gates.text import nearest, size_text
 from your_ai.gates.untrusted import read_json
 from your_ai.hub.check import can_run
 from your_ai.hub.download import INCOMPLETE, open_lock, taken
@@ -31,8 +31,8 @@ class Local:
     name: str
     """The name to use with --model."""
     folder: Path
-    where: Literal["models", "cache"]
-    """In one of `model_roots()`, or in the Hugging Face cache."""
+    where: Literal["your_ai", "models", "cache"]
+    """With your_ai, in one of `model_roots()`, or in the Hugging Face cache."""
     size_bytes: int
     repo: str | None = None
     """The repository id on the hub, if known."""
@@ -166,7 +166,10 @@ def remove_model(name: str) -> int:
             f"{name}: is in the Hugging Face cache, which other programs use too; remove it "
             f"with: hf cache rm model/{repo}"
         )
-    raise UserError(f"{name}: no such model in {model_roots()[0]}; list them with: your_ai models")
+    root = model_roots()[0]
+    near = nearest(name, [path.name for path in root.iterdir()] if root.is_dir() else [])
+    hint = near or "; list them with: your_ai models"
+    raise UserError(f"{name}: no such model in {root.absolute()}{hint}")
 
 
 def is_model(folder: Path) -> bool:

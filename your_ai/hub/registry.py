@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,15 +98,18 @@ def alias_of(repo: str) -> str | None:
     return next((model.alias for model in known().values() if model.repo == repo), None)
 
 
-def nearest_aliases(name: str, count: int = 3) -> list[str]:
-    """Return up to `count` aliases similar to `name` by alias or repository, most similar first."""
+def nearest_aliases(name: str, others: Iterable[str] = (), count: int = 3) -> list[str]:
+    """Return up to `count` aliases similar to `name` by alias or repository, most similar first.
 
-    def likeness(model: Known) -> float:
-        texts = (model.alias, model.repo.split("/")[1].lower())
-        matchers = [difflib.SequenceMatcher(None, name.lower(), text) for text in texts]
+    others: names of models that have no alias, which are compared, too.
+    """
+
+    def likeness(*texts: str) -> float:
+        matchers = [difflib.SequenceMatcher(None, name.lower(), text.lower()) for text in texts]
         return max(matcher.ratio() for matcher in matchers)
 
-    near = {model.alias: likeness(model) for model in known().values()}
+    near = {other: likeness(other) for other in others}
+    near |= {m.alias: likeness(m.alias, m.repo.split("/")[1]) for m in known().values()}
     ranked = sorted(near, key=lambda alias: -near[alias])
     return [alias for alias in ranked if near[alias] >= NEAR][:count]
 

@@ -81,7 +81,8 @@ class ChatClient:
         """
         if importlib.util.find_spec("openai") is None:
             raise UserError(
-                "--reward judge needs the package openai; run: pip install 'your_ai[judge]'"
+                "--reward judge needs the package openai; in the checkout of your_ai, run: "
+                "pip install '.[judge]'"
             )
         self.url = url or os.environ.get(URL) or OPENAI_URL
         check_url(self.url, "--judge-url" if url else URL)

@@ -246,7 +246,7 @@ def find(run: str) -> RunFolder:
             return folder
     names = [p.parent.name for p in RUNS.glob("*/config.yaml")]
     run = shortened(run)
-    raise UserError(f"no run named {run} in {RUNS}{nearest(run, names)}")
+    raise UserError(f"no run named {run} in {RUNS.absolute()}{nearest(run, names)}")
 
 
 def discard(folder: RunFolder) -> None:

@@ -272,7 +272,7 @@ def watch(folder: RunFolder, console: Console, *, as_json: bool = False) -> int:
     """
     style = style_for(console, as_json)
     follower = Follower(folder.events, console, style, KEYS.replace("detach", "leave"))
-    seen_at = time.monotonic()
+    seen_at, was_over = time.monotonic(), not is_running(folder)
     with recorded_signals() as received, terminal(follower) as shown:
         while not received and follower.failure is None:
             if not folder.path.exists():
@@ -287,6 +287,8 @@ def watch(folder: RunFolder, console: Console, *, as_json: bool = False) -> int:
                 return DONE
             handle_keys(pressed, folder)
         follower.catch_up(at_once=True)
+    if was_over and follower.state.finished is not None:
+        follower.print_screen()
     return ended(folder, follower, received)
 
 

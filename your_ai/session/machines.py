@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from your_ai.config import DEMO, TrainConfig
+from your_ai.config import DEMO, TrainConfig, gigabytes
 from your_ai.errors import UserError
 from your_ai.files import read_text
+from your_ai.gates.paths import unreadable_text
 from your_ai.gates.text import nearest, shortened, shown
 from your_ai.gates.untrusted import is_number
 from your_ai.run.host import WATCHDOG
@@ -202,7 +203,7 @@ def from_file(name: str) -> Machines:
         if not (is_texts(envs) and all("=" in each for each in envs)):
             raise ValueError("envs must be a list of NAME=VALUE")
     except OSError as error:
-        raise UserError(f"{option}: cannot be read ({error.strerror})") from error
+        raise UserError(f"{option}: {unreadable_text(name, error)}") from error
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{option}: is not a hostfile of mlx.launch ({error}); expected "
@@ -224,6 +225,8 @@ def machine_of(content: Any) -> Machine:
         if key not in HOST_KEYS and nearest(key, [LIMIT_KEY]):  # other keys are for other programs
             raise ValueError(f"unknown key {shortened(key)}; did you mean {LIMIT_KEY}?")
     limit = content.get(LIMIT_KEY)
+    if isinstance(limit, str):
+        limit = gigabytes(limit) or 0
     name, ips, rdma = content["ssh"], content.get("ips") or [], content.get("rdma") or []
     if not (isinstance(name, str) and is_texts(ips)):
         raise ValueError("ssh must be text, and ips must be a list of texts")

@@ -41,7 +41,8 @@ HOUR_S = 3600
 
 UNKNOWN = "-"
 GAP = 2  # between columns
-SHORTEST_NAME = 20  # columns are dropped before names become shorter than this
+NEEDED = 4  # columns that are kept where names would have to be shortened for them ...
+SHORTEST_NAME = 20  # ... but not to fewer characters than this
 LONGEST_MODEL = 24
 STYLES = {"running": "green", "paused": "yellow", "died": "red"}
 
@@ -308,9 +309,9 @@ def table(rows: Sequence[RunRow], now: float, width: int = 80) -> Table:
     cells = {head: [text(row, now) for row in rows] for head, text in COLUMNS.items()}
     widths = {head: max(map(len, [head, *cells[head]])) for head in COLUMNS}
     kept = [*BY_IMPORTANCE]
-    least = min(widths["run"], SHORTEST_NAME)
-    while len(kept) > 2 and least + room_beside_name(widths, kept) > width:
-        kept.pop()
+    for least, most in ((widths["run"], NEEDED), (min(widths["run"], SHORTEST_NAME), 2)):
+        while len(kept) > most and least + room_beside_name(widths, kept) > width:
+            kept.pop()
     room = max(1, width - room_beside_name(widths, kept))
     cells["run"] = [crop(name, room) for name in cells["run"]]
 

@@ -50,7 +50,9 @@ FINISHED, PRUNED, FAILED = "finished", "pruned", "failed"  # states of a trial t
 def require_optuna() -> None:
     """Raise UserError if optuna is not installed."""
     if importlib.util.find_spec("optuna") is None:
-        raise UserError("tune needs the package optuna; run: pip install 'your_ai[tune]'")
+        raise UserError(
+            "tune needs the package optuna; in the checkout of your_ai, run: pip install '.[tune]'"
+        )
 
 
 # What is searched

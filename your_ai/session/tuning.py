@@ -163,7 +163,8 @@ def find_tune(name: str) -> TuneFolder:
             return TuneFolder(path)
     names = [path.parent.name for path in TUNES.glob("*/settings.yaml")]
     name = shortened(name)
-    raise UserError(f"--resume {name}: no tune with this name in {TUNES}{nearest(name, names)}")
+    near = nearest(name, names)
+    raise UserError(f"--resume {name}: no tune with this name in {TUNES.absolute()}{near}")
 
 
 def inputs_of(config: TrainConfig) -> dict[str, str]:

@@ -59,7 +59,7 @@ def check(names: Sequence[str]) -> None:
         if spec is None or spec.origin is None:  # a folder with this name is not the package
             raise UserError(
                 f"--report-to {name}: the package {package} is not installed; "
-                f"pip install 'your_ai[{name}]'"
+                f"pip install '.[{name}]'"
             )
 
 

@@ -307,7 +307,7 @@ def prepare(
         valid=data.examples.get("valid"),
         best_metric=data.best_metric,
         test=data.examples.get("test"),
-        samples=data.samples,
+        samples=[] if config.samples == AUTO and built.plan == "streamed" else data.samples,
         steps=steps,
         depends_on={
             "model": files,
@@ -522,7 +522,7 @@ def planned_budget(config: TrainConfig, folder: Path, seq_len: int | None = None
     else:
         config = defaults.sized(config, 0)
         longest = config.max_seq_length if seq_len is None else seq_len
-        generates = config.samples or ":" in config.best_metric
+        generates = config.samples not in (0, AUTO) or ":" in config.best_metric
         answers = longest + ANSWER_TOKENS if generates else 0
         data = RunData({}, [], None, [longest], 0, answers)
         if config.generates:

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
-from your_ai.config import LOSS, TrainConfig, flag
+from your_ai.config import AUTO, LOSS, TrainConfig, flag
 from your_ai.data.batches import bucket_edges, few_edges
 from your_ai.data.encode import Encoder, SamplePrompt
 from your_ai.data.examples import Examples, RowCounts, check_weights, load_examples
@@ -34,6 +34,8 @@ from your_ai.rewards.builtin import check_expected
 from your_ai.rewards.names import needs_expected, parse_rewards, reward_texts
 from your_ai.run import events
 from your_ai.training.best_metric import BestMetric, best_metric_of, check_margin
+
+AUTO_TOKENS = 256  # of an answer to a prompt of --samples auto
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,12 @@ class RunData:
 def check_splits(config: TrainConfig) -> Splits:
     """The files of --data by split. Raises UserError if a required one is missing."""
     splits = find_splits(config)
-    for wanted in ("samples", "exact_match"):
-        if getattr(config, wanted) and "test" not in splits.files:
-            raise UserError(f"{flag(wanted)}: --data {config.data} has no test.jsonl")
+    if config.exact_match and "test" not in splits.files:
+        raise UserError(f"{flag('exact_match')}: --data {config.data} has no test.jsonl")
+    if config.samples not in (0, AUTO) and not {"test", "valid"} & splits.files.keys():
+        raise UserError(
+            f"{flag('samples')} {config.samples}: there are no test rows, and no row is held out"
+        )
     if config.best_metric != LOSS and "valid" not in splits.files:
         raise UserError(
             f"--best-metric {config.best_metric}: there are no validation rows; give some with "
@@ -95,7 +100,10 @@ def read_data(
     limit = row_limit(config.max_row_bytes, config.max_memory, config.force)
     vocabulary = vocabulary_of(network)
     encoder = Encoder(tokenizer, config.mask_prompt, vocabulary, limit, config.row_kind)
-    samples = sample_prompts(splits.get("test"), encoder, config.samples)
+    asking = splits.get("test", splits.get("valid"))
+    samples = sample_prompts(asking, encoder, config.sample_count)
+    if config.samples == AUTO:
+        samples = [s for s in samples if has_room(config, network, tokenizer, s)]
     used = {n: path for n, path in splits.items() if n != "test" or config.exact_match}
     prompts = {}
     if config.generates:  # before the examples, which must be those of the same files
@@ -115,14 +123,14 @@ def read_data(
     longest = max(int(found.lengths.max()) for found in examples.values())
     if config.packing:
         longest = max(longest, config.max_seq_length)
-    asked = [*samples, *(best.prompts if best else ())]
     scored = [*examples.values(), *([best.rows.answers.examples] if best else [])]
     longest = max(longest, *(int(found.lengths.max()) for found in scored))
     model.check_positions(network, longest, f"--max-seq-length {config.max_seq_length}")
     allocator.free()  # memory that tokenizing left
     if config.generates:
         return prompts_of_run(config, network, prompts, examples, samples, tokenizer)
-    rooms = (answer_room(network, tokenizer, prompt) for prompt in asked)
+    rooms = [sample_room(config, network, tokenizer, prompt) for prompt in samples]
+    rooms += [answer_room(network, tokenizer, prompt) for prompt in (best.prompts if best else ())]
     return RunData(
         examples=examples,
         samples=samples,
@@ -252,8 +260,26 @@ def load_split(
     return examples
 
 
+def sample_room(
+    config: TrainConfig, network: nn.Module, tokenizer: Any, sample: SamplePrompt
+) -> tuple[int, int]:
+    """As `answer_room`; nobody asked for the answers of --samples auto, so these are not long."""
+    answer, both = answer_room(network, tokenizer, sample)
+    shorter = min(answer, AUTO_TOKENS) if config.samples == AUTO else answer
+    return shorter, both - answer + shorter
+
+
+def has_room(config: TrainConfig, network: nn.Module, tokenizer: Any, sample: SamplePrompt) -> bool:
+    """Whether the model has positions for an answer to the prompt."""
+    try:
+        sample_room(config, network, tokenizer, sample)
+    except UserError:
+        return False
+    return True
+
+
 def sample_prompts(path: Path | None, encoder: Encoder, count: int) -> list[SamplePrompt]:
-    """Prompts from the first `count` test rows that have one."""
+    """Prompts from the first `count` rows that have one."""
     if path is None or count == 0:
         return []
     rows = read_rows(path, encoder.limit, parser_of(encoder.kind))

@@ -19,6 +19,7 @@ from your_ai.training import best_metric
 from your_ai.training.best_metric import METRIC_ROWS
 from your_ai.training.prepare import Prepared
 from your_ai.training.rollouts import RolloutSource, reward_metrics
+from your_ai.training.run_data import sample_room
 from your_ai.training.soft_rollouts import SoftSource
 
 
@@ -164,7 +165,7 @@ def show_test_rows(
     stop: Stop,
     rollouts: RolloutSource | SoftSource | None = None,
 ) -> None:
-    """Write answers to a few test prompts, and exact match over all test rows, if configured.
+    """Write answers to a few held-out prompts, and exact match over all test rows, if configured.
 
     rollouts: of a run that trains on rewards: the answers of all test rows are generated.
     """
@@ -176,7 +177,7 @@ def show_test_rows(
     for sample in prepared.samples:
         if stop:
             return
-        limit, _ = generate.answer_room(prepared.model, prepared.tokenizer, sample)
+        limit, _ = sample_room(prepared.config, prepared.model, prepared.tokenizer, sample)
         answers.append(generate.answer(prepared.model, prepared.tokenizer, sample.rendered, limit))
     if answers:
         log.write(

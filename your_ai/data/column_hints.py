@@ -1,0 +1,132 @@
+"""Which columns of unknown names are probably meant, for messages and questions. A guess only."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from your_ai.errors import UserError
+from your_ai.gates.text import shortened
+
+PAIR = ("prompt", "chosen", "rejected")
+# The roles that rows need, by their kind. Of two ways, `roles_of` chooses one.
+ROLES_OF = {
+    "answers": ("prompt", "completion"),
+    "pairs": PAIR,
+    "labels": ("prompt", "completion", "label"),
+    "prompts": ("prompt",),
+    "rated": ("prompt", "completion", "score"),
+}
+# Parts of the names that columns of a role often have. The first role that fits a column wins.
+WORDS = {
+    "rejected": ("reject", "bad", "worse", "worst", "loser", "negativ", "non_pref", "dispref"),
+    "chosen": ("chosen", "good", "better", "best", "winner", "positiv", "prefer", "accept"),
+    "label": ("label", "liked", "thumb", "is_", "ok", "correct", "rating", "helpful"),
+    "score": ("score", "rating", "stars", "points", "grade"),
+    "completion": ("completion", "answer", "response", "output", "repl", "solution", "target"),
+    "prompt": ("prompt", "question", "ask", "instruction", "query", "input", "request"),
+}
+TRUTHS = ("true", "false", "yes", "no", "0", "1", "-1", "good", "bad")
+MISSING = "COLUMN"
+MEANINGS = {
+    "prompt": "the question",
+    "completion": "the answer",
+    "chosen": "the good answer",
+    "rejected": "the bad answer",
+    "label": "true for a good answer and false for a bad one",
+    "score": "the score of the answer",
+}
+
+
+class UnknownColumns(UserError):
+    """The columns of a row do not tell what they are."""
+
+    def __init__(self, message: str, where: str, record: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.where, self.record = where, record
+
+
+def likely_columns(kind: str, record: Mapping[str, Any]) -> dict[str, str]:
+    """Role -> the column that probably has it, for the roles that rows of this kind need.
+
+    kind: a value of `TrainConfig.row_kind`. By the words in the names, and else by what is in the
+    columns: the longest texts, in their order. Roles for which no column is left are not in it.
+    """
+    roles = roles_of(kind, record)
+    names = {name: plain(name) for name in record}
+    found: dict[str, str] = {}
+    for role, words in WORDS.items():
+        if role in roles:
+            fits = (n for n in names if fits_role(role, record[n]) and n not in found.values())
+            named = [n for n in fits if any(word in names[n] for word in words)]
+            found |= {role: named[0]} if named else {}
+    for role in (role for role in roles if role not in found):
+        left = [n for n in names if fits_role(role, record[n]) and n not in found.values()]
+        wanted = sum(fits_role(role, "text") for role in roles if role not in found)
+        longest = sorted(left, key=lambda n: -len(str(record[n])))[: max(wanted, 1)]
+        if not longest and fits_role(role, "text"):  # an answer may be a number
+            longest = [n for n in names if n not in found.values()][-1:]
+        found |= {role: min(longest, key=list(names).index)} if longest else {}
+    return {role: found[role] for role in roles if role in found}
+
+
+def roles_of(kind: str, record: Mapping[str, Any]) -> tuple[str, ...]:
+    """The roles that a record of this kind probably has."""
+    may_be_scored = kind == "rated" and any(map(is_number, record.values()))
+    if kind in ("labels", "rated") and names_pair(record):
+        return PAIR
+    return PAIR if kind == "rated" and not may_be_scored else ROLES_OF[kind]
+
+
+def names_pair(record: Mapping[str, Any]) -> bool:
+    """Whether the names of the columns tell of a bad answer beside a good one."""
+    bad = [name for name in record if any(word in plain(name) for word in WORDS["rejected"])]
+    return bool(bad) and isinstance(record[bad[0]], str | list) and len(record) > 1
+
+
+def plain(name: str) -> str:
+    return name.strip().lower().replace(" ", "_")
+
+
+def fits_role(role: str, value: Any) -> bool:
+    """Whether a value may be that of a column with this role."""
+    if role == "label":
+        return isinstance(value, bool) or str(value).strip().lower() in TRUTHS
+    if role == "score":
+        return is_number(value)
+    return isinstance(value, list) or (isinstance(value, str) and not is_number(value))
+
+
+def is_number(value: Any) -> bool:
+    if isinstance(value, str):
+        try:
+            float(value)
+        except ValueError:
+            return False
+        return True
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def columns_option(kind: str, record: Mapping[str, Any], answer_only: bool = False) -> str:
+    """`--columns prompt=asked,completion=replied`, with the columns of the record.
+
+    answer_only: the prompt is made by --prompt-template.
+    """
+    likely, roles = likely_columns(kind, record), roles_of(kind, record)
+    wanted = [role for role in roles if not (answer_only and role == "prompt")] or roles
+    text = ",".join(f"{role}={shortened(likely.get(role, MISSING), 60)}" for role in wanted)
+    return f"--columns {shlex.quote(text) if ' ' in text else text}"
+
+
+def roles_in_words(kind: str) -> str:
+    """The roles that --columns may name for rows of this kind: `prompt and completion, or ...`."""
+    ways = {
+        "answers": "prompt and completion, or text, or messages",
+        "pairs": "prompt, chosen and rejected, or chosen and rejected",
+        "labels": "prompt, completion and label, or prompt, chosen and rejected",
+        "prompts": "prompt, or prompt and completion, or messages",
+        "rated": "prompt, chosen and rejected, or prompt, completion and score, or messages and "
+        "score",
+    }
+    return ways[kind]

@@ -1,0 +1,43 @@
+"""What is said of a file that is not there: the whole path that was tried, and what is near it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+
+from your_ai.gates.text import closest, shortened
+
+ENTRIES = 10_000  # of a folder, that are compared with a name
+LIKE = 0.7  # least similarity of the name of a file, from 0 to 1
+
+
+def missing_text(name: str | Path, what: str = "file or folder", known: Iterable[str] = ()) -> str:
+    """`no such file or folder: /whole/path; did you mean NAME?`, for an error that begins with the
+    name.
+
+    known: names that could be meant, too. Where a folder of the path is missing, a similar one is
+    suggested.
+    """
+    path = Path(os.path.expanduser(name))
+    there, wanted = path, ""
+    while not os.path.isdir(there) and there != there.parent:
+        there, wanted = there.parent, there.name
+    try:
+        with os.scandir(there) as entries:
+            beside = [entry.name for entry in islice(entries, ENTRIES)]
+    except OSError:
+        beside = []
+    choices = {**{name: str(there / name) for name in beside}, **{name: name for name in known}}
+    close = closest(wanted, choices, LIKE)
+    near = f"; did you mean {shortened(choices[close])}?" if close else ""
+    whole = "" if str(name) == os.path.abspath(name) else f": {shortened(os.path.abspath(path))}"
+    return f"no such {what}{whole}{near}"
+
+
+def unreadable_text(path: str | Path, error: OSError) -> str:
+    """Why a file that the user named cannot be read, for an error."""
+    if isinstance(error, FileNotFoundError):
+        return missing_text(path, "file")
+    return f"cannot be read ({error.strerror or error})"
