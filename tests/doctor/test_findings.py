@@ -89,9 +89,9 @@ def test_a_linux_machine_without_gpu_is_advised_to_use_openblas():
 @pytest.mark.parametrize(
     ("change", "level", "what", "command"),
     [
-        ({"mlx": "0.31.0"}, "risk", "MLX 0.31.0 is older than 0.32.1", "--upgrade 'mlx>=0.32.1'"),
-        ({"mlx": "0.32.1"}, "note", "with 0.32.4 or newer", "--upgrade 'mlx>=0.32.4'"),
-        ({"mlx": None, "device": None}, "risk", "MLX is not installed", "'mlx>=0.32.1'"),
+        ({"mlx": "0.32.2"}, "risk", "MLX 0.32.2 is older than 0.32.3, which", "'mlx>=0.32.3'"),
+        ({"mlx": "0.32.3"}, "note", "with 0.32.4 or newer", "--upgrade 'mlx>=0.32.4'"),
+        ({"mlx": None, "device": None}, "risk", "MLX is not installed", "'mlx>=0.32.3'"),
         ({"mlx_fault": "no libx", "device": None}, "risk", "loaded (no libx)", "force-reinstall"),
         ({"mlx_lm": "0.31.9"}, "risk", "mlx-lm 0.31.9 is older than 0.32.2", "'mlx-lm>=0.32.2'"),
         ({"python": "3.9.6"}, "risk", "Python 3.9.6 is too old", "brew install python"),

@@ -118,6 +118,45 @@ def test_an_adapter_of_an_older_mlx_lm_is_imported(tiny_model, tmp_path, targets
     assert mx.array_equal(logits(open_trained("back")), logits(trained))
 
 
+def test_a_target_that_no_layer_has_is_a_note_if_others_match(source, tiny_model):
+    change(source, target_modules=["q_proj", "c_attn"])
+    notes = []
+    import_adapter(source, str(tiny_model), "back", notes.append)
+    assert [note.partition(": ")[2] for note in notes] == [
+        "target_modules: the model has no layer c_attn"
+    ]
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_layers_of_other_ranks_and_scales_give_the_same_model(tiny_model, tmp_path, dora):
+    """One layer with half the rank and three times the alpha, as rank_pattern describes it."""
+    trained = make_trained(tiny_model, use_dora=dora)
+    peft.write(trained, tmp_path / "tuned")
+    arrays = mx.load(str(tmp_path / "tuned" / "adapter_model.safetensors"))
+    half = {
+        f"{Q_PROJ}.lora_A.weight": arrays[f"{Q_PROJ}.lora_A.weight"][:2],
+        f"{Q_PROJ}.lora_B.weight": arrays[f"{Q_PROJ}.lora_B.weight"][:, :2] / 3,
+    }
+    zeros = {  # the same, with the rank and alpha of the other layers
+        name: mx.concatenate([a * 3 * 2, mx.zeros_like(a)], 1)
+        if "lora_B" in name
+        else mx.concatenate([a, mx.zeros_like(a)], 0)
+        for name, a in half.items()
+    }
+    shutil.copytree(tmp_path / "tuned", tmp_path / "padded")
+    change_arrays(tmp_path / "tuned", half)
+    change_arrays(tmp_path / "padded", zeros)
+    alpha = json.loads((tmp_path / "tuned" / "adapter_config.json").read_text())["lora_alpha"]
+    patterns = {"rank_pattern": {"layers.2.self_attn.q_proj": 2}}
+    patterns["alpha_pattern"] = {r".*\.2\..*q_proj": 3 * alpha}
+    change(tmp_path / "tuned", **patterns)
+    import_adapter(tmp_path / "tuned", str(tiny_model), "back")
+    import_adapter(tmp_path / "padded", str(tiny_model), "wanted")
+    back = logits(open_trained("back"))
+    assert mx.allclose(back, logits(open_trained("wanted")), rtol=1e-5, atol=1e-5)
+    assert not mx.allclose(back, logits(trained), atol=1e-3)
+
+
 def test_half_precision_becomes_float32(source, tiny_model):
     arrays = mx.load(str(source / "adapter_model.safetensors"))
     change_arrays(source, {n: a.astype(mx.bfloat16) for n, a in arrays.items()})
@@ -247,12 +286,12 @@ def test_a_full_disk_leaves_no_run(source, tiny_model, monkeypatch):
     ("settings", "pattern"),
     [
         ({"r": 8}, r"adapter_model.safetensors: .*lora_[AB].weight is .*, but r is 8"),
-        ({"target_modules": ["q_proj", "c_attn"]}, r"adapter_config.json: .*no layer c_attn"),
+        ({"target_modules": ["c_attn"]}, r"adapter_config.json: .*no layer c_attn"),
         ({"target_modules": ["q_proj", "v_proj"]}, r"no tensors for .*v_proj, which target_mod"),
         ({"layers_to_transform": [2]}, r"tensors for .*layers.1.*does not name"),
         ({"use_dora": True}, r"adapter_model.safetensors: .*q_proj.m is missing"),
         ({"peft_type": "LOHA"}, r"adapter_config.json: peft_type LOHA"),
-        ({"rank_pattern": {"q_proj": 8}}, r"adapter_config.json: rank_pattern"),
+        ({"rank_pattern": {"q_proj": 8}}, r"lora_[AB].weight is .*, but r is 8"),
     ],
 )
 def test_settings_that_contradict_the_tensors_are_errors(source, tiny_model, settings, pattern):

@@ -56,8 +56,12 @@ def test_rslora_divides_alpha_by_the_root_of_the_rank():
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("rank_pattern", {"q_proj": 8}),
-        ("alpha_pattern", {"q_proj": 8}),
+        ("rank_pattern", {"q_proj": 2.5}),
+        ("rank_pattern", {"q_proj": 0}),
+        ("rank_pattern", ["q_proj"]),
+        ("rank_pattern", {"(": 8}),
+        ("alpha_pattern", {"q_proj": 0}),
+        ("alpha_pattern", {"q_proj": "8"}),
         ("modules_to_save", ["lm_head"]),
         ("bias", "all"),
         ("bias", "lora_only"),
@@ -110,7 +114,34 @@ def test_any_value_of_a_setting_is_read_or_refused(key, value):
 
 def test_a_target_that_the_model_does_not_have_is_an_error():
     with pytest.raises(UserError, match="has no layer q_prj; did you mean q_proj"):
-        peft_config.check_targets(read(target_modules=["up_proj", "q_prj"]), LINEARS)
+        peft_config.missing_targets(read(target_modules=["q_prj", "c_attn"]), LINEARS)
+
+
+def test_targets_that_no_layer_has_are_named_if_others_match():
+    note = peft_config.missing_targets(read(target_modules=["up_proj", "c_attn"]), LINEARS)
+    assert note == "adapter_config.json: target_modules: the model has no layer c_attn"
+    assert peft_config.missing_targets(read(target_modules=["up_proj"]), LINEARS) == ""
+
+
+def test_the_first_pattern_that_matches_gives_a_layer_its_rank_and_alpha():
+    settings = read(
+        rank_pattern={"layers.1.self_attn.q_proj": 2, "model.layers.[12].*": 16, "roj": 99},
+        alpha_pattern={"up_proj": 3},
+    )
+    paths = [LINEARS[0], LINEARS[2], LINEARS[3], LINEARS[5]]
+    assert peft_config.sizes_of(settings, paths) == {
+        "model.layers.0.self_attn.q_proj": (4, 2.0),
+        "model.layers.0.mlp.up_proj": (4, 0.75),
+        "model.layers.1.self_attn.q_proj": (2, 4.0),
+        "model.layers.1.mlp.up_proj": (16, 3 / 16),
+    }
+
+
+def test_a_pattern_of_ranks_that_takes_long_is_refused(monkeypatch):
+    monkeypatch.setattr(peft_config, "MATCH_S", 0.05)
+    settings = read(rank_pattern={r"(.|..|...)*(?<!j)": 2})
+    with pytest.raises(UserError, match="a pattern takes more than"):
+        peft_config.sizes_of(settings, LINEARS)
 
 
 # --- Which layers PEFT adapts

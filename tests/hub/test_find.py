@@ -140,6 +140,32 @@ def test_one_wrong_letter_suggests_the_model(offline):
     assert "did you mean" not in refused("someone/another-model")
 
 
+@pytest.mark.parametrize(
+    ("name", "repo"),
+    [
+        ("qwen3-30b", "mlx-community/Qwen3-30B-A3B-Instruct-2507-4bit"),
+        ("qwen3.6-35b", "mlx-community/Qwen3.6-35B-A3B-4bit"),
+        ("gemma4-26b", "mlx-community/gemma-4-26b-a4b-it-4bit"),
+        ("Qwen3-30B", "mlx-community/Qwen3-30B-A3B-Instruct-2507-4bit"),
+        ("phi4", "mlx-community/phi-4-4bit"),
+    ],
+)
+def test_the_beginning_of_one_alias_stands_for_it(offline, name, repo):
+    with pytest.raises(Missing) as caught:
+        find_model(name)
+    assert caught.value.repo == repo
+    assert f"your_ai download {name}" in str(caught.value)
+
+
+def test_the_beginning_of_several_aliases_lists_them(offline):
+    assert refused("qwen3-3") == "--model qwen3-3: begins 2 aliases: qwen3-32b, qwen3-30b-a3b"
+
+
+def test_a_folder_takes_precedence_over_the_beginning_of_an_alias(model, offline):
+    shutil.copytree(model, Path("models") / "qwen3-30b")
+    assert find_model("qwen3-30b") == Path("models") / "qwen3-30b"
+
+
 @pytest.mark.parametrize("name", ["./nope", "../nope", "/nope", "~/nope", "a/b/c", "nope/"])
 def test_a_missing_path_is_refused(offline, name):
     assert f"--model {name}: no such folder" in refused(name)

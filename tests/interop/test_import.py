@@ -92,7 +92,6 @@ def test_the_head_can_be_adapted(bases, tmp_path):
         ({"target_modules": ["q_proj"], "lora_bias": True}, "lora_bias"),
         ({"target_modules": ["q_proj"], "init_lora_weights": "pissa"}, "init_lora_weights pissa"),
         ({"target_modules": ["q_proj"], "init_lora_weights": "olora"}, "init_lora_weights olora"),
-        ({"target_modules": ["q_proj", "o_proj"], "rank_pattern": {"o_proj": 2}}, "rank_pattern"),
     ],
 )
 def test_what_mlx_lm_cannot_do_is_refused(bases, tmp_path, settings, pattern):

@@ -286,5 +286,7 @@ def import_adapter(
     """Import an adapter that another tool trained, as a run."""
     from your_ai.export import importing
 
-    folder = importing.import_adapter(source, model, run)
+    folder = importing.import_adapter(
+        source, model, run, on_note=lambda text: echo_error(f"note: {text}")
+    )
     echo(f"{folder.path}; try it: your_ai generate {folder.reference} --prompt ...")

@@ -55,7 +55,10 @@ def watch(
 def report(
     run: Annotated[str | None, LATEST] = None,
     out: Annotated[
-        Path | None, typer.Option(help="File to write; default: report.html in the run's folder.")
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="File to write; default: report.html in the run's folder."
+        ),
     ] = None,
     png: Annotated[bool, typer.Option("--png", help="Write the plots as PNG files too.")] = False,
 ) -> None:

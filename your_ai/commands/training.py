@@ -79,7 +79,7 @@ def train(
         fetch_data(settings, console, bool(yes))
         settings = check(settings, detach)
         find_or_fetch(settings.model, console, bool(yes))
-        folder = new_run.create(settings)
+        folder = new_run.create(settings, echo_note)
         if settings.model == DEMO and settings.data in DEMO_NOTES and not as_json:
             note = DEMO_NOTE.format(note=DEMO_NOTES[settings.data])
             console.print(note, markup=False)

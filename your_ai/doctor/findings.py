@@ -20,7 +20,10 @@ from your_ai.gates.text import counted
 from your_ai.memory import limit as limits
 from your_ai.memory.limit import GB, roughly, system_bytes
 
-PYTHON_NEEDED, MLX_NEEDED, MLX_LM_NEEDED = "3.10", "0.32.1", "0.32.2"  # as in pyproject.toml
+PYTHON_NEEDED, MLX_NEEDED, MLX_LM_NEEDED = "3.10", "0.32.3", "0.32.2"  # as in pyproject.toml
+# 0.32.1 and 0.32.2 compute sorted `gather_qmm` of MoE models wrong on M5 GPUs, without an error;
+# older ones end the process where memory runs out.
+MLX_FAULTS = "which fixes wrong results of mixtures of experts on M5 GPUs, and other faults"
 MLX_VJP = "0.32.4"  # the first with its own backward pass for causal attention on Metal
 MACOS_NEEDED = "14"  # for MLX's packages
 MAC, LINUX = "Darwin", "Linux"
@@ -79,7 +82,7 @@ def of_versions(machine: MachineInfo) -> Iterator[Finding]:
         if have is None:
             yield Finding("risk", f"{label} is not installed", command)
         elif older(have, need):
-            why = ", and it ends the process if memory runs out" if label == "MLX" else ""
+            why = f", {MLX_FAULTS}" if label == "MLX" else ""
             yield Finding("risk", f"{label} {have} is older than {need}{why}", command)
         else:
             yield Finding("ok", f"{label} {have}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,15 +127,40 @@ def read(files: AdapterFiles) -> Adapter:
     """
     if files.peft is None:
         return in_float32(files.file, read_adapter(files.folder, files.file))
-    arrays = {}
-    for name, array in read_arrays(files.file).items():
-        path, part = parse(files.file, name)
-        arrays[f"{path}.{part}"] = check_array(files.file, name, part, array, files.peft)
+    arrays = read_arrays(files.file)
+    named = {name: parse(files.file, name) for name in arrays}
+    sizes = peft_config.sizes_of(files.peft, {path for path, _ in named.values()})
+    checked = {}
+    for name, (path, part) in named.items():
+        array = check_array(files, name, part, arrays[name], sizes[path][0])
+        checked[f"{path}.{part}"] = array
     config = {
         "fine_tune_type": "dora" if files.peft.dora else "lora",
-        "lora_parameters": parameters_of(files.peft),
+        "lora_parameters": {
+            "rank": max((rank for rank, _ in sizes.values()), default=files.peft.rank),
+            "scale": files.peft.scale,
+            "dropout": files.peft.dropout,
+        },
     }
-    return in_float32(files.file, Adapter(files.folder, arrays, config))
+    return of_one_size(in_float32(files.file, Adapter(files.folder, checked, config)), sizes)
+
+
+def of_one_size(adapter: Adapter, sizes: dict[str, tuple[int, float]]) -> Adapter:
+    """The adapter with one rank and one scale; its product of A and B is the same.
+
+    sizes: (rank, scale) of each layer. Lower ranks are padded with zeros, and B is scaled.
+    """
+    arrays = {}
+    for name, array in adapter.arrays.items():
+        path, _, part = name.rpartition(".")
+        rank, scale = sizes[path]
+        more = adapter.rank - rank
+        if part == "lora_b" and scale != adapter.scale:
+            array = array * (scale / adapter.scale)
+        if more and part in ("lora_a", "lora_b"):
+            array = mx.pad(array, [(0, 0), (0, more)] if part == "lora_a" else [(0, more), (0, 0)])
+        arrays[name] = array
+    return dataclasses.replace(adapter, arrays=arrays)
 
 
 def load_base(files: AdapterFiles, base: Path) -> nn.Module:
@@ -147,10 +173,16 @@ def load_base(files: AdapterFiles, base: Path) -> nn.Module:
     return model.load_network(model_folder(base, None), mx.float32)[0]
 
 
-def fitted(files: AdapterFiles, adapter: Adapter, base: Path, network: nn.Module) -> Adapter:
+def fitted(
+    files: AdapterFiles,
+    adapter: Adapter,
+    base: Path,
+    network: nn.Module,
+    on_note: Callable[[str], object] = lambda text: None,
+) -> Adapter:
     """The adapter with a complete config, checked against its base model.
 
-    network: from `load_base`, without adapters.
+    network: from `load_base`, without adapters. on_note: called with what the user should know.
 
     Raises UserError if the adapter was trained on other files, or if its settings or names do not
     fit the model. `check_fit` then compares the shapes.
@@ -160,7 +192,8 @@ def fitted(files: AdapterFiles, adapter: Adapter, base: Path, network: nn.Module
         config = with_keys(adapter, network)
     else:
         linears = {path for path, module in network.named_modules() if isinstance(module, LINEAR)}
-        check_layers(files.file, set(adapter.layers), files.peft, linears)
+        if note := check_layers(files.file, set(adapter.layers), files.peft, linears):
+            on_note(note)
         keys = keys_of(set(adapter.layers), linears)
         parameters = {**adapter.config["lora_parameters"], "keys": keys}
         config = {
@@ -219,21 +252,22 @@ def base_name(source: Path, named: Any) -> str:
 
 def check_layers(
     file: Path, layers: set[str], settings: peft_config.PeftSettings, linears: set[str]
-) -> None:
+) -> str:
     """Raise UserError if the adapted layers are not those that PEFT's settings select.
 
-    linears: the linear layers of the model.
+    linears: the linear layers of the model. Returns what to say of targets that match none.
     """
     for path in sorted(layers - linears):
         raise UserError(
             f"{file}: adapts {path}, a layer that the model does not have; is it for another "
             "--model?"
         )
-    peft_config.check_targets(settings, linears)
+    note = peft_config.missing_targets(settings, linears)
     for path in sorted(peft_config.targeted(settings, linears) ^ layers):
         what = "has tensors for" if path in layers else "has no tensors for"
         which = "does not name" if path in layers else "names"
         raise UserError(f"{file}: {what} {path}, which target_modules {which}")
+    return note
 
 
 def read_arrays(file: Path) -> dict[str, mx.array]:
@@ -270,14 +304,13 @@ def parse(file: Path, name: str) -> tuple[str, str]:
     raise UserError(f"{file}: contains {name}, which is not a LoRA or DoRA tensor")
 
 
-def check_array(
-    file: Path, name: str, part: str, array: mx.array, settings: peft_config.PeftSettings
-) -> mx.array:
-    """Check the dtype, shape and rank of an array, and return it in mlx-lm's form."""
+def check_array(files: AdapterFiles, name: str, part: str, array: mx.array, rank: int) -> mx.array:
+    """Check the dtype, shape and rank of an array of PEFT, and return it in mlx-lm's form."""
+    file = files.file
     if not mx.issubdtype(array.dtype, mx.floating):
         raise UserError(f"{file}: {name} has dtype {array.dtype}, not a floating-point dtype")
     if part == "m":
-        if not settings.dora:
+        if files.peft is not None and not files.peft.dora:
             raise UserError(f"{file}: contains {name}, but use_dora is not set")
         if array.ndim != 1:
             raise UserError(f"{file}: {name} is {model.text_of_shape(array.shape)}, not a vector")
@@ -285,14 +318,9 @@ def check_array(
     shape = model.text_of_shape(array.shape)
     if array.ndim != 2:
         raise UserError(f"{file}: {name} is {shape}, not a matrix")
-    if array.shape[0 if part == "lora_a" else 1] != settings.rank:
-        raise UserError(f"{file}: {name} is {shape}, but r is {settings.rank}")
+    if array.shape[0 if part == "lora_a" else 1] != rank:
+        raise UserError(f"{file}: {name} is {shape}, but r is {rank}")
     return array.T
-
-
-def parameters_of(settings: peft_config.PeftSettings) -> dict[str, Any]:
-    """The `lora_parameters` of mlx-lm, without the names of the layers."""
-    return {"rank": settings.rank, "scale": settings.scale, "dropout": settings.dropout}
 
 
 def blocks_of(layers: set[str], linears: set[str]) -> int:

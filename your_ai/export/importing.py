@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 from your_ai import __version__
@@ -15,11 +16,16 @@ from your_ai.run import folder
 from your_ai.run.folder import RunFolder
 
 
-def import_adapter(source: Path, base: str | None = None, name: str | None = None) -> RunFolder:
+def import_adapter(
+    source: Path,
+    base: str | None = None,
+    name: str | None = None,
+    on_note: Callable[[str], object] = lambda text: None,
+) -> RunFolder:
     """Create a run from the adapter in `source`, at step 0.
 
     base: the base model, if the adapter does not name it or it is in another place.
-    name: of the run.
+    name: of the run. on_note: called with what the user should know.
     Raises UserError, before anything is written, if the adapter is damaged, does not fit the
     model, or needs something that mlx-lm adapters cannot do.
     """
@@ -29,7 +35,7 @@ def import_adapter(source: Path, base: str | None = None, name: str | None = Non
     adapter = adapter_files.read(files)
     found = adapter_files.find_base_model(source, base, files.base)
     network = adapter_files.load_base(files, found)
-    adapter = adapter_files.fitted(files, adapter, found, network)
+    adapter = adapter_files.fitted(files, adapter, found, network, on_note)
     adapter_files.check_fit(files.file, network, adapter)
     adapter = dataclasses.replace(adapter, config={**adapter.config, "model": base or files.base})
     config = settings_of(adapter, name or "", files.config)

@@ -21,7 +21,7 @@ from your_ai.gates.untrusted import is_number
 READ = (
     *("peft_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora"),
     *("use_dora", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("bias", "init_lora_weights"),
+    *("bias", "init_lora_weights", "rank_pattern", "alpha_pattern"),
 )
 # Settings of training or loading. They do not change the result of the adapter.
 HARMLESS = (
@@ -60,6 +60,12 @@ class PeftSettings:
     """Indices of the adapted blocks; None for all."""
     list_names: tuple[str, ...]
     """Names of the module lists that contain the blocks; empty for any."""
+    alpha: float
+    rslora: bool
+    ranks: dict[str, float]
+    """The ranks of layers with another rank, by a pattern."""
+    alphas: dict[str, float]
+    """The same of alpha."""
 
 
 def read(path: Path, config: dict[str, Any]) -> PeftSettings:
@@ -84,13 +90,9 @@ def read(path: Path, config: dict[str, Any]) -> PeftSettings:
     for key, value in config.items():
         if value and key not in (*READ, *HARMLESS):
             raise UserError(f"{path}: {shown(key)}: mlx-lm adapters do not support this setting")
-    rank = number(path, config, "r", 8)
-    alpha = number(path, config, "lora_alpha", 8)
+    rank = rank_in(path, config, "r", 8)
+    alpha = alpha_in(path, config, "lora_alpha", 8)
     dropout = number(path, config, "lora_dropout", 0.0)
-    if rank < 1 or rank != int(rank):
-        raise UserError(f"{path}: r {rank}: must be a whole number of at least 1")
-    if alpha <= 0:
-        raise UserError(f"{path}: lora_alpha {alpha}: must be above 0")
     if not 0 <= dropout < 1:
         raise UserError(f"{path}: lora_dropout {dropout}: must be at least 0 and below 1")
     targets = texts(path, config, "target_modules")
@@ -99,18 +101,85 @@ def read(path: Path, config: dict[str, Any]) -> PeftSettings:
     return PeftSettings(
         path=path,
         base=config.get("base_model_name_or_path"),
-        rank=int(rank),
-        scale=alpha / (math.sqrt(rank) if config.get("use_rslora") else rank),
+        rank=rank,
+        scale=scale_of(rank, alpha, bool(config.get("use_rslora"))),
         dropout=float(dropout),
         dora=bool(config.get("use_dora")),
         targets=targets,
         excluded=texts(path, config, "exclude_modules"),
         blocks=indices(path, config),
         list_names=list_names(path, config),
+        alpha=alpha,
+        rslora=bool(config.get("use_rslora")),
+        ranks=patterns(path, config, "rank_pattern", rank_in),
+        alphas=patterns(path, config, "alpha_pattern", alpha_in),
     )
 
 
-def number(path: Path, config: dict[str, Any], key: str, default: float) -> float:
+def rank_in(path: Path | str, config: dict[str, Any], key: str, default: float = 0) -> int:
+    rank = number(path, config, key, default)
+    if rank < 1 or rank != int(rank):
+        raise UserError(f"{path}: {shown(key)} {rank}: must be a whole number of at least 1")
+    return int(rank)
+
+
+def alpha_in(path: Path | str, config: dict[str, Any], key: str, default: float = 0) -> float:
+    alpha = number(path, config, key, default)
+    if alpha <= 0:
+        raise UserError(f"{path}: {shown(key)} {alpha}: must be above 0")
+    return alpha
+
+
+def scale_of(rank: int, alpha: float, rslora: bool) -> float:
+    return alpha / (math.sqrt(rank) if rslora else rank)
+
+
+def patterns(
+    path: Path, config: dict[str, Any], key: str, read: Callable[[str, dict[str, Any], str], float]
+) -> dict[str, float]:
+    """Read rank_pattern or alpha_pattern: a number for each pattern of layer paths."""
+    given = config.get(key) or {}
+    if not isinstance(given, dict) or len(given) > MOST_NAMES:
+        raise UserError(f"{path}: {key}: must be an object with a number for each pattern")
+    for pattern in given:
+        texts(path, {key: pattern}, key)
+    return {pattern: read(f"{path}: {key}", given, pattern) for pattern in given}
+
+
+def sizes_of(settings: PeftSettings, layers: Iterable[str]) -> dict[str, tuple[int, float]]:
+    """(rank, scale) of each layer. As in PEFT, the first pattern that matches a path counts.
+
+    Raises UserError if matching the patterns takes longer than MATCH_S in total.
+    """
+    until = time.monotonic() + MATCH_S
+    try:
+        found = {}
+        for path in layers:
+            rank = int(first_match(settings.ranks, path, settings.rank, until))
+            alpha = first_match(settings.alphas, path, settings.alpha, until)
+            found[path] = rank, scale_of(rank, alpha, settings.rslora)
+        return found
+    except TimeoutError as error:
+        raise too_slow(settings) from error
+
+
+def first_match(values: dict[str, float], path: str, default: float, until: float) -> float:
+    """The value of the first pattern that matches the whole path, or its end after a dot."""
+    for pattern, value in values.items():
+        known = compiled(rf"(.*\.)?({pattern})$", "no pattern")
+        if known.match(path, timeout=left(until)):
+            return value
+    return default
+
+
+def too_slow(settings: PeftSettings) -> UserError:
+    return UserError(
+        f"{settings.path}: a pattern takes more than {MATCH_S:g} s to match the model's "
+        "layers; list the layers by name"
+    )
+
+
+def number(path: Path | str, config: dict[str, Any], key: str, default: float) -> float:
     value = config.get(key, default)
     if not is_number(value) or not abs(value) < LARGEST:
         raise UserError(f"{path}: {key} {shown(value)}: must be a number")
@@ -170,19 +239,23 @@ def indices(path: Path, config: dict[str, Any]) -> tuple[int, ...] | None:
     return tuple(found)
 
 
-def check_targets(settings: PeftSettings, linears: Iterable[str]) -> None:
-    """Raise UserError if a target matches none of the model's linear layers."""
+def missing_targets(settings: PeftSettings, linears: Iterable[str]) -> str:
+    """What to say of targets that match none of the model's linear layers; empty if all match.
+
+    Raises UserError if none matches.
+    """
     linears = list(linears)
     if isinstance(settings.targets, str):
-        return
+        return ""
     ends = {end for path in linears for end in ends_of(path)}
-    for target in settings.targets:
-        if target not in ends:
-            names = sorted({path.rpartition(".")[2] for path in linears})
-            raise UserError(
-                f"{settings.path}: target_modules: the model has no layer {shown(target)}"
-                f"{nearest(shown(target), names)}"
-            )
+    missing = [target for target in settings.targets if target not in ends]
+    if not missing:
+        return ""
+    text = f"{settings.path}: target_modules: the model has no layer "
+    if len(missing) < len(settings.targets):
+        return text + shown(", ".join(missing))
+    first, names = shown(missing[0]), sorted({path.rpartition(".")[2] for path in linears})
+    raise UserError(f"{text}{first}{nearest(first, names)}")
 
 
 def targeted(settings: PeftSettings, linears: Iterable[str]) -> set[str]:
@@ -194,10 +267,7 @@ def targeted(settings: PeftSettings, linears: Iterable[str]) -> set[str]:
     try:
         return {path for path in linears if chosen(path)}
     except TimeoutError as error:
-        raise UserError(
-            f"{settings.path}: a pattern takes more than {MATCH_S:g} s to match the model's "
-            "layers; list the layers by name"
-        ) from error
+        raise too_slow(settings) from error
 
 
 def chooser(settings: PeftSettings) -> Callable[[str], bool]:

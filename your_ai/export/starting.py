@@ -8,7 +8,7 @@ and an objective can use them as its frozen reference.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -110,8 +110,10 @@ def blocks_counted(adapter: Adapter) -> int:
     return min(count, max(blocks) + 1) if count > 0 else max(blocks) + 1
 
 
-def create(config: TrainConfig) -> RunFolder:
+def create(config: TrainConfig, on_note: Callable[[str], object] = lambda text: None) -> RunFolder:
     """Create the folder of a new run that starts from the adapter `config.from_adapter`.
+
+    on_note: called with what the user should know.
 
     Raises UserError if the adapter does not fit the model or the settings, or if the folder
     cannot be written.
@@ -120,7 +122,7 @@ def create(config: TrainConfig) -> RunFolder:
     files = adapter_files.find_adapter(source, label_of(source))
     base = find_model(config.model)
     network = adapter_files.load_base(files, base)
-    adapter = adapter_files.fitted(files, adapter_files.read(files), base, network)
+    adapter = adapter_files.fitted(files, adapter_files.read(files), base, network, on_note)
     check_trainable(files, adapter)
     try:
         added = model.add_adapters(network, config)

@@ -10,10 +10,10 @@ from your_ai.config import DEMO
 from your_ai.errors import UserError
 from your_ai.files import packaged
 from your_ai.gates.paths import missing_text
-from your_ai.gates.text import closest
+from your_ai.gates.text import closest, counted
 from your_ai.hub.check import AGAIN
 from your_ai.hub.record import fault_of, read_record
-from your_ai.hub.registry import alias_of, download_text, known, nearest_aliases
+from your_ai.hub.registry import alias_of, aliases_like, download_text, known, nearest_aliases
 
 ALIKE = 0.9  # least similarity of a repository to a known one, from 0 to 1, to suggest that
 
@@ -57,12 +57,17 @@ def model_roots() -> list[Path]:
 
 
 def repo_of(name: str, label: str) -> str:
-    """Return the repository id for an alias or a repository id.
+    """Return the repository id for an alias, the beginning of one alias, or a repository id.
 
     Raises UserError, whose message begins with `label`, for anything else.
     """
-    if name in known():
-        return known()[name].repo
+    found = aliases_like(name)
+    if len(found) == 1:
+        return known()[found[0]].repo
+    if found:
+        raise UserError(
+            f"{label}: begins {counted(len(found), 'alias', 'aliases')}: {', '.join(found)}"
+        )
     if REPO.fullmatch(name):
         return name
     if "/" in name:

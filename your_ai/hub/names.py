@@ -9,7 +9,7 @@ from pathlib import Path
 from your_ai.errors import UserError
 from your_ai.hub.find import REPO
 from your_ai.hub.record import read_record
-from your_ai.hub.registry import known
+from your_ai.hub.registry import aliases_like, known
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,9 @@ def hub_name(folder: Path, named: str) -> HubName | None:
     repo = cached.removeprefix("models--").replace("--", "/", 1)
     if snapshot.parent.name == "snapshots" and cached != repo and REPO.fullmatch(repo):
         return HubName(repo, snapshot.name)
-    if named in known():
-        return HubName(known()[named].repo)
+    found = aliases_like(named)
+    if len(found) == 1:
+        return HubName(known()[found[0]].repo)
     if REPO.fullmatch(named) and not Path(named).exists():
         return HubName(named)
     return None

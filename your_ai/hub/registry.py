@@ -98,6 +98,13 @@ def alias_of(repo: str) -> str | None:
     return next((model.alias for model in known().values() if model.repo == repo), None)
 
 
+def aliases_like(name: str) -> list[str]:
+    """The alias with this name, or else those that begin with it."""
+    if name in known():
+        return [name]
+    return [alias for alias in known() if name and alias.startswith(name.lower())]
+
+
 def nearest_aliases(name: str, others: Iterable[str] = (), count: int = 3) -> list[str]:
     """Return up to `count` aliases similar to `name` by alias or repository, most similar first.
 

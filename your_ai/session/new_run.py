@@ -48,8 +48,10 @@ def check_rewards(config: TrainConfig) -> None:
                 raise UserError(f"{label} {each.name}: {error}") from error
 
 
-def create(config: TrainConfig) -> RunFolder:
+def create(config: TrainConfig, on_note: Callable[[str], object] = lambda text: None) -> RunFolder:
     """Create the folder of a new run, with a copy of the adapter that it starts from.
+
+    on_note: called with what the user should know of the adapter.
 
     Raises UserError if the name is taken, the folder cannot be written, or the adapter does not
     fit the model.
@@ -58,4 +60,4 @@ def create(config: TrainConfig) -> RunFolder:
         return folder.create(config)
     from your_ai.export import starting
 
-    return starting.create(config)
+    return starting.create(config, on_note)
