@@ -93,8 +93,7 @@ def test_without_data_the_demo_is_taken():
         ([{"text": "once"}], "sft", ()),
         ([{"prompt": "2+2?", "answer": "4"}], "sft", ()),
         ([{"prompt": [{"role": "user", "content": "2+2?"}]}], "grpo", ("length:200",)),
-        ([{"prompt": [{"role": "user", "content": "q"}], "solution": "4"}], "grpo",
-         ("exact_match",)),
+        ([{"prompt": [{"role": "user", "content": "q"}], "solution": "4"}], "sft", ()),
     ],
 )  # fmt: skip
 def test_columns_say_what_the_data_is_for(rows, objective, reward):

@@ -501,7 +501,7 @@ def test_failed_write_keeps_the_old_page(own_folder, monkeypatch):
 def test_only_plots_need_matplotlib(own_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert written(own_folder, STORY).count("<svg") == 6
-    with pytest.raises(UserError, match=r"run: pip install 'your_ai\[report\]'$"):
+    with pytest.raises(UserError, match=r"run: pip install '\.\[report\]'$"):
         report.write_plots([], own_folder, "r")
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.conftest import DEMO_FOLDER, chat, write_rows
 from your_ai.config import DEMO, TrainConfig
+from your_ai.data.answers import ChatAnswers
 from your_ai.data.encode import Encoder
 from your_ai.data.rows import read_rows
 from your_ai.data.sources import find_splits
@@ -145,7 +146,7 @@ def test_exact_match_is_skipped_if_the_template_hides_the_answers(
     def hidden(*_):
         raise UserError("the template does not show it")
 
-    monkeypatch.setattr(Encoder, "_turn_span", hidden)
+    monkeypatch.setattr(ChatAnswers, "spans", hidden)
     found = load(write_rows(own_folder / "t.jsonl", [chat("a", "b")]), demo_tokenizer,
                  mask_prompt=False)  # fmt: skip
     assert found.answers is found.trained
@@ -174,8 +175,9 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(own_folder, demo_token
         ({"text": "a text"}, ("", "a text"), False),
         ({"messages": [*chat("a", "b")["messages"], {"role": "user", "content": "c"}]},
          ("b", "c"), False),
-        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [1]}]},
-         ("a", "[1]"), True),
+        ({"messages": [{"role": "user", "content": "a"},
+                       {"role": "assistant", "tool_calls": [{"name": "f"}]}]},
+         ("a", '[{"type": "function", "function": {"name": "f", "arguments": {}}}]'), True),
         ({"messages": [{"role": "assistant", "content": "alone"}]}, ("", "alone"), True),
     ],
 )  # fmt: skip

@@ -154,9 +154,9 @@ def test_an_adapter_of_another_model_is_refused(trained, tmp_path):
 
 def test_without_the_gguf_package_the_error_says_how_to_install_it(trained, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(UserError, match=r"pip install 'your_ai\[gguf\]'"):
+    with pytest.raises(UserError, match=r"pip install '\.\[gguf\]'"):
         gguf.write_adapter(trained, tmp_path / "a.gguf")
-    with pytest.raises(UserError, match=r"pip install 'your_ai\[gguf\]'"):
+    with pytest.raises(UserError, match=r"pip install '\.\[gguf\]'"):
         written(trained, tmp_path / "a.gguf")
 
 

@@ -188,6 +188,7 @@ def test_openai_without_a_key_is_an_error_that_says_what_to_set(server, monkeypa
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
-        UserError, match=r"needs the package openai; run: pip install 'your_ai.judge"
+        UserError,
+        match=r"needs the package openai; in the checkout of your_ai, run: pip install '.\[judge",
     ):
         ChatClient("fake", "http://localhost:1/v1", timeout_s=1.0)

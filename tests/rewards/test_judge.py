@@ -275,7 +275,7 @@ def test_a_model_that_gives_no_grades_is_refused(make_judge, server):
         ({"max_calls": 0}, "--judge-max-calls 0: expected at least 1 call"),
         ({"timeout_s": 0.0}, "--judge-timeout-s 0.0"),
         ({"timeout_s": float("nan")}, "--judge-timeout-s nan"),
-        ({"rubric": "absent.yaml"}, "absent.yaml: cannot be read"),
+        ({"rubric": "absent.yaml"}, "absent.yaml: no such file"),
     ],
 )
 def test_wrong_settings_are_errors(own_folder, settings, message):

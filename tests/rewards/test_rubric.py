@@ -99,5 +99,5 @@ def test_a_wrong_rubric_is_an_error_naming_file_and_key(own_folder, text, messag
 
 
 def test_a_missing_rubric_is_an_error(own_folder):
-    with pytest.raises(UserError, match=r"^absent.yaml: cannot be read"):
+    with pytest.raises(UserError, match=r"^absent.yaml: no such file"):
         read_rubric(Path("absent.yaml"))

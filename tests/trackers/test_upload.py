@@ -49,7 +49,7 @@ def test_an_unknown_name_is_refused_with_the_nearest():
 
 def test_a_missing_package_is_refused_with_its_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"tensorboardX .*pip install 'your_ai\[tensorboard\]'"):
+    with pytest.raises(UserError, match=r"tensorboardX .*pip install '\.\[tensorboard\]'"):
         upload.check(["tensorboard"])
 
 

@@ -76,7 +76,7 @@ def is_plain(message: dict) -> bool:
 
 
 @dataclass(frozen=True)
-class Answers:
+class ChatAnswers:
     """Finds answers in what a template renders. end_tokens: the texts that end a turn."""
 
     template: ChatTemplate
@@ -120,7 +120,7 @@ class Answers:
         if token := next(filter(None, (self.template.wrote(m["content"]) for m in messages)), None):
             note = f"messages have tokens of the chat template, such as {token}, in their text"
             self.notes.add(note, where)
-        for key in {key for message in messages for key in message} - KEYS:
+        for key in sorted({key for message in messages for key in message} - KEYS):
             if not self.template.names(key) and f".{key}" not in self.template.source:
                 self.notes.add(f"the key {shortened(key)} of messages is not used", where)
         for index in trained_turns(chat):

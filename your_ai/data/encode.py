@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from your_ai.data.answers import Answers, trained_turns
+from your_ai.data.answers import ChatAnswers, trained_turns
 from your_ai.data.chat_template import ChatTemplate, reasoning_of
 from your_ai.data.lines import ROW_LIMIT, RowLimit
 from your_ai.data.notes import Notes, not_used
@@ -106,6 +106,8 @@ class Encoder:
     def end_tokens(self) -> tuple[str, ...]:
         """The texts of the tokenizer's end-of-sequence tokens, which end a turn."""
         ids = sorted(self.tokenizer.eos_token_ids)
+        if not ids:
+            return ()
         return tuple(t for t in self.tokenizer.convert_ids_to_tokens(ids) if t)
 
     @cached_property
@@ -113,8 +115,8 @@ class Encoder:
         return ChatTemplate(self.tokenizer, self.limit)
 
     @cached_property
-    def answers(self) -> Answers:
-        return Answers(self.template, self.end_tokens, self.notes)
+    def answers(self) -> ChatAnswers:
+        return ChatAnswers(self.template, self.end_tokens, self.notes)
 
     @cached_property
     def _ahead(self) -> dict[int, tuple[str, Tokens]]:

@@ -202,7 +202,8 @@ def seconds_since_kernel() -> float:
     """Seconds since MLX last stored a kernel that it compiled for CUDA; infinite without one."""
     place = os.environ.get("MLX_PTX_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "mlx")
     with contextlib.suppress(OSError):
-        found = [file.stat().st_mtime for file in Path(place).rglob("*")]
+        files = (file for file in Path(place).rglob("*") if "cpu" not in file.parts)
+        found = [file.stat().st_mtime for file in files if file.is_file()]
         return time.time() - max(found, default=-math.inf)
     return math.inf
 

@@ -29,7 +29,7 @@ def import_adapter(
     Raises UserError, before anything is written, if the adapter is damaged, does not fit the
     model, or needs something that mlx-lm adapters cannot do.
     """
-    if not source.is_dir():
+    if not source.exists():
         raise UserError(f"{source}: {missing_text(source, 'folder')}")
     files = adapter_files.find_adapter(str(source), str(source))
     adapter = adapter_files.read(files)
