@@ -42,25 +42,21 @@ class Frame:
     """Of each answer: where the prompt of generation ends, counted from the beginning of its
     content, and where it ends, counted from the end of its content."""
 
-    def spans(
-        self, text: str, messages: list[dict], turns: list[int]
-    ) -> list[tuple[int, int]] | None:
-        """The spans of some answers in `text`, if that is what the frame makes of the messages."""
+    def spans(self, text: str, messages: list[dict]) -> dict[int, tuple[int, int]] | None:
+        """The span of each answer in `text`, if that is what the frame makes of the messages."""
         for trimmed in (False, True):
-            at, places = 0, []
-            for part, message in zip(self.parts, messages, strict=True):
+            at, found = 0, {}
+            for index, (part, message) in enumerate(zip(self.parts, messages, strict=True)):
                 content = message["content"].strip() if trimmed else message["content"]
                 if not text.startswith(part, at) or not text.startswith(content, at + len(part)):
                     break
-                places.append((at + len(part), at + len(part) + len(content)))
-                at = places[-1][1]
+                start, at = at + len(part), at + len(part) + len(content)
+                if index in self.borders:
+                    before, after = self.borders[index]
+                    found[index] = start + before, at + after
             else:
                 if text[at:] == self.end:
-                    return [
-                        (places[turn][0] + self.borders[turn][0],
-                         places[turn][1] + self.borders[turn][1])
-                        for turn in turns
-                    ]  # fmt: skip
+                    return found
         return None
 
 
@@ -84,18 +80,21 @@ class ChatAnswers:
     notes: Notes
     _frames: dict[Any, Frame | None] = field(default_factory=dict)
 
-    def check_shown(self, text: str, chat: Chat, where: str) -> set[int]:
+    def framed(self, text: str, chat: Chat) -> dict[int, tuple[int, int]] | None:
+        """The span of each answer in `text`, if the template is known to write there the contents
+        of the messages, and always the same around them; else None."""
+        frame = self._frame(chat)
+        return None if frame is None else frame.spans(text, chat.messages)
+
+    def check_shown(self, text: str, chat: Chat, is_framed: bool, where: str) -> set[int]:
         """Check that a chat is in `text`, which the template rendered of it, and return the answers
         that are not trained, because generation would not see or give them like that.
 
+        is_framed: whether all contents are known to be there.
         Raises UserError if a message, a call or the reasoning of the last answers is left out.
         """
         messages, untrained = chat.messages, set()
-        frame = self._frame(chat)
-        if frame is not None and frame.spans(text, messages, []) is not None:
-            left = LeftOut()
-        else:
-            left = self.template.left_out(messages, chat.tools, text)
+        left = LeftOut() if is_framed else self.template.left_out(messages, chat.tools, text)
         asked = [i for i, message in enumerate(messages) if message["role"] == USER]
         omits = "the model's chat template omits"
         advice = "remove it, or choose a model whose template shows it"
@@ -130,15 +129,8 @@ class ChatAnswers:
                 untrained.add(index)
         return untrained
 
-    def spans(
-        self, text: str, chat: Chat, untrained: set[int], where: str
-    ) -> list[tuple[int, int]]:
-        """Find the span of each trained turn: from how messages of these kinds are rendered, or
-        else in limited time, because each needs two renderings."""
-        turns = [index for index in trained_turns(chat) if index not in untrained]
-        frame = self._frame(chat)
-        if frame is not None and (quick := frame.spans(text, chat.messages, turns)) is not None:
-            return [(start, self._end(text, start, end)) for start, end in quick]
+    def spans(self, text: str, chat: Chat, turns: list[int], where: str) -> list[tuple[int, int]]:
+        """Find the spans of answers, in limited time, because each needs two renderings."""
         began, found = time.thread_time(), []
         for index in turns:
             found.append(self.turn_span(text, chat, index, where))
@@ -175,9 +167,9 @@ class ChatAnswers:
             ):
                 return None
             start, end = (first, past) if start is None else (start, max(start, past))
-        return start, self._end(text, start, end)
+        return start, self.end(text, start, end)
 
-    def _end(self, text: str, start: int, end: int) -> int:
+    def end(self, text: str, start: int, end: int) -> int:
         """Where a span ends: generation stops at an end token, so the rest is never generated."""
         answer = text[start:end].rstrip()
         return start + len(answer) if answer.endswith(self.end_tokens) else end

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from your_ai.data.lines import ROW_LIMIT, RowLimit
-from your_ai.data.template import TEMPLATE_CHARACTERS, render
+from your_ai.data.template import TEMPLATE_CHARACTERS, render, render_all
 from your_ai.data.turns import ASSISTANT, MEANINGS, REASONING, SYSTEM, USER
 from your_ai.errors import UserError
 
@@ -65,21 +65,36 @@ class ChatTemplate:
         """The text of a chat. `answer_next` adds the header of an answer. Raises UserError."""
         return self._render(self.prepared(messages), tools, where, answer_next)
 
+    def render_all(self, chats: list[list[dict]]) -> list[str] | None:
+        """The texts of chats without tools; None if they cannot be rendered together."""
+        room, most = self.limit.room_bytes, self._most_characters
+        prepared = [self.prepared(messages) for messages in chats]
+        texts = render_all(self.tokenizer, prepared, room, **self._options(None, False))
+        return texts if texts and max(map(len, texts)) <= most else None
+
     def _render(
         self, messages: list[dict], tools: list | None, where: str, answer_next: bool = False
     ) -> str:
+        room, most = self.limit.room_bytes, self._most_characters
+        options = self._options(tools, answer_next)
+        return render(self.tokenizer, messages, where, room, most, **options)
+
+    @property
+    def _most_characters(self) -> int:
+        return TEMPLATE_GROWTH * self.limit.row_bytes + TEMPLATE_CHARACTERS
+
+    def _options(self, tools: list | None, answer_next: bool) -> dict[str, Any]:
+        """The options that the template uses: mlx-lm's templates that are functions do not accept
+        others."""
         options: dict[str, Any] = {"add_generation_prompt": answer_next}
         if tools:
             options["tools"] = tools
-        # Pass only the options that the template uses: mlx-lm's templates that are functions
-        # do not accept others.
         if "date_string" in self.source:
             options["date_string"] = TEMPLATE_DATE.strftime("%d %b %Y")
         if "strftime_now" in self.source:
             template = self.tokenizer.get_chat_template(tools=tools)
             options["chat_template"] = STRFTIME_NOW.sub(fixed_date, template)
-        most = TEMPLATE_GROWTH * self.limit.row_bytes + TEMPLATE_CHARACTERS
-        return render(self.tokenizer, messages, where, self.limit.room_bytes, most, **options)
+        return options
 
     # How it takes messages
 

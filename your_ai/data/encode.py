@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, pairwise
@@ -37,6 +38,7 @@ from your_ai.gates.token_ids import check_ids
 
 LONG_HEADER = 200  # characters; whether it is a border is not remembered for longer ones
 ROWS_AHEAD = 128
+CHARACTERS_TOGETHER = 8 * SIZES.window  # maximum of texts that are tokenized at once
 
 
 @dataclass(frozen=True)
@@ -301,10 +303,15 @@ class Encoder:
                 "use an instruct model, or rows of prompt + completion or text"
             )
         text, tokens = self._ahead.pop(id(chat), None) or self._rendered(chat, where)
-        untrained = self.answers.check_shown(text, chat, where)
+        framed = self.answers.framed(text, chat)
+        untrained = self.answers.check_shown(text, chat, framed is not None, where)
         if not self.masks_prompt:
             return tokens.ids, np.ones(len(tokens), bool)
-        spans = self.answers.spans(text, chat, untrained, where)
+        turns = [index for index in trained_turns(chat) if index not in untrained]
+        if framed is not None:
+            spans = [(s, self.answers.end(text, s, e)) for s, e in map(framed.__getitem__, turns)]
+        else:
+            spans = self.answers.spans(text, chat, turns, where)
         tokens = self._tokens_at([start for start, _ in spans], text, tokens, where)
         start, end = token_spans(tokens.starts, tokens.ends, len(text))
         trained = np.zeros(len(tokens), bool)
@@ -317,32 +324,57 @@ class Encoder:
         return text, self._tokenize(text, where, special=False)
 
     def ahead(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """The rows, whose chats are rendered and tokenized some at a time, on all processors."""
-        rows = iter(rows)
-        while some := list(islice(rows, ROWS_AHEAD)):
-            self._ahead.clear()
-            texts: dict[int, str] = {}
-            for row in some if self.tokenizer.has_chat_template else ():
-                if isinstance(row.content, Chat):
-                    with contextlib.suppress(UserError):  # encoding the row will say it
-                        content = row.content
-                        texts[id(content)] = self.template.render(
-                            content.messages, content.tools, row.where
-                        )
-            short = {at: text for at, text in texts.items() if len(text) <= SIZES.window}
-            with contextlib.suppress(TypeError):
-                found = tokenize_all(self.backend, [*short.values()])
-                self._ahead.update(
-                    {at: (short[at], each) for at, each in zip(short, found, strict=True)}
-                )
-            yield from some
+        """The rows, whose chats are rendered together, and tokenized while earlier rows are
+        encoded."""
+        rows, before = iter(rows), list[Row]()
+        texts: dict[int, str] = {}
+        with ThreadPoolExecutor(1) as pool:
+            tokens = pool.submit(dict)
+            while some := list(islice(rows, ROWS_AHEAD)):
+                found = tokens.result()  # no thread needs memory while templates' is limited
+                following = self._rendered_together(some)
+                tokens = pool.submit(self._tokenized_together, following)
+                yield from self._with_tokens(before, texts, found)
+                before, texts = some, following
+            yield from self._with_tokens(before, texts, tokens.result())
+
+    def _with_tokens(
+        self, rows: Iterable[Row], texts: dict[int, str], tokens: dict[int, Tokens]
+    ) -> Iterator[Row]:
+        self._ahead.update({at: (texts[at], each) for at, each in tokens.items()})
+        yield from rows
+        self._ahead.clear()
+
+    def _rendered_together(self, rows: Iterable[Row]) -> dict[int, str]:
+        """The texts of chats by their ids, of those that can be rendered."""
+        if not self.tokenizer.has_chat_template:
+            return {}
+        chats = [row.content for row in rows if isinstance(row.content, Chat)]
+        plain = [chat for chat in chats if not chat.tools]
+        together = self.template.render_all([chat.messages for chat in plain]) if plain else None
+        texts = {id(chat): text for chat, text in zip(plain, together or (), strict=False)}
+        for chat in chats:
+            if id(chat) not in texts:
+                with contextlib.suppress(UserError):  # encoding the row will say it
+                    texts[id(chat)] = self.template.render(chat.messages, chat.tools, "")
+        return texts
+
+    def _tokenized_together(self, texts: dict[int, str]) -> dict[int, Tokens]:
+        """The tokens of texts that are short."""
+        short = {at: text for at, text in texts.items() if len(text) <= SIZES.window}
+        found: list[Tokens] = []
+        with contextlib.suppress(TypeError):
+            for some in parts_of(short.values(), CHARACTERS_TOGETHER):
+                found += tokenize_all(self.backend, some)
+        return dict(zip(short, found, strict=False))
 
     def _tokens_at(self, borders: list[int], text: str, tokens: Tokens, where: str) -> Tokens:
         """The tokens of a text as generation has them: before a border, those of that part alone.
 
         It is cut only at borders where it would have others, in the middle of a token for example.
         """
-        cuts = [border for border in borders if not self._is_border(tokens, text, border, where)]
+        added = np.flatnonzero(self.is_added[np.minimum(tokens.ids, len(self.is_added) - 1)])
+        cuts = [at for at in borders if not self._is_border(tokens, added, text, at, where)]
         if not cuts:
             return tokens
         if cuts[0] != borders[-1]:
@@ -361,14 +393,16 @@ class Encoder:
             found.append(part.moved(first))
         return joined_tokens(found)
 
-    def _is_border(self, tokens: Tokens, text: str, border: int, where: str) -> bool:
-        """Whether the tokens before a border are those of the text before it."""
-        before = int(np.searchsorted(tokens.starts, border))
+    def _is_border(
+        self, tokens: Tokens, added: np.ndarray, text: str, border: int, where: str
+    ) -> bool:
+        """Whether the tokens before a border are those of the text before it. added: the indices
+        of tokens at which the text is cut."""
+        before = int(tokens.starts.searchsorted(np.int32(border)))
         if before and tokens.ends[:before].max() > border:
             return False
-        ids = np.minimum(tokens.ids[:before], len(self.is_added) - 1)
-        added = np.flatnonzero(self.is_added[ids])
-        first = int(added[-1]) + 1 if len(added) else 0
+        count = int(added.searchsorted(before))
+        first = int(added[count - 1]) + 1 if count else 0
         begin = int(tokens.ends[first - 1]) if first else 0
         header = text[begin:border]
         if header not in self.headers:
@@ -444,6 +478,19 @@ def token_spans(start: np.ndarray, end: np.ndarray, length: int) -> tuple[np.nda
     after = np.minimum.accumulate(following)[::-1][1:]
     after = np.append(after, start.dtype.type(length))
     return np.where(empty, before, start), np.where(empty, after, end)
+
+
+def parts_of(texts: Iterable[str], most: int) -> Iterator[list[str]]:
+    """The texts in lists of at most `most` characters, or of one text."""
+    part, size = list[str](), 0
+    for text in texts:
+        if part and size + len(text) > most:
+            yield part
+            part, size = [], 0
+        part.append(text)
+        size += len(text)
+    if part:
+        yield part
 
 
 def pair_to_chat(pair: Pair) -> Chat:

@@ -26,6 +26,9 @@ MEANINGS = {
     "developer": SYSTEM,
     **dict.fromkeys(("function", "ipython", "observation", "tool_response", "tool_result"), TOOL),
 }
+KNOWN_ROLES = {
+    name: ROLES.get(name, name) for name in (*ROLES, *MEANINGS, *CALL_ROLES, SYSTEM, TOOL)
+}
 REASONING = ("reasoning_content", "reasoning", "thinking")  # the names of a message's reasoning
 TRAINED_FLAGS = ("training", "train", "trained", "trainable", "loss")  # false: not to be trained
 MASKED_FLAGS = ("masked", "mask")  # true: not to be trained
@@ -45,8 +48,10 @@ def parse_message(message: Any, where: str) -> dict:
     role_name, content_name = names or ("role", "content")
     if not isinstance(message, dict) or not isinstance(message.get(role_name), str):
         raise UserError(f'{where}: expected an object with "role" and "content"')
-    given = dict(message)
-    role = role_of(given.pop(role_name))
+    role = role_of(message[role_name])
+    if len(message) == 2 and isinstance(message.get(content_name), str) and role not in CALL_ROLES:
+        return {"role": role, "content": message[content_name]}
+    given = {name: value for name, value in message.items() if name != role_name}
     content, reasoning = parse_content(given.pop(content_name, None), where)
     reasoning = parse_reasoning(given, reasoning, where)
     calls = parse_calls(given, where)
@@ -66,9 +71,10 @@ def parse_message(message: Any, where: str) -> dict:
 
 def role_of(name: str) -> str:
     """A role by any of its names, in any case; an unknown one as it is."""
+    if name in KNOWN_ROLES:
+        return KNOWN_ROLES[name]
     plain = name.strip().lower().replace("-", "_").replace(" ", "_")
-    known = {*ROLES, *MEANINGS, *CALL_ROLES, SYSTEM, TOOL}
-    return ROLES.get(plain, plain) if plain in known else name
+    return KNOWN_ROLES.get(plain, name)
 
 
 def parse_content(content: Any, where: str) -> tuple[str | None, str]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,8 +149,8 @@ def arrays_of(tokens: Tokens) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def read_tokens(encoding: Any, start: int = 0) -> Tokens:
     """Convert an encoding of the `tokenizers` library, for a text that begins at `start`."""
-    places = np.array(encoding.offsets, np.int32).reshape(-1, 2) + np.int32(start)
-    return Tokens(np.array(encoding.ids, np.uint32), places[:, 0], places[:, 1])
+    places = np.fromiter(chain.from_iterable(encoding.offsets), np.int32) + np.int32(start)
+    return Tokens(np.array(encoding.ids, np.uint32), places[::2].copy(), places[1::2].copy())
 
 
 def read_window(backend: Any, text: str, start: int, size: int) -> Window:
