@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.data.test_encode import make_tokenizer
 from your_ai.data.encode import Encoder
+from your_ai.data.preferences import parser_of
 from your_ai.data.rows import parse_row
 from your_ai.errors import UserError
 
@@ -137,3 +138,27 @@ def can_begin(encoder: Encoder, row: Any, at: int) -> bool:
     except UserError:
         return False
     return True
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=max(8, EXAMPLES // 10), deadline=None)
+@given(chats=st.lists(CHATS, max_size=3), texts=st.lists(st.tuples(TEXT, MAYBE), max_size=3))
+def test_rows_that_are_read_ahead_are_encoded_as_each_alone(tokenizers, name, chats, texts):
+    given_rows = [
+        *({"messages": m} | ({"tools": t} if t else {}) for m, t in chats),
+        *({"prompt": prompt, "completion": answer} for prompt, answer in texts),
+        *({"prompt": p, "chosen": f"so {a}", "rejected": f"not {a}"} for p, a in texts),
+    ]
+    encoders = Encoder(tokenizers[name], kind="any"), Encoder(tokenizers[name], kind="any")
+    rows = [parser_of("any")(row, f"f.jsonl:{n}") for n, row in enumerate(given_rows, 1)]
+    for row in encoders[0].ahead(rows):
+        ahead, alone = (all_or_refusal(encoder, row) for encoder in encoders)
+        assert ahead == alone
+    assert encoders[0].notes.lines() == encoders[1].notes.lines()
+
+
+def all_or_refusal(encoder: Encoder, row: Any) -> Any:
+    try:
+        return [(e.tokens.tolist(), e.trained.tolist()) for e in encoder.encode_all(row)]
+    except UserError as error:
+        return str(error)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from hypothesis import strategies as st
 from tests.conftest import chat, write_rows
 from your_ai.data import lines, rows
 from your_ai.data.lines import ROW_LIMIT, RowLimit, checked_sha256
-from your_ai.data.rows import Chat, Pair, Row, Text, parse_line, read_rows
+from your_ai.data.rows import Chat, Pair, Row, Text, parse_line, read_rows, with_progress
 from your_ai.errors import UserError
+from your_ai.gates import text
 
 USER = {"role": "user", "content": "q"}
 ASSISTANT = {"role": "assistant", "content": "a"}
@@ -477,3 +479,16 @@ def test_any_object_is_parsed_or_refused_in_one_line(row):
 def test_any_line_is_parsed_or_raises_UserError(line):
     with contextlib.suppress(UserError):
         parse_line(line, "rows:1")
+
+
+def test_a_bar_says_every_few_seconds_how_many_rows_are_read(tmp_path, monkeypatch):
+    now, written = [0.0], []
+    monkeypatch.setattr(text, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    path = tmp_path / "many.jsonl"
+    path.write_text('{"text": "a"}\n' * 8)
+    for row in with_progress(read_rows(path), path, ROW_LIMIT, written.append):
+        now[0] = 2.0 * row.line
+    assert written == [
+        "reading many.jsonl: [##########..........] 50% of 8 rows",
+        "reading many.jsonl: [#################...] 87% of 8 rows",
+    ]

@@ -116,3 +116,11 @@ def test_progress_is_written_every_few_seconds(monkeypatch):
         now[0] = seconds
         report(seconds)
     assert written == ["6 done", "11.5 done", "20 done"]
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "text"),
+    [(0, 8, "[....] 0%"), (3, 8, "[#...] 37%"), (8, 8, "[####] 100%"), (9, 8, "[####] 100%")],
+)
+def test_a_share_is_a_bar_and_a_number(done, total, text):
+    assert texts.share_text(done, total, 4) == text

@@ -60,7 +60,7 @@ def data(
             show_records(path)
         raise
     tokenizer, notes = tokenizer_of(config, named=model is not None)
-    found = surveying.survey(find_splits(config), config, tokenizer, draw, notes)
+    found = surveying.survey(find_splits(config), config, tokenizer, draw, notes, echo_error)
     if as_json:
         echo_json(surveying.as_json(found, config))
     else:

@@ -22,7 +22,7 @@ from your_ai.data.chat_template import ChatTemplate, reasoning_of
 from your_ai.data.lines import ROW_LIMIT, RowLimit
 from your_ai.data.notes import Notes, not_used
 from your_ai.data.preferences import Kind
-from your_ai.data.rows import Chat, Labeled, Pair, Preference, Question, Row, Scored, Text
+from your_ai.data.rows import Chat, Labeled, Pair, Preference, Question, Row, Scored, Text, texts_of
 from your_ai.data.windows import (
     SIZES,
     CannotJoin,
@@ -74,6 +74,20 @@ class SamplePrompt:
     """Whether it is one to expect; False for an answer with the label false."""
 
 
+@dataclass
+class Ready:
+    """What was made of rows before it was needed, by the ids of their pairs and chats."""
+
+    used: dict[int, Chat | Pair] = field(default_factory=dict)
+    """Of a pair, what is rendered."""
+    texts: dict[int, str] = field(default_factory=dict)
+    tokens: dict[int, Tokens] = field(default_factory=dict)
+
+    def pop(self, chat: Chat) -> tuple[str, Tokens] | None:
+        tokens = self.tokens.pop(id(chat), None)
+        return None if tokens is None else (self.texts[id(chat)], tokens)
+
+
 @dataclass(frozen=True)
 class Encoder:
     """Encodes rows with the tokenizer of a model (an mlx-lm TokenizerWrapper)."""
@@ -121,9 +135,9 @@ class Encoder:
         return ChatAnswers(self.template, self.end_tokens, self.notes)
 
     @cached_property
-    def _ahead(self) -> dict[int, tuple[str, Tokens]]:
-        """The text and the tokens of chats that come next, by the id of the chat."""
-        return {}
+    def _ready(self) -> Ready:
+        """Of the rows that come next."""
+        return Ready()
 
     @cached_property
     def headers(self) -> dict[str, bool]:
@@ -161,7 +175,7 @@ class Encoder:
 
     def _encode(self, content: Chat | Pair | Text, where: str) -> EncodedRow:
         if isinstance(content, Pair):
-            content = self._as_it_is_used(content, where)
+            content = self._ready.used.pop(id(content), None) or self._as_it_is_used(content, where)
         if isinstance(content, Chat):
             tokens, trained = self._encode_chat(content, where)
         elif isinstance(content, Pair):
@@ -302,7 +316,7 @@ class Encoder:
                 f"{where}: a chat, but the model's tokenizer has no chat template; "
                 "use an instruct model, or rows of prompt + completion or text"
             )
-        text, tokens = self._ahead.pop(id(chat), None) or self._rendered(chat, where)
+        text, tokens = self._ready.pop(chat) or self._rendered(chat, where)
         framed = self.answers.framed(text, chat)
         untrained = self.answers.check_shown(text, chat, framed is not None, where)
         if not self.masks_prompt:
@@ -326,38 +340,40 @@ class Encoder:
     def ahead(self, rows: Iterable[Row]) -> Iterator[Row]:
         """The rows, whose chats are rendered together, and tokenized while earlier rows are
         encoded."""
-        rows, before = iter(rows), list[Row]()
-        texts: dict[int, str] = {}
+        rows, before, ready = iter(rows), list[Row](), Ready()
         with ThreadPoolExecutor(1) as pool:
             tokens = pool.submit(dict)
             while some := list(islice(rows, ROWS_AHEAD)):
-                found = tokens.result()  # no thread needs memory while templates' is limited
+                ready.tokens = tokens.result()  # templates' memory is limited: no thread may run
                 following = self._rendered_together(some)
-                tokens = pool.submit(self._tokenized_together, following)
-                yield from self._with_tokens(before, texts, found)
-                before, texts = some, following
-            yield from self._with_tokens(before, texts, tokens.result())
+                tokens = pool.submit(self._tokenized_together, following.texts)
+                yield from self._with(ready, before)
+                before, ready = some, following
+            ready.tokens = tokens.result()
+            yield from self._with(ready, before)
 
-    def _with_tokens(
-        self, rows: Iterable[Row], texts: dict[int, str], tokens: dict[int, Tokens]
-    ) -> Iterator[Row]:
-        self._ahead.update({at: (texts[at], each) for at, each in tokens.items()})
+    def _with(self, ready: Ready, rows: list[Row]) -> Iterator[Row]:
+        now = self._ready
+        now.used, now.texts, now.tokens = ready.used, ready.texts, ready.tokens
         yield from rows
-        self._ahead.clear()
 
-    def _rendered_together(self, rows: Iterable[Row]) -> dict[int, str]:
-        """The texts of chats by their ids, of those that can be rendered."""
-        if not self.tokenizer.has_chat_template:
-            return {}
-        chats = [row.content for row in rows if isinstance(row.content, Chat)]
+    def _rendered_together(self, rows: Iterable[Row]) -> Ready:
+        """Chats with their texts, of those that can be rendered."""
+        ready, chats = Ready(), []
+        for row in rows if self.tokenizer.has_chat_template else ():
+            for text in texts_of(row.content):
+                if isinstance(text, Pair):
+                    text = ready.used[id(text)] = self._as_it_is_used(text, row.where)
+                chats += [text] if isinstance(text, Chat) else []
         plain = [chat for chat in chats if not chat.tools]
         together = self.template.render_all([chat.messages for chat in plain]) if plain else None
-        texts = {id(chat): text for chat, text in zip(plain, together or (), strict=False)}
+        ready.texts = {id(chat): text for chat, text in zip(plain, together or (), strict=False)}
         for chat in chats:
-            if id(chat) not in texts:
+            if id(chat) not in ready.texts:
                 with contextlib.suppress(UserError):  # encoding the row will say it
-                    texts[id(chat)] = self.template.render(chat.messages, chat.tools, "")
-        return texts
+                    text = self.template.render(chat.messages, chat.tools, "")
+                    ready.texts[id(chat)] = text
+        return ready
 
     def _tokenized_together(self, texts: dict[int, str]) -> dict[int, Tokens]:
         """The tokens of texts that are short."""

@@ -91,6 +91,15 @@ def lines_of(file: BinaryIO, path: Path, limit: RowLimit) -> Iterator[tuple[str,
         del line
 
 
+def line_count(path: Path) -> int:
+    """The number of lines of a file, which ends with one; 0 if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return sum(block.count(b"\n") for block in iter(lambda: file.read(BLOCK_BYTES), b""))
+    except OSError:
+        return 0
+
+
 def checked_sha256(path: Path, limit: RowLimit) -> str:
     """Compute the sha256 of a file of rows, without a whole row in memory.
 

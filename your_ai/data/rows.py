@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from your_ai.data.lines import (
     CHAT_MEMORY,
@@ -14,13 +15,15 @@ from your_ai.data.lines import (
     Fields,
     RowLimit,
     decode_row,
+    file_of_first_row,
+    line_count,
     read_json,
     read_lines,
     text_field,
 )
 from your_ai.data.turns import ASSISTANT, USER, parse_tools, parse_turns, with_system
 from your_ai.errors import UserError
-from your_ai.gates.text import quoted, shortened
+from your_ai.gates.text import counted, now_and_then, quoted, share_text, shortened
 from your_ai.gates.untrusted import is_number
 
 FLOAT32_MAX = 3.4028234663852886e38
@@ -102,6 +105,15 @@ class Row:
     """Its columns that have no effect."""
 
 
+def texts_of(content: Any) -> list[Any]:
+    """The texts of a row's content: two for a preference, the chosen first."""
+    if isinstance(content, Preference):
+        return [content.chosen, content.rejected]
+    if isinstance(content, Labeled):
+        return [content.answer] if content.other is None else [content.answer, content.other]
+    return [content.answer if isinstance(content, Scored) else content]
+
+
 ParseRow = Callable[[dict, str], Row]  # (row, where) -> Row; raises UserError
 
 
@@ -122,6 +134,19 @@ def read_rows(
         yield row
     if not found:
         raise UserError(f"{path}: the file is empty; give at least one row")
+
+
+def with_progress(
+    rows: Iterator[Row], path: Path, limit: RowLimit, write: Callable[[str], object]
+) -> Iterator[Row]:
+    """The rows of a JSONL file; how far they are is written every few seconds."""
+    name, total = Path(file_of_first_row(path, limit)).name, line_count(path)
+    report = now_and_then(
+        write, lambda line: f"reading {name}: {share_text(line, total)} of {counted(total, 'row')}"
+    )
+    for row in rows:
+        report(row.line)
+        yield row
 
 
 def parse_line(

@@ -6,7 +6,7 @@ import hashlib
 import json
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -22,14 +22,13 @@ from your_ai.data.notes import Notes, not_used
 from your_ai.data.preferences import parser_of
 from your_ai.data.rows import (
     Chat,
-    Labeled,
     Pair,
-    Preference,
     Question,
     Row,
-    Scored,
     Text,
     read_rows,
+    texts_of,
+    with_progress,
 )
 from your_ai.data.sources import Splits
 from your_ai.errors import UserError
@@ -111,11 +110,13 @@ def survey(
     tokenizer: Any | None,
     draw: int,
     notes: Sequence[str] = (),
+    progress: Callable[[str], object] = lambda _: None,
 ) -> Survey:
     """Read all rows once.
 
     tokenizer: of the model; None leaves out what needs one. draw: how many training rows to show,
     spread over the whole file; refused ones if there are no others. notes: on the tokenizer.
+    progress: receives a line every few seconds.
     Raises UserError for a row that is in no known format.
     """
     limit = RowLimit(config.max_row_bytes)
@@ -133,7 +134,9 @@ def survey(
             continue
         seen = trained if name == "train" else set()
         splits[name] = split = SplitSurvey()
-        for row in read_rows(found.files[name], limit, parse):
+        rows = read_rows(found.files[name], limit, parse)
+        rows = with_progress(rows, found.files[name], limit, progress)
+        for row in rows if encoder is None else encoder.ahead(rows):
             if encoder is None:
                 for column in row.unused:
                     noticed.add(not_used(column), row.where)
@@ -191,13 +194,6 @@ def count(
     split.too_long += any(len(encoded.tokens) > max_tokens for encoded in every)
     split.trained_tokens += sum(int(encoded.trained.sum()) for encoded in every)
     return True
-
-
-def texts_of(content: Any) -> list[Any]:
-    """The texts of a row: two for a preference."""
-    if isinstance(content, Preference):
-        return [content.chosen, content.rejected]
-    return [content.answer if isinstance(content, Labeled | Scored) else content]
 
 
 def characters_of(content: Any) -> int:

@@ -172,6 +172,13 @@ def closes(text: str, start: int) -> bool:
     return False
 
 
+def share_text(done: int, total: int, width: int = 20) -> str:
+    """How much is done, as a bar and as a number: `[#####...............] 25%`."""
+    share = min(1.0, done / total) if total else 0.0
+    full = int(share * width)
+    return f"[{'#' * full}{'.' * (width - full)}] {int(100 * share)}%"
+
+
 def now_and_then(
     write: Callable[[str], object], text_of: Callable[..., str]
 ) -> Callable[..., None]:

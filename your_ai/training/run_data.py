@@ -19,10 +19,10 @@ from your_ai.data.lines import file_of_first_row, files_of_rows
 from your_ai.data.notes import Notes
 from your_ai.data.preferences import parser_of
 from your_ai.data.prompts import PromptRows
-from your_ai.data.rows import Row, read_rows
+from your_ai.data.rows import Row, read_rows, with_progress
 from your_ai.data.sources import Splits, find_splits
 from your_ai.errors import UserError
-from your_ai.gates.text import counted, now_and_then
+from your_ai.gates.text import counted
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.generation.generate import answer_room
 from your_ai.hub.find import store
@@ -222,16 +222,9 @@ def load_split(
     Test rows are always masked, because an exact match compares only the answer.
     """
 
-    def stage(text: str) -> None:
-        write(events.Stage(text=text))
-
-    def with_progress(rows: Iterator[Row]) -> Iterator[Row]:
-        text = f"reading {Path(file_of_first_row(path, encoder.limit)).name}"
-        report = now_and_then(stage, lambda count: f"{text}: {counted(count, 'row')}")
-        stage(text)
-        for count, row in enumerate(rows):
-            report(count)
-            yield row
+    def reading(rows: Iterator[Row]) -> Iterator[Row]:
+        write(events.Stage(text=f"reading {Path(file_of_first_row(path, encoder.limit)).name}"))
+        return with_progress(rows, path, encoder.limit, lambda t: write(events.Stage(text=t)))
 
     examples = load_examples(
         path,
@@ -240,7 +233,7 @@ def load_split(
         config.max_seq_length,
         config.too_long,
         store() / "cache",
-        with_progress,
+        reading,
     )
     for text in examples.notes.lines():
         write(events.Notice(text=text))
