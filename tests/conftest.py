@@ -39,7 +39,8 @@ from your_ai.run.events import Event
 from your_ai.run.folder import RUNS, RunFolder
 from your_ai.run.stopping import Stop
 from your_ai.session import attach
-from your_ai.training.train import train_until_done
+from your_ai.training.process import train_until_done
+from your_ai.training.trainer import Trainer
 
 NUMBERS = itertools.count()  # of the tests
 DEMO_FOLDER = packaged("models", "demo")
@@ -418,6 +419,12 @@ def train_once(config: TrainConfig) -> RunFolder:
         if path.suffix in (".yaml", ".jsonl"):
             path.write_text(path.read_text().replace(there, here))
     return run
+
+
+def with_functions(trainer: Trainer, **functions: Any) -> Trainer:
+    """A trainer whose engine has other functions."""
+    engine = dataclasses.replace(trainer.engine, **functions)
+    return dataclasses.replace(trainer, built=dataclasses.replace(trainer.built, engine=engine))
 
 
 def inputs_of(config: TrainConfig) -> list[tuple[str, str]]:

@@ -29,7 +29,7 @@ from your_ai.hub.find import store
 from your_ai.memory.budget import speed_here
 from your_ai.memory.calibration import Shape
 from your_ai.memory.facts import facts_of
-from your_ai.memory.step_time import StepWork
+from your_ai.memory.step_time import StepOperations
 from your_ai.memory.workload import Kept, Plan, StepSizes, Training
 
 QV = ("q_proj", "v_proj")
@@ -99,7 +99,7 @@ def main() -> None:
         seconds = statistics.median(measured[1:])
         facts = facts_of(folder, 4)
         training = Training(blocks=each.blocks, rank=each.rank, targets=each.targets)
-        work = StepWork(facts, training, StepSizes())
+        work = StepOperations(facts, training, StepSizes())
         plan = Plan(each.engine, shape.size, each.spill, kept=Kept(linear=each.kept))
         terms = work.of_step(plan, *shape)
         if asked.json:

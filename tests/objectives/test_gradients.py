@@ -37,7 +37,7 @@ from your_ai.objectives.orpo import ORPO
 from your_ai.objectives.reward import BradleyTerry, ScoreRegression
 from your_ai.objectives.sft import SUPERVISED
 from your_ai.objectives.simpo import SimPO
-from your_ai.training.train import accumulate
+from your_ai.training.steps import accumulate
 
 VOCABULARY = 160
 LENGTHS = [(9, 7, 3), (30, 1, 12), (5, 4, 6), (3, 2, 2)]  # tokens of a prompt and of its answers

@@ -31,7 +31,7 @@ from your_ai.session import new_run
 from your_ai.training import prepare as preparing
 from your_ai.training import reward_models
 from your_ai.training.memory_actions import Governor
-from your_ai.training.train import train_until_done
+from your_ai.training.process import train_until_done
 
 PAIRS = [
     {

@@ -12,7 +12,7 @@ from your_ai.run.stopping import Stop
 from your_ai.training.distributed import PeerLost, Ranks
 from your_ai.training.joining import join, telling_others
 from your_ai.training.memory_actions import within_limit
-from your_ai.training.train import OUT_OF_ROOM, awake_elsewhere, train_until_done
+from your_ai.training.process import OUT_OF_ROOM, awake_elsewhere, train_until_done
 
 
 def train_launched(folder: RunFolder | None, config: TrainConfig, stop: Stop) -> int:
