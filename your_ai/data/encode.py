@@ -75,7 +75,7 @@ class SamplePrompt:
 
 
 @dataclass
-class Ready:
+class ReadAhead:
     """What was made of rows before it was needed, by the ids of their pairs and chats."""
 
     used: dict[int, Chat | Pair] = field(default_factory=dict)
@@ -135,9 +135,9 @@ class Encoder:
         return ChatAnswers(self.template, self.end_tokens, self.notes)
 
     @cached_property
-    def _ready(self) -> Ready:
+    def _ready(self) -> ReadAhead:
         """Of the rows that come next."""
-        return Ready()
+        return ReadAhead()
 
     @cached_property
     def headers(self) -> dict[str, bool]:
@@ -340,7 +340,7 @@ class Encoder:
     def ahead(self, rows: Iterable[Row]) -> Iterator[Row]:
         """The rows, whose chats are rendered together, and tokenized while earlier rows are
         encoded."""
-        rows, before, ready = iter(rows), list[Row](), Ready()
+        rows, before, ready = iter(rows), list[Row](), ReadAhead()
         with ThreadPoolExecutor(1) as pool:
             tokens = pool.submit(dict)
             while some := list(islice(rows, ROWS_AHEAD)):
@@ -352,14 +352,14 @@ class Encoder:
             ready.tokens = tokens.result()
             yield from self._with(ready, before)
 
-    def _with(self, ready: Ready, rows: list[Row]) -> Iterator[Row]:
+    def _with(self, ready: ReadAhead, rows: list[Row]) -> Iterator[Row]:
         now = self._ready
         now.used, now.texts, now.tokens = ready.used, ready.texts, ready.tokens
         yield from rows
 
-    def _rendered_together(self, rows: Iterable[Row]) -> Ready:
+    def _rendered_together(self, rows: Iterable[Row]) -> ReadAhead:
         """Chats with their texts, of those that can be rendered."""
-        ready, chats = Ready(), []
+        ready, chats = ReadAhead(), []
         for row in rows if self.tokenizer.has_chat_template else ():
             for text in texts_of(row.content):
                 if isinstance(text, Pair):
