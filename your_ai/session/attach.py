@@ -216,7 +216,7 @@ def train_here(
     with looked_after(folder, settings), following(follower):
         with tracked(folder, names), stop_signals() as stop:
             with quick_imports():  # MLX takes a second to load
-                from your_ai.training.launched import train_launched
+                from your_ai.training.process import train_launched
 
             stop.on_second = lambda: follower.leave(folder.reference)
             status = train_launched(folder, settings, stop)
@@ -236,7 +236,7 @@ def train_here(
 def train_as_rank(settings: TrainConfig) -> int:
     """Train a rank other than 0 that `mlx.launch` started; rank 0 shows the run."""
     with stop_signals() as stop:
-        from your_ai.training.launched import train_launched
+        from your_ai.training.process import train_launched
 
         return train_launched(None, settings, stop)
 

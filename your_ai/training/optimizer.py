@@ -188,8 +188,7 @@ def make_update(
 
     def update(grads: Gradients, factor: float, rate: float) -> None:
         rule.learning_rate = rate
-        step = rule.state["step"] + 1
-        rule.state["step"] = step
+        rule.state["step"] = step = rule.state["step"] + 1
         number = step.item()
         parameters = dict(tree_flatten(model.trainable_parameters()))
         for names in groups(grads.sizes(), together):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.modelfiles.shards import WriteProgress
 from your_ai.nets import model
 from your_ai.nets.dora import note_on_bits
+from your_ai.rewards.chosen import Rewards
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
 from your_ai.training.distributed import ALONE, Ranks
@@ -59,15 +61,8 @@ def prepare(
     ranks: this process among those that train together.
     on_fit: is called once a plan fits, before anything is loaded.
     """
-    found = check_splits(config)
-    tell(log, *found.notes)
-    config = with_reward_loss(config, found)
-    rewards = rewards_of(config, log, folder)
-    base = find_model(config.model)
-    opened = opened_for(config, base, log)
+    job, opened, rewards = read_job(config, log, folder)
     network = opened.network
-    job = job_of(config, base, opened, log)
-
     past = past_of(log, job.config, level)
     budget = budget_of_job(job, opened, level, past, joined=ranks.size > 1)
     on_fit()
@@ -77,6 +72,7 @@ def prepare(
     job = job.with_adapters(training.rank, training.blocks, blocks)
     tell(log, *choices(job, training.blocks, blocks, size_text(budget.limit.limit_bytes)))
     adapters, start = add_adapters(job, network, budget.demand.facts.hidden, RunFolder(folder))
+    ranks.check_same({"adapter": json.dumps(adapters.config, sort_keys=True)})
     announce(budget, past, job.config, log)
     tell(log, note_on_bits(network))
     graphs = graphs_within(budget)
@@ -107,6 +103,19 @@ def prepare(
         rewards=rewards,
         ranks=ranks,
     )
+
+
+def read_job(
+    config: TrainConfig, log: events.EventLog, folder: Path
+) -> tuple[Job, Opened, Rewards | None]:
+    """What the run is to do, its model without weights, and what rewards its completions."""
+    found = check_splits(config)
+    tell(log, *found.notes)
+    config = with_reward_loss(config, found)
+    rewards = rewards_of(config, log, folder)
+    base = find_model(config.model)
+    opened = opened_for(config, base, log)
+    return job_of(config, base, opened, log), opened, rewards
 
 
 def tell(log: events.EventLog, *texts: str) -> None:

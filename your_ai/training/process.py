@@ -125,8 +125,35 @@ def awake_elsewhere(ranks: Ranks, config: TrainConfig) -> contextlib.AbstractCon
     return host.kept_awake(os.getpid(), not ranks.is_first and not config.allow_sleep)
 
 
-def main() -> None:
-    """Train one run; print errors as one line on stderr."""
+def train_launched(folder: RunFolder | None, config: TrainConfig, stop: Stop) -> int:
+    """Train a rank that `mlx.launch` started with the command line; return the exit status.
+
+    Without mlx.launch it is the only rank.
+    folder: the run folder of rank 0; None on other ranks.
+    """
+    ranks = join(config.heartbeat_timeout_s)
+    try:
+        return launched_rank(ranks, folder, config, stop)
+    except PeerLost as error:
+        raise RunError(f"another process of the run is gone ({error}); resume the run") from error
+
+
+def launched_rank(ranks: Ranks, folder: RunFolder | None, config: TrainConfig, stop: Stop) -> int:
+    """As `train_launched`, once the ranks have met. Raises PeerLost."""
+    with telling_others(ranks):
+        place = ranks.of_first(lambda: str(folder and folder.path.resolve()))
+        mine = folder or ranks.folder_of(RunFolder(Path(place)), config)
+        if ranks.size == 1:
+            return train_until_done(mine, config, stop)
+        limited = ranks.with_own_limit(config)
+        with (
+            awake_elsewhere(ranks, config),
+            within_limit(mine, limited, partial(ranks.fail, *OUT_OF_ROOM)) as begin_guard,
+        ):
+            return train_until_done(mine, config, stop, 0, begin_guard, ranks)
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m your_ai.training")
     parser.add_argument("run")
     parser.add_argument("--level", type=int, default=0, help="number of plans to skip")
@@ -135,12 +162,33 @@ def main() -> None:
     parser.add_argument("--memory-of-ranks", help="limit of each rank in GB, as JSON")
     parser.add_argument("--report", help="file for the exit status of rank 0")
     parser.add_argument("--parent-pid", type=int, help="supervisor of rank 0, on its machine")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def train_given(
+    given: argparse.Namespace, settings: TrainConfig | None, ranks: Ranks, stop: Stop
+) -> int:
+    """Train the run as one of these ranks; return the exit status."""
+    folder = find(given.run) if ranks.is_first else RunFolder(Path(given.run))
+    config = settings or folder.read_config()
+    if given.memory_of_ranks:
+        ranks.limit_gb = json.loads(given.memory_of_ranks)[ranks.rank]
+    if given.parent_pid is not None and ranks.is_first:
+        watch_pid(given.parent_pid)
+    folder = ranks.folder_of(folder, config)
+    limited = ranks.with_own_limit(config) if ranks.size > 1 else config
+    awake = awake_elsewhere(ranks, config) if given.parent_fd is None else contextlib.nullcontext()
+    with awake, within_limit(folder, limited, partial(ranks.fail, *OUT_OF_ROOM)) as begin_guard:
+        return train_until_done(folder, config, stop, given.level, begin_guard, ranks)
+
+
+def main() -> None:
+    """Train one run; print errors as one line on stderr."""
+    given, ranks = arguments(), ALONE
     faulthandler.enable()
     faulthandler.register(SHOW_STACK)
-    ranks = ALONE
     try:
-        with stop_signals() as stop, contextlib.ExitStack() as keeps_awake:
+        with stop_signals() as stop:
             if given.parent_fd is not None:
                 watch_parent(given.parent_fd)
             settings = build(json.loads(given.settings), "--settings") if given.settings else None
@@ -148,19 +196,7 @@ def main() -> None:
             if given.report is not None and ranks.beats is not None:
                 ranks.beats.on_loss = partial(end_process, report=Path(given.report))
             with telling_others(ranks):
-                folder = find(given.run) if ranks.is_first else RunFolder(Path(given.run))
-                config = settings or folder.read_config()
-                if given.memory_of_ranks:
-                    ranks.limit_gb = json.loads(given.memory_of_ranks)[ranks.rank]
-                if given.parent_pid is not None and ranks.is_first:
-                    watch_pid(given.parent_pid)
-                if given.parent_fd is None:
-                    keeps_awake.enter_context(awake_elsewhere(ranks, config))
-                folder = ranks.folder_of(folder, config)
-                last_word = partial(ranks.fail, *OUT_OF_ROOM)
-                limited = ranks.with_own_limit(config) if ranks.size > 1 else config
-                with within_limit(folder, limited, last_word) as begin_guard:
-                    status = train_until_done(folder, config, stop, given.level, begin_guard, ranks)
+                status = train_given(given, settings, ranks, stop)
     except (UserError, RunError) as error:
         status = exits.USER if isinstance(error, UserError) else exits.FAILED
         if ranks.is_first:  # else rank 0 says it, with the name of this rank

@@ -559,13 +559,15 @@ def first_adapters(trainer: Trainer, folder: RunFolder) -> Iterator[None]:
         model.set_adapters(trainer.model, current)
 
 
-def keep_first_adapters(trainer: Trainer, folder: RunFolder) -> None:
-    """Write the adapters that a run starts with, for `first_adapters`, if the run needs them."""
+def keep_first_adapters(trainer: Trainer, folder: RunFolder, step: int) -> None:
+    """Write the adapters that a run starts with, for `first_adapters`, if the run needs them, and
+    give them to all ranks. step: from which it goes on."""
     place = first_adapters_of(trainer, folder)
-    needed = trainer.config.kl_beta > 0 and trainer.soft is None
+    needed = step == 0 and trainer.config.kl_beta > 0 and trainer.soft is None
     if needed and checkpoint.fault(place, ADAPTER_FILES) is not None:
         arrays = model.adapter_arrays(trainer.model)
         checkpoint.save_adapter(place, arrays, trainer.adapters.config, 0)
+    trainer.ranks.share_files(folder, REFERENCE)
 
 
 def first_adapters_of(trainer: Trainer, folder: RunFolder) -> Path:

@@ -13,7 +13,7 @@ from your_ai.run import checkpoint, events, requests
 from your_ai.run.checkpoint import SavedCheckpoint, TrainState
 from your_ai.run.folder import RunFolder, check_resumable
 from your_ai.training import optimizer
-from your_ai.training.distributed import digest_of
+from your_ai.training.distributed import ALONE, Ranks, digest_of
 from your_ai.training.trainer import Trainer
 
 
@@ -83,10 +83,14 @@ def check_unchanged(folder: RunFolder, trainer: Trainer) -> None:
             )
 
 
-def saved_step(folder: RunFolder) -> int:
-    """The step of the newest checkpoint; 0 if there is none."""
-    found = checkpoint.list_checkpoints(folder.checkpoints)
-    return checkpoint.step_of(found[0]) if found else 0
+def saved_step(folder: RunFolder, ranks: Ranks = ALONE) -> int:
+    """The step of the newest checkpoint, of the rank that owns the run folder; 0 without one."""
+
+    def newest() -> int:
+        found = checkpoint.list_checkpoints(folder.checkpoints)
+        return checkpoint.step_of(found[0]) if found else 0
+
+    return ranks.of_first(newest)
 
 
 def is_save_due(folder: RunFolder, config: TrainConfig, step: int) -> bool:

@@ -6,7 +6,6 @@ prints; other processes read and show them.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable
@@ -18,11 +17,9 @@ import mlx.core as mx
 from your_ai.config import TrainConfig, is_due
 from your_ai.config.defaults import recorded
 from your_ai.data.batches import Batch
-from your_ai.data.examples import Examples
 from your_ai.engine import prefix
 from your_ai.errors import RunError, UserError
 from your_ai.files import clean
-from your_ai.hub.find import store
 from your_ai.memory import probe
 from your_ai.memory.governor import MemoryAction, Watch
 from your_ai.nets import model
@@ -41,8 +38,8 @@ from your_ai.training.memory_actions import Governor, Replan, govern
 from your_ai.training.optimizer import Update
 from your_ai.training.pausing import pause_all
 from your_ai.training.prepare import prepare
-from your_ai.training.reference import with_reference
-from your_ai.training.rollouts import REFERENCE, RolloutSource, keep_first_adapters
+from your_ai.training.reference import referenced
+from your_ai.training.rollouts import RolloutSource, keep_first_adapters
 from your_ai.training.saving import (
     check_unchanged,
     is_save_due,
@@ -109,7 +106,6 @@ def run(
     config = agreed_settings(ranks, config, recorded(config, folder.read_config()))
     ranks.share_files(folder, folder.start.name)
     trainer = prepare(config, log, folder.path, level, ranks, begin_guard)
-    ranks.check_same({"adapter": json.dumps(trainer.adapters.config, sort_keys=True)})
     try:
         loop, state = begin(folder, trainer, log, stop, level, watch, sampler)
         return end(loop, train_steps(loop, state), began)
@@ -127,10 +123,8 @@ def begin(
     sampler: probe.Sampler,
 ) -> tuple[Loop, TrainState]:
     """Restore the run, or make its first checkpoint, and do all that comes before a step."""
-    ranks = trainer.ranks
     if trainer.soft is None:
-        step = ranks.of_first(lambda: saved_step(folder))
-        trainer = calibrated(trainer, log, level, watch, step)
+        trainer = calibrated(trainer, log, level, watch, saved_step(folder, trainer.ranks))
     if needs_reference(trainer.config):
         check_unchanged(folder, trainer)  # before the reference, which may take long
         trainer = referenced(trainer, log)
@@ -142,16 +136,15 @@ def begin(
     keep_settings(folder, trainer, log)
     log.write(trainer.started_event(state.step))
     stop.graceful = True
+    keep_first_adapters(trainer, folder, state.step)
     if state.step == 0:
-        keep_first_adapters(trainer, folder)
         save(folder, trainer, state, log)  # from now on the run can be resumed
         show_test_rows("before", trainer, log, stop, source.meter)
-    ranks.share_files(folder, REFERENCE)
     fill_prefix(trainer, state.step, log, stop)
     if state.validation_due:
         state = validate(trainer, state, log, stop, source.meter)
         save(folder, trainer, state, log)
-    agreed = ranks.begin(log, stop)
+    agreed = trainer.ranks.begin(log, stop)
     return Loop(folder, trainer, source, governor, update, log, stop, agreed), state
 
 
@@ -165,33 +158,6 @@ def source_of(trainer: Trainer, folder: RunFolder, log: events.EventLog, stop: S
 
 def data_source(trainer: Trainer) -> DataSource:
     return DataSource(trainer.engine, trainer.schedule, trainer.hidden, trainer.ranks)
-
-
-def referenced(trainer: Trainer, log: events.EventLog) -> Trainer:
-    """The rows with the log-probabilities of their answers under the model as the run starts."""
-    depends_on = {
-        **trainer.depends_on["model"],
-        **trainer.depends_on.get("first adapter", {}),
-        "--quantize": str(trainer.config.quantize),
-        "dtype": str(trainer.opened.dtype),
-    }
-    if trainer.config.adapter_dtype != "float32":  # rounds the first adapter
-        depends_on["--adapter-dtype"] = trainer.config.adapter_dtype
-
-    def with_values(examples: Examples) -> Examples:
-        return with_reference(
-            examples,
-            trainer.engine,
-            trainer.rows_at,
-            depends_on,
-            store() / "cache",
-            lambda text: log.write(events.Stage(text=text)),
-        )
-
-    log.write(events.Stage(text="computing the reference"))
-    schedule = replace(trainer.schedule, examples=with_values(trainer.schedule.examples))
-    valid = None if trainer.valid is None else with_values(trainer.valid)
-    return replace(trainer, schedule=schedule, valid=valid)
 
 
 def fill_prefix(trainer: Trainer, step: int, log: events.EventLog, stop: Stop) -> None:
@@ -223,7 +189,7 @@ def train_steps(loop: Loop, state: TrainState) -> TrainState:
             )
         state = after_step(loop, state, batches)
     # The signal may have come after the check for saving.
-    if loop.stop and ranks.of_first(lambda: saved_step(folder)) != state.step:
+    if loop.stop and saved_step(folder, ranks) != state.step:
         save(folder, loop.trainer, state, loop.log)
     return state
 
@@ -308,15 +274,7 @@ def after_step(loop: Loop, state: TrainState, batches: list[Batch]) -> TrainStat
     """Validate, act on memory, save and pause, as it is due. Raises Replan."""
     folder, trainer, log = loop.folder, loop.trainer, loop.log
     config, last = trainer.config, state.step == trainer.steps
-    due = trainer.valid is not None and (last or is_due(config.eval_every, state.step))
-    state = replace(state, validation_due=due)
-    wanted: MemoryAction | None = None
-    try:
-        wanted = loop.governor.after_step(state.step, batches) if batches else None
-        state = validate(trainer, state, log, loop.heard, loop.source.meter)
-    except (RunError, UserError):  # the base cannot be read, or the user's metric failed
-        save(folder, trainer, state, log)  # the adapters are good
-        raise
+    state, wanted = validated(loop, state, batches)
     pausing = requests.is_asked(folder, requests.PAUSE)
     due = is_save_due(folder, config, state.step)
     wanted, due, pausing = trainer.ranks.agree(loop.heard, loop.stop, wanted, due, pausing)
@@ -331,6 +289,21 @@ def after_step(loop: Loop, state: TrainState, batches: list[Batch]) -> TrainStat
     if not last:
         pause_all(folder, trainer, state.step, log, loop.heard, loop.stop, pausing)
     return state
+
+
+def validated(
+    loop: Loop, state: TrainState, batches: list[Batch]
+) -> tuple[TrainState, MemoryAction | None]:
+    """The state after a validation, if it is due, and what the governor wants of the run."""
+    trainer, step = loop.trainer, state.step
+    due = step == trainer.steps or is_due(trainer.config.eval_every, step)
+    state = replace(state, validation_due=due and trainer.valid is not None)
+    try:
+        wanted = loop.governor.after_step(step, batches) if batches else None
+        return validate(trainer, state, loop.log, loop.heard, loop.source.meter), wanted
+    except (RunError, UserError):  # the base cannot be read, or the user's metric failed
+        save(loop.folder, trainer, state, loop.log)  # the adapters are good
+        raise
 
 
 def end(loop: Loop, state: TrainState, began: float) -> events.Finished:

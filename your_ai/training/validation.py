@@ -170,33 +170,38 @@ def show_test_rows(
     if not trainer.ranks.is_first:
         return
     if trainer.samples:
-        log.write(events.Phase(text="answering test prompts"))
+        show_samples(when, trainer, log, stop)
+    if stop or not trainer.config.exact_match or trainer.test is None:
+        return
+    log.write(events.Phase(text="comparing answers with the test rows"))
+    if meter is None:
+        rows_at, rows = trainer.rows_at, len(trainer.test)
+        correct = measures.exact_matches(trainer.engine, trainer.test, rows_at, stop)
+        if correct is not None:
+            log.write(events.ExactMatch(when=when, correct=correct, rows=rows))
+        return
+    records = meter.measured("test", len(trainer.test), 0)
+    if records is not None:
+        reward = reward_metrics(records, group=1).get("reward")
+        correct = sum(r.completion.strip() == (r.expected or "").strip() for r in records)
+        found = events.ExactMatch(when=when, correct=correct, rows=len(records), reward=reward)
+        log.write(found)
+
+
+def show_samples(when: str, trainer: Trainer, log: events.EventLog, stop: Stop) -> None:
+    """Write the answers to --samples; none if asked to stop."""
+    log.write(events.Phase(text="answering test prompts"))
     answers = []
     for sample in trainer.samples:
         if stop:
             return
         limit, _ = sample_room(trainer.config, trainer.model, trainer.tokenizer, sample)
         answers.append(generate.answer(trainer.model, trainer.tokenizer, sample.rendered, limit))
-    if answers:
-        log.write(
-            events.Samples(
-                when=when,
-                prompts=[sample.asked for sample in trainer.samples],
-                answers=answers,
-                expected=[s.expected if s.is_good else "" for s in trainer.samples],
-            )
+    log.write(
+        events.Samples(
+            when=when,
+            prompts=[sample.asked for sample in trainer.samples],
+            answers=answers,
+            expected=[s.expected if s.is_good else "" for s in trainer.samples],
         )
-    if trainer.config.exact_match and trainer.test is not None:
-        log.write(events.Phase(text="comparing answers with the test rows"))
-    if trainer.config.exact_match and trainer.test is not None and meter is not None:
-        records = meter.measured("test", len(trainer.test), 0)
-        if records is not None:
-            reward = reward_metrics(records, group=1).get("reward")
-            correct = sum(r.completion.strip() == (r.expected or "").strip() for r in records)
-            found = events.ExactMatch(when=when, correct=correct, rows=len(records), reward=reward)
-            log.write(found)
-    elif trainer.config.exact_match and trainer.test is not None:
-        rows_at = trainer.rows_at
-        correct = measures.exact_matches(trainer.engine, trainer.test, rows_at, stop)
-        if correct is not None:
-            log.write(events.ExactMatch(when=when, correct=correct, rows=len(trainer.test)))
+    )
