@@ -100,9 +100,7 @@ def read_data(
     limit = row_limit(config.max_row_bytes, config.max_memory, config.force)
     vocabulary = vocabulary_of(network)
     encoder = Encoder(tokenizer, config.mask_prompt, vocabulary, limit, config.row_kind)
-    samples = sample_prompts(splits.get("test", splits.get("valid")), encoder, config.sample_count)
-    if config.samples == AUTO:
-        samples = [s for s in samples if has_room(config, network, tokenizer, s)]
+    samples = samples_of(config, splits, encoder, network)
     used = {n: path for n, path in splits.items() if n != "test" or config.exact_match}
     prompts = {}
     if config.generates:  # before the examples, which must be those of the same files
@@ -131,6 +129,16 @@ def read_data(
         tokens=sum(int((found.lengths - 1).sum()) for found in examples.values()),
         answer_tokens=max((both for _, both in rooms), default=0),
     )
+
+
+def samples_of(
+    config: TrainConfig, splits: dict[str, Path], encoder: Encoder, network: nn.Module
+) -> list[SamplePrompt]:
+    """The prompts of --samples: of test rows, or else of validation rows."""
+    found = sample_prompts(splits.get("test", splits.get("valid")), encoder, config.sample_count)
+    if config.samples != AUTO:
+        return found
+    return [s for s in found if has_room(config, network, encoder.tokenizer, s)]
 
 
 def checked_metric(
