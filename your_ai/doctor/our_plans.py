@@ -59,6 +59,7 @@ from your_ai.training import optimizer
 from your_ai.training.optimizer import Update
 from your_ai.training.reference import computed
 from your_ai.training.rollouts import completion_examples
+from your_ai.training.steps import accumulate
 
 MLX_ROOM = "@"
 SHORT = ("unpacked", "packed")
@@ -321,10 +322,6 @@ def one_update(
 ) -> float:
     """Do one update and return the mean loss before it. gradients: for the sums of the step."""
     denominator = engine.objective.denominator(batches)
-    loss = 0.0
-    for batch in batches:
-        sums = engine.add_gradients(batch, 1 / denominator, 0, gradients)
-        mx.eval(sums)
-        loss += sums.loss.item() / denominator
+    sums = accumulate(engine, batches, 1 / denominator, 0, gradients)
     update(gradients, 1.0, contest.learning_rate)
-    return loss
+    return sums.loss / denominator
