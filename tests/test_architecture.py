@@ -197,11 +197,6 @@ def test_every_setting_is_read_somewhere():
     assert "rows_per_step" in read
 
 
-def test_no_module_is_longer_than_600_lines():
-    assert max(len(path.read_text().splitlines()) for path in SOURCES) <= 600
-
-
-# In one process: the first module that loads MLX is the one that is named.
 IMPORT_ALL = """
 import importlib, sys
 for module in sys.argv[1:]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from your_ai import __version__
-from your_ai.config import DEMO, GENERATING, OBJECTIVES_WITH, SFT, TrainConfig, is_used
+from your_ai.config import ABOUT, DEMO, GENERATING, SFT, TrainConfig, is_used
 from your_ai.config import REWARD as REWARD_MODEL
 from your_ai.dashboard.best_validation import best_of
 from your_ai.dashboard.history import read
@@ -45,16 +45,7 @@ CardKind = Literal["adapter", "model", "peft", "gguf"]
 PIPELINES = {REWARD_MODEL: "text-classification"}  # of objectives that give no text
 HERE = "PATH/OF/THIS/FOLDER"
 CURVE_POINTS = 10  # in the table that replaces the pictures of the curves
-PRIVATE = ("judge_url", "judge_rubric")  # settings of the user's machine
-SETTINGS = (
-    *("objective", *(name for name in OBJECTIVES_WITH if name not in PRIVATE)),
-    *("lora_rank", "lora_alpha", "use_rslora", "lora_layers", "lora_targets", "lora_dropout"),
-    *("use_dora", "neftune_alpha"),
-    *("optimizer", "learning_rate", "loraplus_ratio", "layerwise_lr_decay", "lr_schedule"),
-    *("warmup_steps", "weight_decay", "max_grad_norm"),
-    *("batch_size", "grad_accumulation", "max_seq_length", "packing"),
-    *("mask_prompt", "dtype", "quantize", "seed"),
-)
+SETTINGS = tuple(name for name, about in ABOUT.items() if about.in_card)
 TITLES = {
     "rewards/accuracies": "Accuracy of rewards",
     "rewards/auc": "AUC of rewards",
