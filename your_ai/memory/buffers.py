@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from your_ai.memory.estimate_adapters import OPTIMIZER_STATES, arrays_of
 from your_ai.memory.estimate_generation import prompts_of_wave
@@ -60,13 +60,11 @@ NO_LIMIT = BufferLimit()
 def most_held(workload: Workload, plan: Plan, rows: int, tokens: int, limit: BufferLimit) -> int:
     """The buffers that a process holds at once under a plan, at most, for micro-batches of (B, T)
     or shorter ones."""
-    found = limit.texts + of_model(workload)
-    for model in workload.reward_models:
-        facts = model.facts or workload.facts
-        found += of_model(replace(workload, facts=facts, training=model.training, forward=True))
-    found += OF_BLOCK * sum(plan.kept) + workload.facts.blocks
-    sizes, tracing = workload.rollouts, of_tracing(workload, plan, rows, tokens, limit.mixes_whole)
-    return found + max(tracing, of_wave(workload.facts, sizes, plan.wave) if sizes else 0)
+    facts, sizes = workload.facts, workload.rollouts
+    kept = OF_BLOCK * sum(plan.kept) + facts.blocks
+    held = limit.texts + of_model(workload) * (1 + len(workload.reward_models)) + kept
+    tracing = of_tracing(workload, plan, rows, tokens, limit.mixes_whole)
+    return held + max(tracing, of_wave(facts, sizes, plan.wave) if sizes else 0)
 
 
 def of_model(workload: Workload) -> int:
@@ -109,8 +107,8 @@ def of_tracing(workload: Workload, plan: Plan, rows: int, tokens: int, mixes_who
         return max(of_kinds, default=0)
     trained = 0 if workload.forward else workload.training.blocks
     every, backward = Counter(facts.order), Counter(facts.last(trained))
-    counts = {kind: backward[kind] + FORWARD * (n - backward[kind]) for kind, n in every.items()}
-    return int(sum(of_kinds[kind] * count for kind, count in counts.items()))
+    shares = {kind: FORWARD * n + (1 - FORWARD) * backward[kind] for kind, n in every.items()}
+    return int(sum(of_kinds[kind] * share for kind, share in shares.items()))
 
 
 def too_many(limit: BufferLimit, least: int) -> str:
