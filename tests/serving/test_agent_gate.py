@@ -175,7 +175,7 @@ def test_settings_without_reach_are_allowed(gate):
 def test_every_setting_that_is_a_text_is_decided():
     """A new setting that is a text must be added to DECISIONS, after thinking about its reach."""
     texts = {name for name, kind in TYPES.items() if gates.is_text(kind)}
-    assert texts == gates.DECISIONS.keys() - {"force", "supervise"}
+    assert texts == gates.DECISIONS.keys() - {"force", "supervise", "wired"}
     assert gates.DECISIONS.keys() <= FIELDS.keys()
 
 
@@ -187,7 +187,7 @@ def test_new_setting_that_nobody_decided_is_refused(gate, monkeypatch):
     assert not fault(gate, "new", "1")
 
 
-@pytest.mark.parametrize("name", ["force", "supervise"])
+@pytest.mark.parametrize("name", ["force", "supervise", "wired"])
 def test_safeguards_cannot_be_turned_off(gate, name):
     value = not FIELDS[name].default
     with pytest.raises(UserError, match=name):

@@ -56,7 +56,7 @@ PANELS = {
     "Memory": (
         *("max_memory", "force", "plan", "spill", "prefix_cache", "prefix_cache_folder", "dtype"),
         *("quantize", "reload_interval", "reload_at", "clear_cache_every", "leak_threshold_mb"),
-        "leak_warmup",
+        *("leak_warmup", "wired"),
     ),
     "Validation and output": (
         *("run", "eval_every", "save_every", "keep", "keep_best", "best_metric"),

@@ -291,6 +291,9 @@ class TrainConfig:
         None, "Memory limit of training, in GB; default: what this machine can give."
     )
     force: bool = setting(False, "Allow a --max-memory above the machine's memory.")
+    wired: bool = setting(
+        False, "Keep MLX's buffers in RAM up to the limit, so that macOS swaps none; from macOS 15."
+    )
     reload_interval: int = setting(
         0, "Reload the weights of the adapted layers every N steps; 0 = only when memory is low."
     )
@@ -476,7 +479,7 @@ RESUMABLE = (
     *("max_steps", "epochs", "eval_every", "save_every", "keep", "samples", "exact_match"),
     *("model", "data", "spill", "plan", "max_memory", "force", "reload_interval", "reload_at"),
     *("clear_cache_every", "leak_threshold_mb", "leak_warmup", "supervise", "report_to"),
-    *("push_to", "max_row_bytes", "valid", "prompt_template", "keep_best", "patience"),
+    *("push_to", "wired", "max_row_bytes", "valid", "prompt_template", "keep_best", "patience"),
     *("prefix_cache_folder", "judge_url", "judge_concurrency", "judge_max_calls"),
     *("judge_timeout_s", "allow_sleep", "notify", "processes", "hosts", "hostfile", "sync"),
     "heartbeat_timeout_s",
@@ -484,6 +487,7 @@ RESUMABLE = (
 
 # Settings that old runs do not have, with the values that they trained with.
 ADDED: dict[str, Any] = {
+    "wired": False,
     "valid": FOLDER,
     "columns": (),
     "keep_best": False,

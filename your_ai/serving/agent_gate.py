@@ -278,6 +278,7 @@ DECISIONS: dict[str, Decision] = {
     "hosts": refuse,  # an agent has one machine
     "hostfile": refuse,
     "force": refuse,  # the limit would not bound the run
+    "wired": refuse,  # other programs get less memory
     "supervise": refuse,  # the run would end with the server
 }
 

@@ -111,7 +111,11 @@ def run(
     prepared = prepare(config, log, folder.path, level, ranks, begin_guard)
     ranks.check_same({"adapter": json.dumps(prepared.adapters.config, sort_keys=True)})
     try:
-        return run_prepared(folder, prepared, log, stop, level, watch, sampler, began)
+        with contextlib.ExitStack() as stack:
+            limit_bytes = prepared.budget.limit.limit_bytes
+            if config.wired and not stack.enter_context(allocator.wired(limit_bytes)):
+                log.write(events.Notice(text="--wired: has no effect, because there is no Metal"))
+            return run_prepared(folder, prepared, log, stop, level, watch, sampler, began)
     finally:
         if prepared.rewards is not None:
             prepared.rewards.close()
