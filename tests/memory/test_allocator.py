@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
-from your_ai.memory import allocator
+from your_ai.memory import allocator, probe
 
 pytestmark = pytest.mark.memory
 
@@ -53,6 +53,41 @@ def test_cache_limit_never_exceeds_what_the_plan_leaves(limits):
         allocator.set_limits(1000 * MB, needed, 0)
         _, cache = limits_now()
         assert 0 <= cache <= 1000 * MB - needed
+
+
+@pytest.fixture
+def wires(monkeypatch) -> list[int]:
+    """The limits that MLX was given, of a Metal that recommends 700 MB; first is the old one."""
+    set_to = [20 * MB]
+
+    def set_wired_limit(size: int) -> int:
+        set_to.append(size)
+        return set_to[-2]
+
+    monkeypatch.setattr(mx, "set_wired_limit", set_wired_limit)
+    monkeypatch.setattr(probe, "working_set_bytes", lambda: 700 * MB)
+    return set_to
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(500 * MB, 500 * MB), (900 * MB, 700 * MB)])
+def test_at_most_the_limit_and_what_metal_recommends_is_wired(wires, limit, expected):
+    with allocator.wired(limit) as has_effect:
+        assert has_effect
+        assert wires[-1] == expected
+    assert wires[-1] == 20 * MB
+
+
+def test_the_old_limit_of_wired_memory_comes_back_after_an_error(wires):
+    with pytest.raises(RuntimeError), allocator.wired(500 * MB):
+        raise RuntimeError
+    assert wires[-1] == 20 * MB
+
+
+def test_without_metal_nothing_is_wired(wires, monkeypatch):
+    monkeypatch.setattr(probe, "working_set_bytes", lambda: None)
+    with allocator.wired(500 * MB) as has_effect:
+        assert not has_effect
+    assert wires == [20 * MB]
 
 
 def test_mlx_still_computes_beyond_its_memory_limit(limits):

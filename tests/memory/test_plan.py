@@ -16,7 +16,7 @@ from your_ai.errors import UserError
 from your_ai.memory.coefficients import PACKAGED
 from your_ai.memory.corrections import Corrections
 from your_ai.memory.estimate import Plan, Training, read_bytes
-from your_ai.memory.estimate_generation import RolloutSizes
+from your_ai.memory.estimate_generation import GOOD_WAVE, RolloutSizes
 from your_ai.memory.estimate_kept import at_rung, computed_again, highest, rung_of
 from your_ai.memory.facts import BlockFacts, ModelFacts
 from your_ai.memory.front import ALIKE, front_of, time_of
@@ -24,7 +24,6 @@ from your_ai.memory.limit import MachineMemory, find_limit, rounded_up
 from your_ai.memory.mixer_facts import ATTENTION, MixerFacts
 from your_ai.memory.plan import (
     ENGINES,
-    GOOD_WAVE,
     NOTICEABLY,
     Demand,
     can_begin,

@@ -122,12 +122,21 @@ def test_failing_mlx_gauge_does_not_affect_the_others(monkeypatch, missing):
     assert probe.read().unreadable == (name,)
 
 
-METAL = {"memory_size": 64 * GIB, "max_recommended_working_set_size": 48 * GIB}
+METAL = {
+    "memory_size": 64 * GIB,
+    "max_recommended_working_set_size": 48 * GIB,
+    "resource_limit": 499_000,
+}
 
 
 def test_working_set_comes_from_metal():
     mlx = SimpleNamespace(device_info=lambda: METAL)
     assert probe.working_set_bytes(mlx) == 48 * GIB
+
+
+def test_limit_of_buffers_comes_from_metal_and_other_devices_have_none():
+    assert probe.most_buffers(SimpleNamespace(device_info=lambda: METAL)) == 499_000
+    assert probe.most_buffers() is None
 
 
 def test_device_info_of_older_mlx_is_found_in_mx_metal():

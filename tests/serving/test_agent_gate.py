@@ -177,7 +177,7 @@ def test_every_setting_that_is_a_text_is_decided():
     """A new setting that is a text must say what it names, after thinking about its reach."""
     texts = {name for name, kind in TYPES.items() if gates.is_text(kind)}
     decided = {name for name, about in ABOUT.items() if about.agents is not None}
-    assert texts == decided - {"force", "supervise"}
+    assert texts == decided - {"force", "supervise", "wired"}
     assert {about.agents for about in ABOUT.values()} - {None} == gates.DECISIONS.keys()
 
 
@@ -190,7 +190,7 @@ def test_new_setting_that_nobody_decided_is_refused(gate, monkeypatch):
     assert not fault(gate, "new", "1")
 
 
-@pytest.mark.parametrize("name", ["force", "supervise"])
+@pytest.mark.parametrize("name", ["force", "supervise", "wired"])
 def test_safeguards_cannot_be_turned_off(gate, name):
     value = not FIELDS[name].default
     with pytest.raises(UserError, match=name):

@@ -26,6 +26,7 @@ from your_ai.data.encode import Encoder
 from your_ai.data.rows import read_rows
 from your_ai.engine.prefix import DiskStore
 from your_ai.files import sha256
+from your_ai.memory import probe
 from your_ai.run import checkpoint, events, requests
 from your_ai.run.checkpoint import ADAPTERS, OPTIMIZER
 from your_ai.run.folder import RunFolder
@@ -168,6 +169,23 @@ def test_rows_over_max_seq_length_give_one_notice(configure, data_folder, too_lo
     assert len(notices) == 1
     assert notices[0].startswith("train.jsonl: ")
     assert "of 10 rows were longer than --max-seq-length 40" in notices[0]
+
+
+def test_wired_without_metal_says_that_it_has_no_effect(configure):
+    found = [n.text for n in events_of(train(configure(max_steps=1, wired=True)), events.Notice)]
+    assert [text for text in found if "--wired" in text] == [
+        "--wired: has no effect, because there is no Metal"
+    ]
+
+
+def test_a_run_wires_up_to_its_limit_only_if_asked(configure, monkeypatch):
+    set_to = []
+    monkeypatch.setattr(probe, "working_set_bytes", lambda: 64 * 10**9)
+    monkeypatch.setattr(mx, "set_wired_limit", lambda size: set_to.append(size) or 0)
+    train(configure(max_steps=1, max_memory=2, run="plain"))
+    assert set_to == []
+    train(configure(max_steps=1, max_memory=2, wired=True))
+    assert set_to == [2 * 10**9, 0]
 
 
 def test_gradient_is_clipped_by_its_global_norm(configure):

@@ -764,6 +764,13 @@ class MemorySettings:
         bounds=Bounds(0, LARGEST),
         resumes=True,
     )
+    wired: bool = setting(
+        False,
+        "Keep MLX's buffers in RAM up to the limit, so that macOS swaps none; from macOS 15.",
+        resumes=True,
+        before=False,
+        agents="refused",  # other programs get less memory
+    )
     plan: Literal["auto", "fused", "staged", "streamed"] = setting(
         "auto",
         "How gradients are computed; every plan gives the same gradients. fused: one graph, "

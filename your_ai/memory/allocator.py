@@ -6,8 +6,11 @@ import contextlib
 import ctypes
 import gc
 import sys
+from collections.abc import Iterator
 
 import mlx.core as mx
+
+from your_ai.memory import probe
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 LARGE_BYTES = 256 << 10
@@ -56,3 +59,19 @@ def set_limits(limit_bytes: int, needed_bytes: int, beside_bytes: int) -> None:
         return_freed_buffers()
     mx.set_memory_limit(max(1, limit_bytes - beside_bytes))
     mx.set_cache_limit(int(max(0, limit_bytes - needed_bytes) * CACHE_SHARE))
+
+
+@contextlib.contextmanager
+def wired(limit_bytes: int) -> Iterator[bool]:
+    """Meanwhile, MLX's buffers stay in RAM, up to the limit of the process and at most as much as
+    Metal recommends. Yields whether this device can do so; before macOS 15, Metal ignores it.
+    """
+    working_set = probe.working_set_bytes()
+    if working_set is None:
+        yield False
+        return
+    before = mx.set_wired_limit(min(limit_bytes, working_set))
+    try:
+        yield True
+    finally:
+        mx.set_wired_limit(before)

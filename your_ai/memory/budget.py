@@ -19,14 +19,15 @@ from your_ai.errors import UserError
 from your_ai.hub.find import store
 from your_ai.memory import allocator, demand, probe
 from your_ai.memory import calibration_file as measurements
+from your_ai.memory.buffers import NO_LIMIT, BufferLimit, of_wave
 from your_ai.memory.calibration import Calibration, Measurement
 from your_ai.memory.coefficients import FILE, Coefficients, for_machine
 from your_ai.memory.demand import Budget, ProcessFacts
 from your_ai.memory.estimate import weights_bytes
-from your_ai.memory.estimate_generation import generation_bytes, rollout_phases
+from your_ai.memory.estimate_generation import generation_bytes, rollout_phases, wave_sizes
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.limit import MemoryLimit, find_limit, rounded_up
-from your_ai.memory.plan import Demand, choose, wave_sizes
+from your_ai.memory.plan import Demand, choose
 from your_ai.memory.sample import in_gb
 from your_ai.memory.speed import FILE as SPEED_FILE
 from your_ai.memory.speed import KnownSpeed, known_speed
@@ -38,6 +39,8 @@ from your_ai.memory.workload import (
     StepSizes,
     Training,
 )
+from your_ai.nets.attention import METAL_VJP
+from your_ai.nets.numerics import mlx_version
 from your_ai.run import events
 
 # Variables that limit the threads of products.
@@ -103,7 +106,14 @@ def process_here() -> ProcessFacts:
         sliced=mx.default_device().type == mx.cpu,
         coefficients=coefficients_here(),
         speed=speed_here(),
+        buffers=buffers_here(),
     )
+
+
+def buffers_here() -> BufferLimit:
+    """How many buffers this process may hold."""
+    most = probe.most_buffers()
+    return BufferLimit(most=most, mixes_whole=mlx_version() >= METAL_VJP) if most else NO_LIMIT
 
 
 def plan_of(event: events.Planned) -> Plan:
@@ -123,6 +133,7 @@ def budget_of(
     *,
     can_stream: bool = True,
     prefix_tokens: int = 0,
+    prefix_texts: int = 0,
     answer_tokens: int = 0,
     prompt_tokens: int = 0,
     before_bytes: int = 0,
@@ -149,6 +160,7 @@ def budget_of(
             lengths,
             can_stream=can_stream,
             prefix_tokens=prefix_tokens,
+            prefix_texts=prefix_texts,
             answer_tokens=answer_tokens,
             prompt_tokens=prompt_tokens,
             before_bytes=before_bytes,
@@ -248,6 +260,7 @@ def budget_of_evaluation(
         score_head=score_head,
         sliced=mx.default_device().type == mx.cpu,
         coefficients=coefficients_here(),
+        buffers=buffers_here(),
     )
     return Budget(limit, demand, choose(demand, limit.limit_bytes))
 
@@ -300,6 +313,7 @@ def plan_waves(
     None: as much as the machine has; if one row does not fit, it is tried all the same.
     """
     limit, coefficients = limit_of(max_memory_gb).limit_bytes, coefficients_here()
+    most = buffers_here().allowed
     of_weights = {False: facts.weights_bytes}
     if can_stream:
         of_weights[True] = weights_bytes(facts, "streamed", coefficients=coefficients)
@@ -313,6 +327,7 @@ def plan_waves(
         for waves in wave_sizes(sizes.rows)
         for streams, weights in of_weights.items()
         for wave in waves
+        if of_wave(facts, sizes, wave) <= most
     ]
     chosen, needed = next((each for each in found if each[1] <= limit), (WavePlan(1, False), 0))
     if max_memory_gb is not None:

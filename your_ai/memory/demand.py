@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from your_ai.config import GRPO, REWARD, SOFT, TrainConfig, defaults
+from your_ai.memory.buffers import NO_LIMIT, BufferLimit
 from your_ai.memory.coefficients import PACKAGED, Coefficients
 from your_ai.memory.facts import ModelFacts
 from your_ai.memory.limit import MemoryLimit
@@ -34,6 +35,7 @@ class ProcessFacts:
     coefficients: Coefficients = PACKAGED
     speed: KnownSpeed = UNKNOWN
     """How fast it computes."""
+    buffers: BufferLimit = NO_LIMIT
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ def demand_of(
     *,
     can_stream: bool = True,
     prefix_tokens: int = 0,
+    prefix_texts: int = 0,
     answer_tokens: int = 0,
     prompt_tokens: int = 0,
     before_bytes: int = 0,
@@ -74,7 +77,7 @@ def demand_of(
     """The demand of a training run.
 
     lengths: the sequence length T of every bucket.
-    prefix_tokens: tokens of all texts in the prefix cache.
+    prefix_tokens, prefix_texts: tokens of all texts in the prefix cache, and their number.
     answer_tokens: tokens of the longest sample prompt with its answer.
     prompt_tokens: tokens of the longest prompt, if each step generates completions.
     before_bytes, reward_models: as in Demand.
@@ -91,7 +94,8 @@ def demand_of(
         lengths = lengths[-1:]
         batch_size = max(1, -(-config.max_seq_length // lengths[0]))
     rollouts = rollout_sizes(config, prompt_tokens) if config.generates else None
-    kept = prefix_tokens if config.prefix_cache == "memory" else 0
+    kept, texts = (prefix_tokens, prefix_texts) if config.prefix_cache == "memory" else (0, 0)
+    mixes_whole = process.buffers.mixes_whole and not config.packing
     return Demand(
         facts=facts,
         training=Training(
@@ -133,6 +137,7 @@ def demand_of(
             unpredicted=unpredicted_steps(config),
         ),
         speed=process.speed,
+        buffers=replace(process.buffers, texts=texts, mixes_whole=mixes_whole),
     )
 
 

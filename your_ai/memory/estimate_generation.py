@@ -17,6 +17,7 @@ from your_ai.memory.sizes import (
 from your_ai.memory.workload import RolloutSizes
 
 GENERATION_BYTES = 500_000  # small arrays of generation
+GOOD_WAVE = 8  # completions generated together from which the plan matters more than the wave
 
 
 def generation_bytes(facts: ModelFacts, tokens: int, coefficients: Coefficients = PACKAGED) -> int:
@@ -65,6 +66,22 @@ def kv_bytes_per_token(facts: ModelFacts) -> int:
     return sum(of_kinds[kind] for kind in facts.order)
 
 
+def prompts_of_wave(wave: int, group: int) -> int:
+    """The most prompts that have rows in one wave: waves begin at several offsets in a group."""
+    return (wave + 2 * group - math.gcd(wave, group) - 1) // group
+
+
+def wave_sizes(rows: int) -> list[list[int]]:
+    """How many of so many completions are generated together: larger waves, and those below
+    GOOD_WAVE."""
+    waves = [rows]
+    while waves[-1] > 1:
+        waves.append(waves[-1] // 2)
+    good = min(GOOD_WAVE, rows)
+    found = [[w for w in waves if w >= good], [w for w in waves if w < good]]
+    return [each for each in found if each]
+
+
 def rollout_phases(
     facts: ModelFacts,
     sizes: RolloutSizes,
@@ -77,9 +94,7 @@ def rollout_phases(
     Sampling needs some arrays as large as the logits of the wave, (B, V) in float32.
     """
     table, per_token = coefficients.rollouts, kv_bytes_per_token(facts)
-    # The most prompts that have rows in one wave: waves begin at these offsets in a group.
-    prompts = (wave + 2 * sizes.group - math.gcd(wave, sizes.group) - 1) // sizes.group
-    prompt_bytes = prompts * sizes.prompt_tokens * per_token
+    prompt_bytes = prompts_of_wave(wave, sizes.group) * sizes.prompt_tokens * per_token
     tokens = sizes.prompt_tokens + -(-sizes.new_tokens // CACHE_STEP) * CACHE_STEP
     of_block = wave * tokens * largest_kv_bytes(facts)
     matrix = quantized_matrix_bytes(facts)

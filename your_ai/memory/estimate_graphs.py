@@ -40,10 +40,7 @@ def graphs_bytes(
     one more if only some of these keep something.
     """
     facts, training, coefficients = workload.facts, workload.training, workload.coefficients
-    if engine != "fused" and kept.linear < training.blocks and is_tiled(workload, rows, tokens):
-        queries = tiled_query_blocks(facts, rows, tokens)
-    else:
-        queries = query_blocks(facts, engine, rows, tokens)
+    queries = queries_in_graph(workload, engine, rows, tokens, kept)
 
     def size_of(table: Table, alone: Workload) -> float:
         """Of the graph of one block of a model that has only such blocks."""
@@ -87,6 +84,16 @@ def dequantized_slices(workload: Workload) -> int:
         )
         for kind in facts.kinds
     )
+
+
+def queries_in_graph(
+    workload: Workload, engine: str, rows: int, tokens: int, kept: Kept = NOTHING
+) -> int:
+    """The blocks of queries in the graph of a block; the arguments are as of `graphs_bytes`."""
+    some_keep_none = engine != "fused" and kept.linear < workload.training.blocks
+    if some_keep_none and is_tiled(workload, rows, tokens):
+        return tiled_query_blocks(workload.facts, rows, tokens)
+    return query_blocks(workload.facts, engine, rows, tokens)
 
 
 def query_blocks(facts: ModelFacts, engine: str, rows: int, tokens: int) -> int:

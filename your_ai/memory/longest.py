@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -40,7 +41,8 @@ def longest_rows(demand: Demand, limits_bytes: Iterable[int]) -> Iterator[Longes
 
     @cache
     def least_bytes(tokens: int) -> int:
-        return min(option.needed_bytes for option in options(with_rows_of(tokens)))
+        found = options(with_rows_of(tokens))  # none if the row needs too many buffers
+        return min((option.needed_bytes for option in found), default=sys.maxsize)
 
     for limit_bytes in limits_bytes:
         tokens = longest_of(lambda n, limit=limit_bytes: least_bytes(n) <= limit)

@@ -17,9 +17,11 @@ from itertools import product
 
 from your_ai.errors import UserError
 from your_ai.gates.text import size_text
+from your_ai.memory.buffers import NO_LIMIT, BufferLimit, most_held, too_many
 from your_ai.memory.calibration import FAR, FIRST, Calibration, Shape
 from your_ai.memory.coefficients import PACKAGED, Coefficients
 from your_ai.memory.estimate import Estimate, estimate, read_alone_bytes, weights_bytes
+from your_ai.memory.estimate_generation import wave_sizes
 from your_ai.memory.estimate_kept import at_rung, highest, rung_of, step_cost
 from your_ai.memory.facts import ModelFacts, vocabulary_held
 from your_ai.memory.front import fastest_first, front_of
@@ -37,6 +39,7 @@ from your_ai.memory.workload import (
     StepSizes,
     Training,
     Workload,
+    whole_groups,
 )
 
 ENGINES = (("fused", False), ("staged", False), ("staged", True), ("streamed", False),
@@ -49,7 +52,6 @@ SCORING_COST = 1 / 3  # of a pass without gradients, relative to a step of the f
 WORK_MARGIN = 0.12  # share of transient activations: an estimate may be a tenth too low
 MEASURED_MARGIN = 0.04  # the same, once something was measured on this machine
 NOTICEABLY = 0.97  # a smaller plan needs at most this share of the memory of the one before
-GOOD_WAVE = 8  # completions generated together from which the plan matters more than the wave
 
 
 class DoesNotFit(UserError):
@@ -105,6 +107,8 @@ class Demand:
     """Peak memory before training, if the model is quantized first."""
     limit_option: str = "--max-memory"
     """The option that changes the limit, for errors."""
+    buffers: BufferLimit = NO_LIMIT
+    """How many of MLX's buffers the process may hold."""
     calibration: Calibration = field(default=Calibration())
     """Measurements on this machine, which correct the estimates."""
     coefficients: Coefficients = PACKAGED
@@ -165,7 +169,14 @@ def options(demand: Demand) -> list[Option]:
             plan = Plan(engine, count * longest, spill, kept=kept, blocks_ahead=blocks_ahead)
             for wave in waves:
                 found += options_of(demand, replace(plan, wave=wave))
+    found = [o for o in found if buffers_of(demand, o.plan) <= demand.buffers.allowed]
     return fastest_first(timed(demand, found))
+
+
+def buffers_of(demand: Demand, plan: Plan) -> int:
+    """MLX's buffers that the process holds at once under a plan, at most."""
+    rows, longest = rows_of(demand, plan, max(demand.lengths)), max(demand.lengths)
+    return most_held(workload_of(demand), plan, rows, longest, demand.buffers)
 
 
 def not_predicted(demand: Demand) -> str:
@@ -329,21 +340,6 @@ def waves_of(demand: Demand) -> list[list[int]]:
     return [[0]] if demand.rollouts is None else wave_sizes(demand.rollouts.rows)
 
 
-def wave_sizes(rows: int) -> list[list[int]]:
-    """The waves of `waves_of`, of this many completions."""
-    waves = [rows]
-    while waves[-1] > 1:
-        waves.append(waves[-1] // 2)
-    good = min(GOOD_WAVE, rows)
-    found = [[w for w in waves if w >= good], [w for w in waves if w < good]]
-    return [each for each in found if each]
-
-
-def whole_groups(rows: int, rows_together: int) -> int:
-    """Round `rows` down to whole groups. Less than one group stays as it is."""
-    return rows // rows_together * rows_together if rows >= rows_together else rows
-
-
 def rows_of(demand: Demand, plan: Plan, tokens: int) -> int:
     """Rows of `tokens` tokens in a micro-batch; fewer than a group only if it does not fit."""
     return whole_groups(plan.rows(tokens, demand.batch_size), demand.rows_together)
@@ -467,6 +463,9 @@ def choose(demand: Demand, limit_bytes: int, level: int = 0, kept: Plan | None =
     """
     every = options(demand)
     if not every:
+        without = replace(demand, buffers=NO_LIMIT)
+        if found := [buffers_of(demand, option.plan) for option in options(without)]:
+            raise DoesNotFit(too_many(demand.buffers, min(found)))
         raise UserError(
             f"--plan {demand.engine}: this model's weights are converted on load, so they "
             "cannot be streamed; convert it with `mlx_lm.convert` first, or use --plan staged"

@@ -107,10 +107,20 @@ def mlx_bytes(name: str, mlx: ModuleType = mx) -> int | None:
 
 def working_set_bytes(mlx: ModuleType = mx) -> int | None:
     """The maximum that Metal recommends for a process; None on other devices."""
+    return of_device("max_recommended_working_set_size", mlx)
+
+
+def most_buffers(mlx: ModuleType = mx) -> int | None:
+    """How many buffers Metal allows a process at once; None on other devices."""
+    return of_device("resource_limit", mlx)
+
+
+def of_device(name: str, mlx: ModuleType) -> int | None:
+    """A number that MLX knows about the device; older releases have it in mx.metal."""
 
     def find() -> int | None:
         info = getattr(mlx, "device_info", None) or mlx.metal.device_info
-        return info().get("max_recommended_working_set_size") or None
+        return info().get(name) or None
 
     return gauge(find)
 

@@ -111,6 +111,11 @@ class Plan:
         return max(1, min(batch_size, self.micro_tokens // tokens))
 
 
+def whole_groups(rows: int, rows_together: int) -> int:
+    """Round `rows` down to whole groups. Less than one group stays as it is."""
+    return rows // rows_together * rows_together if rows >= rows_together else rows
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepSizes:
     """What the steps of a run compute, as far as their time depends on it and memory does not."""

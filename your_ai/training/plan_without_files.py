@@ -24,6 +24,7 @@ from your_ai.hub.config_values import check_config_values
 from your_ai.hub.find import Missing, find_model, store
 from your_ai.hub.registry import alias_of, known
 from your_ai.memory import limit as limits
+from your_ai.memory.buffers import METAL_BUFFERS, BufferLimit
 from your_ai.memory.demand import (
     PYTHON_BYTES,
     WHOLE,
@@ -167,6 +168,8 @@ def planned(config: TrainConfig, model: Absent, seq_len: int | None, target: Tar
     limit = limits.find_limit(target.memory, config.max_memory, config.force)
     speed = speed_known() if target.is_here else UNKNOWN
     process = ProcessFacts(python_bytes=PYTHON_BYTES, sliced=not target.has_gpu, speed=speed)
+    if not target.is_here or platform.system() == "Darwin":
+        process = replace(process, buffers=BufferLimit(most=METAL_BUFFERS, mixes_whole=True))
 
     option = "--max-memory" if target.is_here or config.max_memory is not None else "--memory"
 

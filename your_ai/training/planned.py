@@ -77,6 +77,7 @@ def budget_of_run(
         past,
         can_stream=can_stream,
         prefix_tokens=data.tokens,
+        prefix_texts=sum(map(len, data.examples.values())),
         answer_tokens=data.answer_tokens,
         prompt_tokens=data.prompt_tokens,
         before_bytes=before_bytes,

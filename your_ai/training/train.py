@@ -6,6 +6,7 @@ prints; other processes read and show them.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from your_ai.data.batches import Batch
 from your_ai.engine import prefix
 from your_ai.errors import RunError, UserError
 from your_ai.files import clean
-from your_ai.memory import probe
+from your_ai.memory import allocator, probe
 from your_ai.memory.governor import MemoryAction, Watch
 from your_ai.nets import model
 from your_ai.objectives.chosen import needs_reference
@@ -106,11 +107,13 @@ def run(
     config = agreed_settings(ranks, config, recorded(config, folder.read_config()))
     ranks.share_files(folder, folder.start.name)
     trainer = prepare(config, log, folder.path, level, ranks, begin_guard)
-    try:
+    limit_bytes = trainer.budget.limit.limit_bytes
+    wired = allocator.wired(limit_bytes) if config.wired else contextlib.nullcontext(True)
+    with contextlib.closing(trainer), wired as has_effect:
+        if not has_effect:
+            log.write(events.Notice(text="--wired: has no effect, because there is no Metal"))
         loop, state = begin(folder, trainer, log, stop, level, watch, sampler)
         return end(loop, train_steps(loop, state), began)
-    finally:
-        trainer.close()
 
 
 def begin(
