@@ -31,6 +31,7 @@ from your_ai.data.rows import (
     parse_history,
     parse_row,
     parse_weight,
+    question_turns,
 )
 from your_ai.data.turns import ASSISTANT, USER, parse_tools, parse_turns, with_system
 from your_ai.errors import UserError
@@ -342,7 +343,7 @@ def preference_of(row: dict, where: str, alone: bool = False) -> Preference:
         if not text.strip():
             raise UserError(f"{where}: {key}: is empty")
     if isinstance(prompt, list):
-        asked = with_system(row, parse_turns(prompt, "prompt", where), where)
+        asked = question_turns(row, prompt, where)
         tools = parse_tools(row, where)
         answers = ([{"role": ASSISTANT, "content": text}] for text in texts)
         return Preference(*(Chat(asked + answer, tools, len(asked)) for answer in answers))

@@ -84,8 +84,9 @@ class Question:
 
     prompt: Chat | str
     """Messages, or text: a user's message if the tokenizer has a chat template."""
-    expected: str | None
-    """The right answer, if the row has one."""
+    expected: Chat | str | None
+    """The right answer, if the row has one: its text; or the chat that ends with it, if it has calls
+    or reasoning, which a chat template renders."""
 
 
 @dataclass(frozen=True)
@@ -170,11 +171,20 @@ def parse_messages(row: dict, where: str) -> Chat:
 
 def as_chat(row: dict, prompt: str, completion: str, where: str) -> Chat | Pair:
     """A prompt and its answer; a chat if the row has a system prompt, tools, or earlier turns."""
-    tools, earlier = parse_tools(row, where), parse_history(row, where)
-    if not (row.get("system") or tools or earlier):
+    tools, asked = parse_tools(row, where), question_turns(row, prompt, where)
+    if len(asked) == 1 and not tools:
         return Pair(prompt, completion)
-    asked = with_system(row, [*earlier, {"role": USER, "content": prompt}], where)
     return Chat([*asked, {"role": ASSISTANT, "content": completion}], tools, len(asked))
+
+
+def question_turns(row: dict, prompt: str | list, where: str) -> list[dict]:
+    """The messages of a question after the row's system prompt and earlier turns.
+
+    prompt: text, or messages.
+    """
+    asked = [{"role": USER, "content": prompt}]
+    asked = parse_turns(prompt, "prompt", where) if isinstance(prompt, list) else asked
+    return with_system(row, [*parse_history(row, where), *asked], where)
 
 
 def parse_history(row: dict, where: str) -> list[dict]:
@@ -205,13 +215,13 @@ def parse_pair(row: dict, where: str) -> Chat | Pair:
         texts = (text_field(row, key, where) for key in ("prompt", "completion"))
         return as_chat(row, *texts, where)
     prompt, completion = (
-        parse_turns(row[key], key, where)
-        if isinstance(row[key], list)
-        else [{"role": role, "content": text_field(row, key, where)}]
-        for key, role in (("prompt", USER), ("completion", ASSISTANT))
+        row[key] if isinstance(row[key], list) else text_field(row, key, where)
+        for key in ("prompt", "completion")
     )
-    prompt = with_system(row, [*parse_history(row, where), *prompt], where)
-    return Chat(prompt + completion, parse_tools(row, where), first_trained=len(prompt))
+    asked = question_turns(row, prompt, where)
+    said = [{"role": ASSISTANT, "content": completion}]
+    said = parse_turns(completion, "completion", where) if isinstance(completion, list) else said
+    return Chat(asked + said, parse_tools(row, where), first_trained=len(asked))
 
 
 def parse_alpaca(row: dict, where: str) -> Chat | Pair:
