@@ -85,8 +85,8 @@ class Question:
     prompt: Chat | str
     """Messages, or text: a user's message if the tokenizer has a chat template."""
     expected: Chat | str | None
-    """The right answer, if the row has one: its text; or the chat that ends with it, if it has calls
-    or reasoning, which a chat template renders."""
+    """The right answer, if the row has one: its text; or the chat that ends with it, if it has
+    calls or reasoning, which a chat template renders."""
 
 
 @dataclass(frozen=True)
