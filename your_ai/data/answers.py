@@ -17,7 +17,7 @@ from your_ai.data.chat_template import (
     reasoning_of,
     split_thought,
 )
-from your_ai.data.notes import Notes
+from your_ai.data.notes import Notes, compared
 from your_ai.data.rows import Chat
 from your_ai.data.template import TemplateRefused
 from your_ai.data.turns import ASSISTANT, REASONING, USER
@@ -225,8 +225,13 @@ class ChatAnswers:
         """Whether an answer at `start` is trained, although the prompt of generation, `before`, is
         not what the text begins with: only if that has no more than something at its end."""
         if not before.startswith(text[:start]):
-            self.notes.add("answers whose earlier turns look different in generation: not trained",
-                           where)  # fmt: skip
+            same = common_prefix(text[:start], before)
+            parts = (whole[max(same - 10, 0) : same + 20] for whole in (text[:start], before))
+            self.notes.add(
+                "answers whose earlier turns look different in generation are not trained; a row "
+                "that ends with such an answer trains it",
+                compared(where, *parts),
+            )
             return False
         added = shortened(repr(before[start:]))
         self.notes.add(f"generation begins answers with {added}, which is not trained", where)

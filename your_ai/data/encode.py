@@ -19,7 +19,7 @@ import numpy as np
 from your_ai.data.answers import ChatAnswers, trained_turns
 from your_ai.data.chat_template import ChatTemplate, reasoning_of
 from your_ai.data.lines import ROW_LIMIT, RowLimit
-from your_ai.data.notes import Notes, not_used
+from your_ai.data.notes import Notes, compared, not_used
 from your_ai.data.preferences import Kind
 from your_ai.data.rows import Chat, Labeled, Pair, Preference, Question, Row, Scored, Text
 from your_ai.data.windows import (
@@ -351,10 +351,13 @@ class Encoder:
         if not cuts:
             return tokens
         if cuts[0] != borders[-1]:
+            cut, starts, ends = cuts[0], tokens.starts, tokens.ends
+            begin = int(starts[starts < cut].max(initial=0))
+            end = int(ends[ends > cut].min(initial=len(text)))
             self.notes.add(
-                "generation has other tokens where earlier answers begin: the chat template "
-                "ends there in the middle of a token",
-                where,
+                "later answers are trained after other tokens than in generation, because an "
+                "earlier one begins in the middle of a token; train one answer per row to avoid it",
+                compared(where, f"{text[begin:cut]}|{text[cut:end]}", text[begin:end]),
             )
         found = []
         for first, past in pairwise([0, *cuts, len(text)]):

@@ -48,5 +48,11 @@ def notes_from(content: Any) -> Notes:
     return Notes(found)
 
 
+def compared(where: str, trained: str, generated: str) -> str:
+    """The place of a row, with what is there in training and in generation."""
+    trained, generated = (shortened(repr(text), 60) for text in (trained, generated))
+    return f"{where} (trained: {trained}, in generation: {generated})"
+
+
 def not_used(column: str) -> str:
     return f"the column {shortened(column)} is not used (see --columns and --prompt-template)"
