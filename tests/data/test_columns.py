@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from your_ai.data.columns import Layout, guess, layout_of, parse_columns
-from your_ai.data.rows import parse_row
+from your_ai.data.rows import Pair, parse_row
 from your_ai.errors import UserError
 
 PAIR = {"prompt": "p", "completion": "c"}
@@ -88,9 +88,12 @@ def test_a_column_called_weight_counts_only_in_a_known_format_or_by_name():
 
 def test_a_system_prompt_becomes_a_message():
     layout = layout_of(("prompt=q", "completion=a", "system=s"), "")
-    (row,) = [layout.row_of({"q": "q", "a": "a", "s": "Be brief"}, "here")]
-    assert row["messages"] == [{"role": "system", "content": "Be brief"}, *TURNS]
-    assert layout.row_of({"q": "q", "a": "a", "s": ""}, "here") == {"messages": TURNS}
+    row = layout.row_of({"q": "q", "a": "a", "s": "Be brief", "history": [["e", "f"]]}, "here")
+    turns = parse_row(row, "here").content.messages
+    assert [turn["content"] for turn in turns] == ["Be brief", "e", "f", "q", "a"]
+    for nothing in ("", None):
+        row = layout.row_of({"q": "q", "a": "a", "s": nothing}, "here")
+        assert parse_row(row, "here").content == Pair("q", "a")
     with_turns = layout_of(("messages=m", "system=s"), "")
     row = with_turns.row_of({"m": TURNS, "s": "Be brief"}, "here")
     assert parse_row(row, "here").content.messages[0]["content"] == "Be brief"

@@ -356,6 +356,16 @@ def test_an_answer_after_other_turns_than_in_generation_is_named_with_an_example
     assert trained_texts(tokenizer, encoded)[-1] == "d<|im_end|>"
 
 
+@pytest.mark.parametrize("shown", [True, False])
+def test_the_names_of_speakers_are_named_if_the_template_omits_them(shown):
+    template = CHATML.replace("m.role ~", "(m.name or m.role) ~") if shown else CHATML
+    asked, said = {"role": "user", "content": "a", "name": "Ann"}, {"role": "assistant"}
+    encoder = Encoder(make_tokenizer(template))
+    encoder.encode(row_of(Chat([asked, {**said, "content": "b"}])))
+    note = "the key name of messages is not used: 1 row, the first in data.jsonl:7"
+    assert encoder.notes.lines() == ([] if shown else [note])
+
+
 def test_an_empty_answer_is_not_trained_and_named(demo_tokenizer):
     """The model would learn to say nothing at once."""
     encoder = Encoder(demo_tokenizer)

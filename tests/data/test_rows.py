@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tests.conftest import chat, write_rows
 from your_ai.data import lines, rows
-from your_ai.data.lines import ROW_LIMIT, RowLimit, checked_sha256
-from your_ai.data.rows import Chat, Pair, Row, Text, parse_line, read_rows
+from your_ai.data.lines import ROW_LIMIT, Fields, RowLimit, checked_sha256
+from your_ai.data.rows import Chat, Pair, Row, Text, parse_line, parse_row, read_rows
 from your_ai.errors import UserError
 
 USER = {"role": "user", "content": "q"}
@@ -65,6 +65,14 @@ def test_tools_of_prompt_and_completion_messages_are_read(as_text):
         "tools": json.dumps(tools) if as_text else tools,
     }
     assert content_of(row).tools == tools
+
+
+@pytest.mark.parametrize(("own", "unused"), [("Be brief.", ()), ("Be kind.", ("system",))])
+def test_a_system_prompt_beside_another_is_named(own, unused):
+    first = {"role": "system", "content": own}
+    row = Fields({"system": "Be brief.", "messages": [first, USER, ASSISTANT]})
+    assert parse_row(row, "here").content == Chat([first, USER, ASSISTANT])
+    assert row.unused() == unused
 
 
 def test_an_empty_list_of_tools_is_None():
@@ -273,7 +281,7 @@ BAD = {
         {"system": "s", "conversations": [{"from": "human"}]},
         "conversations[0]: content: expected",
     ),
-    "weight as text": ({"text": "x", "weight": "1"}, "weight: expected a number, found '1'"),
+    "weight as text": ({"text": "x", "weight": "much"}, "weight: expected a number, found much"),
     "weight null": ({"text": "x", "weight": None}, "weight: expected a number, found None"),
     "weight true": ({"text": "x", "weight": True}, "weight: expected a number, found True"),
     "weight negative": ({"text": "x", "weight": -1}, "weight -1: must be finite and at least 0"),
@@ -285,7 +293,7 @@ BAD = {
         {"messages": [USER, {"role": "assistant", "content": "a", "weight": 2}]},
         "messages[1]: weight 2: must be 0 or 1 in a message",
     ),
-    "weight of a bad row": ({"messages": [USER], "weight": "1"}, "weight: expected a number"),
+    "weight of a bad row": ({"messages": [USER], "weight": "x"}, "weight: expected a number"),
 }
 
 

@@ -12,6 +12,7 @@ from your_ai.data.chat_template import (
     MOST_TRIED,
     ChatTemplate,
     LeftOut,
+    contains,
     kind_of_message,
     marked_message,
     reasoning_of,
@@ -120,9 +121,15 @@ class ChatAnswers:
         if token := next(filter(None, (self.template.wrote(m["content"]) for m in messages)), None):
             note = f"messages have tokens of the chat template, such as {token}, in their text"
             self.notes.add(note, where)
-        for key in sorted({key for message in messages for key in message} - KEYS):
-            if not self.template.names(key) and f".{key}" not in self.template.source:
-                self.notes.add(f"the key {shortened(key)} of messages is not used", where)
+        unused = {
+            key for message in messages for key in {*message} - KEYS
+            if not self.template.names(key) and f".{key}" not in self.template.source
+        }  # fmt: skip
+        speakers = (m.get("name") for m in messages if m["role"] in (USER, ASSISTANT))
+        if not all(contains(text, str(name)) for name in speakers if name):
+            unused.add("name")  # that of a tool is in its call
+        for key in sorted(unused):
+            self.notes.add(f"the key {shortened(key)} of messages is not used", where)
         for index in trained_turns(chat):
             turn = messages[index]
             if not (turn["content"].strip() or turn.get("tool_calls") or reasoning_of(turn)):

@@ -19,7 +19,7 @@ from your_ai.data.column_hints import (
     plain,
     roles_in_words,
 )
-from your_ai.data.lines import read_json
+from your_ai.data.lines import looks_like_messages, parsed_texts
 from your_ai.data.preferences import kind_of
 from your_ai.data.prompts import is_prompt_row
 from your_ai.data.rows import FORMATS
@@ -89,12 +89,7 @@ class Layout:
         Raises UserError if the record has not the columns for it.
         """
         has_columns = self.columns and all(column in record for column in self.columns.values())
-        if self.prompts:
-            is_whole = is_prompt_row(record)
-        else:
-            is_whole = is_known(record) and not lacks_prompt(record)
-        is_whole = is_whole and not (self.labeled and lacks_label(record))
-        if self.render_prompt is None and not has_columns and is_whole:
+        if self.render_prompt is None and not has_columns and self.is_known(record):
             return parsed_texts(record, where)
         self.unused = False
         roles = dict(self.columns) or self.guessed(record, where)
@@ -110,7 +105,7 @@ class Layout:
                 )
             value = record[column]
             is_text = role not in ("messages", "label", *NUMBERS) and not isinstance(value, list)
-            is_text = is_text and not (role == "input" and value is None)
+            is_text = is_text and not (role in ("input", "system") and value is None)
             if self.prompts and role in ("completion", "system"):
                 is_text = False  # they may be missing; `parse_prompts` takes what is there
             row[role] = as_text(value, column, where) if is_text else value
@@ -118,9 +113,17 @@ class Layout:
             row["prompt"] += f"\n\n{more}"
         if self.render_prompt is not None:
             row["prompt"] = self.render_prompt(record, where)
-        row = parsed_texts(row, where)
-        joins = "system" in roles and PAIR[0] not in roles and not self.prompts
-        return with_system(row, where) if joins else row
+        if "system" in roles and "text" in roles:
+            raise UserError(f"{where}: --columns system: a text has no system prompt")
+        return parsed_texts(row, where)
+
+    def is_known(self, record: Mapping[str, Any]) -> bool:
+        """Whether the record is in a known format, with all that belongs to it."""
+        if self.labeled and lacks_label(record):
+            return False
+        if self.prompts:
+            return is_prompt_row(record)
+        return kind_of(record) is not None and not lacks_prompt(record)
 
     def guessed(self, record: Mapping[str, Any], where: str) -> dict[str, str]:
         """The roles of the record's columns by their names; raises UserError if they do not tell.
@@ -277,7 +280,7 @@ def lacks_prompt(record: Mapping[str, Any]) -> bool:
     """Whether a pair of texts has its prompt in a column with another name."""
     if kind_of(record) != "pairs" or "prompt" in record:
         return False
-    texts = all(isinstance(record[name], str) for name in PAIR)
+    texts = all(isinstance(record.get(name), str) for name in PAIR)
     names = {plain(name) for name in record}
     return texts and not looks_like_messages(record[PAIR[0]]) and bool(names & {*NAMES["prompt"]})
 
@@ -291,11 +294,6 @@ def listed(names: Collection[str]) -> str:
     return shortened(", ".join(names)) or "none"
 
 
-def is_known(record: Mapping[str, Any]) -> bool:
-    """Whether the record has the keys of a known format."""
-    return kind_of(record) is not None
-
-
 def as_text(value: Any, column: str, where: str) -> str:
     """A cell as text. Raises UserError for what has no obvious text."""
     if isinstance(value, str):
@@ -304,43 +302,6 @@ def as_text(value: Any, column: str, where: str) -> str:
         return str(value)
     kind = "nothing" if value is None else type(value).__name__
     raise UserError(f"{where}: column {shortened(column)}: expected text, found {kind}")
-
-
-def parsed_texts(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The row with those fields as values that tables can only have as text."""
-    row = dict(row)
-    keys = ["messages", "conversations"]
-    keys += [key for key in ("prompt", "chosen", "rejected") if looks_like_messages(row.get(key))]
-    for key in keys:
-        if isinstance(row.get(key), str):
-            row[key] = read_json(row[key], f"{where}: {key}")
-    if isinstance(row.get("weight"), str):
-        try:
-            row["weight"] = float(row["weight"])
-        except ValueError as error:
-            text = shortened(row["weight"]) or "nothing"
-            raise UserError(f"{where}: weight: expected a number, found {text}") from error
-    return row
-
-
-def looks_like_messages(value: Any) -> bool:
-    """Whether a text is a list of messages as JSON, as tables have them."""
-    return isinstance(value, str) and value.startswith('[{"') and value.endswith("}]")
-
-
-def with_system(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """The row as a chat that begins with its system prompt."""
-    if "text" in row and "prompt" not in row and "messages" not in row:
-        raise UserError(f"{where}: --columns system: a text has no system prompt")
-    system = row.pop("system")
-    turns = row.pop("messages", None)
-    if turns is None:
-        asked, answer = row.pop("prompt"), row.pop("completion")
-        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-    if not isinstance(turns, list):
-        raise UserError(f"{where}: messages: expected a list of messages")
-    first = [{"role": "system", "content": system}] if system else []
-    return {**row, "messages": first + turns}
 
 
 def template_of(name: str) -> Callable[[Mapping[str, Any], str], str]:

@@ -329,13 +329,15 @@ def preference_of(row: dict, where: str, alone: bool = False) -> Preference:
     alone: texts without a prompt and without a common beginning are compared as they are.
     """
     row = pair_of(row, where)
-    chosen, rejected, prompt = row["chosen"], row["rejected"], row.get("prompt")
+    chosen, rejected, prompt = row["chosen"], row["rejected"], dict.get(row, "prompt")
     if isinstance(chosen, list) != isinstance(rejected, list):
         raise UserError(f"{where}: chosen and rejected: expected two texts or two lists")
     if isinstance(chosen, list):
         return chats_of(row, prompt, where, alone)
     texts = (text_field(row, "chosen", where), text_field(row, "rejected", where))
-    if "prompt" not in row:
+    if "prompt" in row:
+        row["prompt"]
+    else:
         if alone and not beginning_of(*texts).strip() and all(text.strip() for text in texts):
             return Preference(*map(Text, texts))
         prompt, *texts = shared_text(*texts, where)
@@ -419,6 +421,10 @@ def chats_of(row: dict, prompt: Any, where: str, alone: bool = False) -> Prefere
     tools = parse_tools(row, where)
     answers = [parse_turns(row[key], key, where) for key in ("chosen", "rejected")]
     shared = common_beginning(*answers)
+    if not isinstance(prompt, str) or answers[0][0]["role"] == ASSISTANT:
+        row.get("prompt")
+    elif any(prompt.strip() in turn["content"] for turn in answers[0][:shared]):
+        row.get("prompt")  # some data sets repeat the question; another text is not used
     if isinstance(prompt, str) and answers[0][0]["role"] == "assistant":
         asked = [{"role": "user", "content": prompt}]
         shared = 0
@@ -428,7 +434,7 @@ def chats_of(row: dict, prompt: Any, where: str, alone: bool = False) -> Prefere
             asked, shared = [], len(asked)
         else:
             shared = 0
-    elif prompt is None or isinstance(prompt, str):  # some data sets repeat the question as prompt
+    elif prompt is None or isinstance(prompt, str):
         asked = []
         if not (shared or alone):
             raise UserError(f"{where}: chosen and rejected have no common beginning, and no prompt")

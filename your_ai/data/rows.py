@@ -193,11 +193,14 @@ def parse_history(row: dict, where: str) -> list[dict]:
     if not history:
         return []
     if isinstance(history, str):
-        history = read_json(history, f"{where}: history")
-    if isinstance(history, list) and all(isinstance(turn, dict) for turn in history):
-        return parse_turns(history, "history", where)
-    pairs = [p for p in history if isinstance(p, list) and len(p) == 2] if history else []
-    if not isinstance(history, list) or len(pairs) != len(history):
+        history = read_json(history, f"{where}: history") or []
+    if not history:
+        return []
+    turns = history if isinstance(history, list) else [None]
+    if all(isinstance(turn, dict) for turn in turns):
+        return parse_turns(turns, "history", where)
+    pairs = [turn for turn in turns if isinstance(turn, list) and len(turn) == 2]
+    if len(pairs) != len(turns):
         raise UserError(
             f"{where}: history: expected messages, or lists of a question and an answer"
         )

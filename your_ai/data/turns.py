@@ -35,7 +35,8 @@ DEEPEST_QUOTES = 3  # arguments that are quoted more often are no arguments
 
 def parse_turns(turns: Any, key: str, where: str) -> list[dict]:
     if not isinstance(turns, list) or not turns:
-        raise UserError(f"{where}: {key}: expected a list of messages")
+        found = "; write it as JSON" if isinstance(turns, str) and turns.strip() else ""
+        raise UserError(f"{where}: {key}: expected a list of messages{found}")
     return [parse_message(turn, f"{where}: {key}[{i}]") for i, turn in enumerate(turns)]
 
 
@@ -198,6 +199,8 @@ def whole_tool(tool: Any) -> Any:
 def with_system(row: dict, turns: list[dict], where: str) -> list[dict]:
     """The turns after the system prompt in `system`, unless they begin with one themselves."""
     begins = turns[:1] and MEANINGS.get(turns[0]["role"], turns[0]["role"]) == SYSTEM
+    if begins and turns[0]["content"] != dict.get(row, "system"):
+        return turns  # so the column is named as one that is not used
     if not row.get("system") or begins:
         return turns
     return [{"role": SYSTEM, "content": text_field(row, "system", where)}, *turns]
