@@ -67,6 +67,31 @@ def test_tools_of_prompt_and_completion_messages_are_read(as_text):
     assert content_of(row).tools == tools
 
 
+def test_texts_alone_are_turns_of_which_a_person_has_the_first():
+    assert content_of({"conversations": ["q", "a", "q"]}) == Chat([USER, ASSISTANT, USER])
+
+
+CALLS = [{"name": "add", "arguments": {"a": 1}}]
+
+
+@pytest.mark.parametrize("answer", [CALLS, json.dumps(CALLS), json.dumps(CALLS[0])])
+@pytest.mark.parametrize("keys", [("prompt", "completion"), ("instruction", "output")])
+def test_an_answer_that_calls_the_tools_of_its_row_is_calls(answer, keys):
+    if keys[1] == "output" and not isinstance(answer, str):
+        return
+    row = {**dict(zip(keys, ("q", answer), strict=True)), "tools": [{"name": "add"}]}
+    found = content_of(row)
+    call = {"type": "function", "function": CALLS[0]}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert (found.messages, found.first_trained) == ([USER, said], 1)
+
+
+@pytest.mark.parametrize("answer", ['[{"name": "other"}]', "[1]", "[", "[]", '{"a": 1}', "a"])
+def test_any_other_answer_beside_tools_is_text(answer):
+    found = content_of({"prompt": "q", "completion": answer, "tools": [{"name": "add"}]})
+    assert found.messages == [USER, {"role": "assistant", "content": answer}]
+
+
 @pytest.mark.parametrize(("own", "unused"), [("Be brief.", ()), ("Be kind.", ("system",))])
 def test_a_system_prompt_beside_another_is_named(own, unused):
     first = {"role": "system", "content": own}

@@ -16,11 +16,12 @@ from your_ai.data.column_hints import (
     UnknownColumns,
     columns_option,
     names_pair,
+    opened,
     plain,
     roles_in_words,
 )
 from your_ai.data.lines import looks_like_messages, parsed_texts
-from your_ai.data.preferences import kind_of
+from your_ai.data.preferences import SCORE, kind_of
 from your_ai.data.prompts import is_prompt_row
 from your_ai.data.rows import FORMATS
 from your_ai.data.template import TooSlow, limited_memory, limited_time
@@ -47,7 +48,8 @@ COMPLETE_PREFERENCES = (
     *({"prompt", *PAIR}, {*PAIR}, {"prompt", "completion", "label"}),
     *({"prompt", "completion", "score"}, {"messages", "score"}),
 )
-FORMAT_KEYS = {key for keys in FORMATS for key in keys}
+LEFT_OUT = {*(key for keys in FORMATS for key in keys), "weight", "label"}
+NOTHING = (None, "", [], {})
 TEMPLATE_BYTES = 1 << 20
 TEMPLATE_SECONDS = 3.0
 # In a template: of the length of a text or list and a number, and an exponent.
@@ -65,10 +67,14 @@ class Layout:
     """(record, where) -> prompt, of --prompt-template."""
     kind: str = "answers"
     """Of the rows, as `TrainConfig.row_kind`."""
+    rendered: frozenset[str] = frozenset()
+    """The columns that --prompt-template uses."""
     unused: bool = True
     """Whether no record had the columns so far."""
     guesses: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
     """The roles that were guessed, by the columns of the records."""
+    left: dict[str, None] = field(default_factory=dict)
+    """Columns that are in no row, because they would be taken for its format."""
 
     @property
     def labeled(self) -> bool:
@@ -88,19 +94,27 @@ class Layout:
         --columns says so: it may be the weight of a parcel.
         Raises UserError if the record has not the columns for it.
         """
-        has_columns = self.columns and all(column in record for column in self.columns.values())
-        if self.render_prompt is None and not has_columns and self.is_known(record):
-            return parsed_texts(record, where)
+        whole, wanted = record, {*self.columns.values()}
+        missing = wanted - record.keys()
+        if missing and missing & (parts := opened(record)).keys():
+            record = parts
+        has_columns = self.columns and wanted <= record.keys()
+        if self.render_prompt is None and not has_columns and self.is_known(whole):
+            return parsed_texts(whole, where)
         self.unused = False
         roles = dict(self.columns) or self.guessed(record, where)
-        taken = {*roles.values(), *FORMAT_KEYS, "weight", "label"}
-        kept = {"messages", "conversations", "text"} if self.prompts else taken
-        row = {name: value for name, value in record.items() if name not in kept}
+        keys = {"messages", "conversations", "text"} if self.prompts else LEFT_OUT
+        used = {*roles.values()} if self.prompts else {*roles.values(), *self.rendered}
+        left = {name for name in keys & record.keys() - used if record[name] not in NOTHING}
+        self.left.update(dict.fromkeys(sorted(left)))
+        kept = whole if self.prompts else record
+        out = keys if self.prompts else keys | used
+        row = {name: value for name, value in kept.items() if name not in out}
         for role, column in roles.items():
             if column not in record:
                 raise UserError(
                     f"{where}: has no column {shortened(column)}, which is to be the {role}; "
-                    f"columns: {listed(record)}; say what they are with "
+                    f"columns: {listed(whole)}; say what they are with "
                     f"{columns_option(self.kind, record, self.render_prompt is not None)}"
                 )
             value = record[column]
@@ -143,11 +157,9 @@ class Layout:
             for found in self.guesses.values()
         )
         notes = [f"guessed from the names of the columns: {text}" for text in said]
-        left = {c for key, roles in self.guesses.items() for c in {*key} - {*roles.values()}}
-        left &= {*FORMAT_KEYS, "weight", "label"}  # the others are named when rows are read
-        if left and not self.prompts:
+        if self.left:  # the others are named when rows are read
             ways = "see --columns and --prompt-template"
-            notes.append(f"columns that are not used: {listed(sorted(left))}; {ways}")
+            notes.append(f"columns that are not used: {listed(sorted(self.left))}; {ways}")
         return notes
 
 
@@ -166,7 +178,8 @@ def layout_of(columns: Sequence[str], prompt_template: str, kind: str = "answers
             f"--columns {min(taken)}=...: cannot be combined with --prompt-template, which makes "
             "the prompt"
         )
-    return Layout(roles, template_of(prompt_template), kind)
+    render, rendered = template_of(prompt_template)
+    return Layout(roles, render, kind, rendered)
 
 
 def parse_columns(columns: Sequence[str], kind: str = "answers") -> dict[str, str]:
@@ -235,6 +248,9 @@ def guess(
             where,
             record,
         )
+    if kind == "rated" and SCORE not in by_name:
+        text = f"{where}: {SCORE} is missing; columns: {listed(record)}; {hint}"
+        raise UnknownColumns(text, where, record)
     wanted = ({"completion"},) if answer_only else COMPLETE
     for complete in wanted:
         roles = {role: found[role] for role in NAMES if role in complete}
@@ -304,9 +320,13 @@ def as_text(value: Any, column: str, where: str) -> str:
     raise UserError(f"{where}: column {shortened(column)}: expected text, found {kind}")
 
 
-def template_of(name: str) -> Callable[[Mapping[str, Any], str], str]:
-    """Read a Jinja template, which runs in a sandbox. Raises UserError if it is not valid."""
+def template_of(name: str) -> tuple[Callable[[Mapping[str, Any], str], str], frozenset[str]]:
+    """Read a Jinja template, which runs in a sandbox, and the columns that it uses.
+
+    Raises UserError if it is not valid.
+    """
     import jinja2
+    import jinja2.meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
     path = Path(name).expanduser()
@@ -338,6 +358,7 @@ def template_of(name: str) -> Callable[[Mapping[str, Any], str], str]:
     try:
         with limited_time(TEMPLATE_SECONDS), limited_memory(TEMPLATE_ROOM_BYTES):
             template = environment.from_string(source)  # it computes constants
+            used = jinja2.meta.find_undeclared_variables(environment.parse(source))
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"{label}: line {error.lineno}: {error.message}") from error
     except TooSlow:
@@ -363,4 +384,4 @@ def template_of(name: str) -> Callable[[Mapping[str, Any], str], str]:
             raise UserError(f"{where}: {label}: renders an empty prompt")
         return text
 
-    return render
+    return render, frozenset(used)

@@ -20,7 +20,8 @@ MAX_DEPTH = 64  # nesting of objects and lists; JSON schemas of tools have about
 BLOCK_BYTES = 1 << 20
 ORIGIN = "your_ai: from"  # the key of a converted row's place, as `file:line`
 ROW_NUMBER = re.compile(r":( row )?\d+$")  # at the end of a place
-MESSAGES = re.compile(r'\s*\[\s*\{\s*"')  # how a list of messages begins as JSON
+JSON_LIST = re.compile(r'\s*\[\s*[{"]')  # how a list of objects or texts begins
+ROLE_NAMES = ("role", "from", "speaker")  # of a message
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -186,7 +187,10 @@ def decode_row(line: bytes, where: str) -> tuple[dict, str]:
 def parsed_texts(row: dict[str, Any], where: str) -> dict[str, Any]:
     """The row with those fields as values that tables can only have as text."""
     row = dict(row)
-    for key in ("messages", "conversations", "prompt", "completion", "chosen", "rejected"):
+    for key in ("messages", "conversations"):
+        if isinstance(row.get(key), str) and JSON_LIST.match(row[key]):
+            row[key] = read_json(row[key], f"{where}: {key}")
+    for key in ("prompt", "completion", "chosen", "rejected"):
         if looks_like_messages(row.get(key)):
             row[key] = read_json(row[key], f"{where}: {key}")
     if isinstance(row.get("weight"), str):
@@ -200,7 +204,13 @@ def parsed_texts(row: dict[str, Any], where: str) -> dict[str, Any]:
 
 def looks_like_messages(value: Any) -> bool:
     """Whether a text is a list of messages as JSON, as tables have them."""
-    return isinstance(value, str) and MESSAGES.match(value) is not None
+    if not isinstance(value, str) or not JSON_LIST.match(value):
+        return False
+    try:
+        turns = read_json(value, "")
+    except UserError:
+        return False
+    return all(isinstance(t, dict) and any(name in t for name in ROLE_NAMES) for t in turns)
 
 
 def files_of_rows(path: Path, limit: RowLimit = ROW_LIMIT) -> str:

@@ -31,7 +31,6 @@ from your_ai.data.rows import (
     parse_history,
     parse_row,
     parse_weight,
-    question_turns,
 )
 from your_ai.data.turns import ASSISTANT, USER, parse_tools, parse_turns, with_system
 from your_ai.errors import UserError
@@ -344,14 +343,10 @@ def preference_of(row: dict, where: str, alone: bool = False) -> Preference:
     for key, text in zip(("chosen", "rejected"), texts, strict=True):
         if not text.strip():
             raise UserError(f"{where}: {key}: is empty")
-    if isinstance(prompt, list):
-        asked = question_turns(row, prompt, where)
-        tools = parse_tools(row, where)
-        answers = ([{"role": ASSISTANT, "content": text}] for text in texts)
-        return Preference(*(Chat(asked + answer, tools, len(asked)) for answer in answers))
-    if not isinstance(prompt, str | int):
+    if not isinstance(prompt, str | int | list):
         raise UserError(f"{where}: prompt: expected text, found {type(prompt).__name__}")
-    return Preference(*(as_chat(row, str(prompt), text, where) for text in texts))
+    prompt = str(prompt) if isinstance(prompt, int) else prompt
+    return Preference(*(as_chat(row, prompt, text, where) for text in texts))
 
 
 def pair_of(row: dict, where: str) -> Fields:

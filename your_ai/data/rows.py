@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 
 from your_ai.data.lines import (
@@ -18,7 +20,14 @@ from your_ai.data.lines import (
     read_lines,
     text_field,
 )
-from your_ai.data.turns import ASSISTANT, USER, parse_tools, parse_turns, with_system
+from your_ai.data.turns import (
+    ASSISTANT,
+    USER,
+    name_of_tool,
+    parse_tools,
+    parse_turns,
+    with_system,
+)
 from your_ai.errors import UserError
 from your_ai.gates.text import quoted, shortened
 from your_ai.gates.untrusted import is_number
@@ -165,16 +174,37 @@ def parse_weight(row: dict, where: str) -> float:
 
 def parse_messages(row: dict, where: str) -> Chat:
     key = "messages" if "messages" in row else "conversations"
-    turns = with_system(row, parse_turns(row[key], key, where), where)
+    turns = row[key]
+    if isinstance(turns, list) and all(isinstance(turn, str) for turn in turns):  # a person begins
+        roles = cycle((USER, ASSISTANT))
+        turns = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
+    turns = with_system(row, parse_turns(turns, key, where), where)
     return Chat(turns, parse_tools(row, where))
 
 
-def as_chat(row: dict, prompt: str, completion: str, where: str) -> Chat | Pair:
-    """A prompt and its answer; a chat if the row has a system prompt, tools, or earlier turns."""
+def as_chat(row: dict, prompt: str | list, completion: str | list, where: str) -> Chat | Pair:
+    """A prompt and its answer, each a text or messages; a chat if one is messages, or the row has a
+    system prompt, tools, or earlier turns.
+    """
     tools, asked = parse_tools(row, where), question_turns(row, prompt, where)
-    if len(asked) == 1 and not tools:
+    if isinstance(prompt, str) and isinstance(completion, str) and len(asked) == 1 and not tools:
         return Pair(prompt, completion)
-    return Chat([*asked, {"role": ASSISTANT, "content": completion}], tools, len(asked))
+    return Chat([*asked, *answer_turns(completion, tools, where)], tools, len(asked))
+
+
+def answer_turns(completion: str | list, tools: list | None, where: str) -> list[dict]:
+    """The messages of an answer: text, messages, or calls of the row's tools, also as JSON text."""
+    calls = completion
+    if isinstance(calls, str) and calls.strip()[:1] in ("[", "{"):
+        with contextlib.suppress(UserError):
+            calls = read_json(calls, where)
+    calls = calls if isinstance(calls, list) else [calls]
+    names = {*map(name_of_tool, tools or ())} - {None}
+    if calls and all(isinstance(call, dict) and call.get("name") in names for call in calls):
+        completion = [{"role": ASSISTANT, "tool_calls": calls}]
+    elif isinstance(completion, str):
+        completion = [{"role": ASSISTANT, "content": completion}]
+    return parse_turns(completion, "completion", where)
 
 
 def question_turns(row: dict, prompt: str | list, where: str) -> list[dict]:
@@ -214,17 +244,11 @@ def parse_history(row: dict, where: str) -> list[dict]:
 
 def parse_pair(row: dict, where: str) -> Chat | Pair:
     """A prompt and its answer: texts, or lists of messages."""
-    if not any(isinstance(row[key], list) for key in ("prompt", "completion")):
-        texts = (text_field(row, key, where) for key in ("prompt", "completion"))
-        return as_chat(row, *texts, where)
-    prompt, completion = (
+    texts = (
         row[key] if isinstance(row[key], list) else text_field(row, key, where)
         for key in ("prompt", "completion")
     )
-    asked = question_turns(row, prompt, where)
-    said = [{"role": ASSISTANT, "content": completion}]
-    said = parse_turns(completion, "completion", where) if isinstance(completion, list) else said
-    return Chat(asked + said, parse_tools(row, where), first_trained=len(asked))
+    return as_chat(row, *texts, where)
 
 
 def parse_alpaca(row: dict, where: str) -> Chat | Pair:

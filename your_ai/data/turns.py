@@ -7,11 +7,12 @@ an object; and `weight`, 0 if it is not trained. Any further keys stay as they a
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from your_ai.data.lines import read_json, text_field
+from your_ai.data.lines import ROLE_NAMES, read_json, text_field
 from your_ai.errors import UserError
-from your_ai.gates.text import quoted
+from your_ai.gates.text import quoted, shortened
 
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 # Names of roles in other programs' files. What the model says and what a person says has the same
@@ -29,6 +30,8 @@ MEANINGS = {
 REASONING = ("reasoning_content", "reasoning", "thinking")  # the names of a message's reasoning
 TRAINED_FLAGS = ("training", "train", "trained", "trainable", "loss")  # false: not to be trained
 MASKED_FLAGS = ("masked", "mask")  # true: not to be trained
+# Of a message, the most telling first: one with `content` may have another `text`.
+CONTENT_NAMES = ("content", "value", "text")
 TEXT_PARTS = ("text", "input_text", "output_text")
 DEEPEST_QUOTES = 3  # arguments that are quoted more often are no arguments
 
@@ -37,24 +40,40 @@ def parse_turns(turns: Any, key: str, where: str) -> list[dict]:
     if not isinstance(turns, list) or not turns:
         found = "; write it as JSON" if isinstance(turns, str) and turns.strip() else ""
         raise UserError(f"{where}: {key}: expected a list of messages{found}")
-    return [parse_message(turn, f"{where}: {key}[{i}]") for i, turn in enumerate(turns)]
+    return [
+        parse_message(message, f"{where}: {key}[{i}]")
+        for i, turn in enumerate(turns)
+        for message in messages_in(turn)
+    ]
+
+
+def messages_in(turn: Any) -> list[Any]:
+    """The messages of an item of a list: one, or an object with a text for each of its roles."""
+    if not isinstance(turn, dict) or not turn:
+        return [turn]
+    if not all(isinstance(text, str) and is_role(name) for name, text in turn.items()):
+        return [turn]
+    return [{"role": name, "content": text} for name, text in turn.items()]
 
 
 def parse_message(message: Any, where: str) -> dict:
     """Convert a message to the form of this module. Raises UserError."""
-    names = ("from", "value") if isinstance(message, dict) and "from" in message else ()
-    role_name, content_name = names or ("role", "content")
-    if not isinstance(message, dict) or not isinstance(message.get(role_name), str):
-        raise UserError(f'{where}: expected an object with "role" and "content"')
-    given = dict(message)
-    role = role_of(given.pop(role_name))
-    content, reasoning = parse_content(given.pop(content_name, None), where)
+    given = dict(message) if isinstance(message, dict) else {}
+    role = given.pop(next((name for name in ROLE_NAMES if name in given), ""), None)
+    if not isinstance(role, str):
+        raise UserError(f'{where}: expected an object with "role" and "content"{keys_of(message)}')
+    role = role_of(role)
+    name = next((name for name in CONTENT_NAMES if given.get(name) is not None), "content")
+    content, reasoning = given.pop(name, None), ""
+    if MEANINGS.get(role, role) == TOOL and is_object(content):
+        content = json.dumps(content, ensure_ascii=False)
+    content, reasoning = parse_content(content, where)
     reasoning = parse_reasoning(given, reasoning, where)
     calls = parse_calls(given, where)
     if role in CALL_ROLES:
         role, content, calls = ASSISTANT, "", [*calls, *calls_in(content, where)]
     if content is None and not (calls or reasoning):
-        raise UserError(f"{where}: content: expected text, found nothing")
+        raise UserError(f"{where}: content: expected text, found nothing{keys_of(message)}")
     flags = ("weight", *TRAINED_FLAGS, *MASKED_FLAGS)
     others = {n: v for n, v in given.items() if n not in flags and v not in (None, "", [], {})}
     parsed = {"role": role, "content": content or "", **others}
@@ -67,9 +86,29 @@ def parse_message(message: Any, where: str) -> dict:
 
 def role_of(name: str) -> str:
     """A role by any of its names, in any case; an unknown one as it is."""
-    plain = name.strip().lower().replace("-", "_").replace(" ", "_")
-    known = {*ROLES, *MEANINGS, *CALL_ROLES, SYSTEM, TOOL}
-    return ROLES.get(plain, plain) if plain in known else name
+    plain = plain_role(name)
+    return ROLES.get(plain, plain) if is_role(name) else name
+
+
+def is_role(name: str) -> bool:
+    return plain_role(name) in {*ROLES, *MEANINGS, *CALL_ROLES, SYSTEM, TOOL}
+
+
+def plain_role(name: str) -> str:
+    return name.strip().lower().replace("-", "_").replace(" ", "_")
+
+
+def keys_of(message: Any) -> str:
+    """The keys of an object that is no message, for an error."""
+    keys = shortened(", ".join(message)) if isinstance(message, dict) else ""
+    return f"; keys found: {keys}" if keys else ""
+
+
+def is_object(content: Any) -> bool:
+    """Whether the result of a tool is an object or a list, and not parts of a text."""
+    if isinstance(content, list):
+        return not all(isinstance(part, dict) and part.get("type") for part in content)
+    return isinstance(content, dict)
 
 
 def parse_content(content: Any, where: str) -> tuple[str | None, str]:
@@ -194,6 +233,12 @@ def whole_tool(tool: Any) -> Any:
     if isinstance(tool, dict) and "function" not in tool and isinstance(tool.get("name"), str):
         return {"type": "function", "function": tool}
     return tool
+
+
+def name_of_tool(tool: Any) -> str | None:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def with_system(row: dict, turns: list[dict], where: str) -> list[dict]:
