@@ -356,6 +356,17 @@ def test_an_answer_after_other_turns_than_in_generation_is_named_with_an_example
     assert trained_texts(tokenizer, encoded)[-1] == "d<|im_end|>"
 
 
+def test_a_key_of_calls_that_the_template_omits_is_named():
+    tokenizer = make_tokenizer(CHATML.replace("call.function |", "call.function.arguments |"))
+    call = {"type": "function", "function": {"name": "f", "arguments": {"f": 1}, "mode": "strict"}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    encoder = Encoder(tokenizer)
+    encoder.encode(row_of(Chat([{"role": "user", "content": "a"}, said])))
+    assert encoder.notes.lines() == [
+        "the key mode of calls is not used: 1 row, the first in data.jsonl:7"
+    ]
+
+
 @pytest.mark.parametrize("shown", [True, False])
 def test_the_names_of_speakers_are_named_if_the_template_omits_them(shown):
     template = CHATML.replace("m.role ~", "(m.name or m.role) ~") if shown else CHATML

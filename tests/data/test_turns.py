@@ -77,6 +77,12 @@ def test_arguments_of_a_call_are_an_object_whatever_they_were(arguments, flat):
     assert found == {"role": "assistant", "content": "", "tool_calls": [CALL]}
 
 
+@pytest.mark.parametrize("name", ["input", "args", "parameters"])
+def test_arguments_of_a_call_may_have_another_name(name):
+    found = parsed(role="assistant", content=None, tool_calls=[{"name": "f", name: OBJECT}])
+    assert found["tool_calls"] == [CALL]
+
+
 @pytest.mark.parametrize("nothing", ["", " ", "null", None, "{}", {}])
 def test_a_call_without_arguments_has_an_empty_object(nothing):
     calls = [{"name": "f", "arguments": nothing}]
@@ -137,3 +143,10 @@ def test_tools_have_one_form():
     for row in ({"tools": [function]}, {"functions": [function]}, {"tools": whole}):
         assert parse_tools(row, "here") == whole
     assert parse_tools({"tools": "[]"}, "here") is parse_tools({"tools": ""}, "here") is None
+
+
+def test_tools_may_be_json_texts():
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert parse_tools({"tools": [json.dumps(tool), {"name": "f"}]}, "here") == [tool, tool]
+    with pytest.raises(UserError, match="here: tools: is not valid JSON"):
+        parse_tools({"tools": ["f"]}, "here")

@@ -130,6 +130,10 @@ class ChatAnswers:
             unused.add("name")  # that of a tool is in its call
         for key in sorted(unused):
             self.notes.add(f"the key {shortened(key)} of messages is not used", where)
+        for call in (call for message in messages for call in message.get("tool_calls", ())):
+            for key in sorted({*call["function"]} - {"name", "arguments"}):
+                if not contains(text, str(call["function"][key])):
+                    self.notes.add(f"the key {shortened(key)} of calls is not used", where)
         for index in trained_turns(chat):
             turn = messages[index]
             if not (turn["content"].strip() or turn.get("tool_calls") or reasoning_of(turn)):

@@ -189,7 +189,7 @@ def parsed_texts(row: dict[str, Any], where: str) -> dict[str, Any]:
     row = dict(row)
     for key in ("messages", "conversations"):
         if isinstance(row.get(key), str) and JSON_LIST.match(row[key]):
-            row[key] = read_json(row[key], f"{where}: {key}")
+            row[key] = read_json(row[key], f"{where}: {key}", "; write the list as JSON")
     for key in ("prompt", "completion", "chosen", "rejected"):
         if looks_like_messages(row.get(key)):
             row[key] = read_json(row[key], f"{where}: {key}")

@@ -195,8 +195,10 @@ def parse_call(call: Any, where: str) -> dict:
     rest = {} if function is call else {k: v for k, v in call.items() if k != "function"}
     flat = {**function}
     arguments = flat.pop("arguments", None)
-    if arguments is None and "parameters" in flat:
-        arguments = flat.pop("parameters")
+    objects = ["parameters"] if "parameters" in flat else []
+    objects += [key for key, value in flat.items() if isinstance(value, dict)]
+    if arguments is None and objects:  # `input`, `args`: an object is nothing else
+        arguments = flat.pop(objects[0])
     if function is call:  # a flat call keeps what is about the call beside the function
         rest = {name: flat.pop(name) for name in ("id", "type") if name in flat}
     rest["type"] = rest.get("type") or "function"
@@ -225,7 +227,8 @@ def parse_tools(row: dict, where: str) -> list | None:
         tools = read_json(tools, f"{where}: {key}") if tools.strip() else None
     if tools is not None and not isinstance(tools, list):
         raise UserError(f"{where}: {key}: expected a list, found {type(tools).__name__}")
-    return [whole_tool(tool) for tool in tools or ()] or None
+    tools = [read_json(t, f"{where}: {key}") if isinstance(t, str) else t for t in tools or ()]
+    return [whole_tool(tool) for tool in tools] or None
 
 
 def whole_tool(tool: Any) -> Any:
