@@ -9,6 +9,8 @@ from your_ai.gates.text import counted, shortened
 
 MOST_KINDS = 50  # a file whose every row has other columns is named with that many of them
 
+MORE = "more was noticed than these lines say"
+
 
 @dataclass
 class Notes:
@@ -18,9 +20,9 @@ class Notes:
     """Text -> the number of rows, and the place of the first."""
 
     def add(self, text: str, where: str) -> None:
-        if text in self.found or len(self.found) < MOST_KINDS:
-            count, first = self.found.get(text, (0, where))
-            self.found[text] = count + 1, first
+        text = text if text in self.found or len(self.found) < MOST_KINDS else MORE
+        count, first = self.found.get(text, (0, where))
+        self.found[text] = count + 1, first
 
     def add_all(self, others: Notes) -> None:
         for text, (count, first) in others.found.items():
