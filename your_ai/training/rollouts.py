@@ -18,6 +18,7 @@ import numpy as np
 
 from your_ai.config import SOFT
 from your_ai.data.batches import Batch, RowsAt, few_edges, micro_batches
+from your_ai.data.encode import Encoder, token_ids
 from your_ai.data.examples import Examples, RowCounts
 from your_ai.data.prompts import PromptRows
 from your_ai.data.rows import Chat, Question
@@ -226,7 +227,8 @@ class RolloutSource:
         prepared, began = self.prepared, time.perf_counter()
         rewards = prepared.rewards
         assert rewards is not None
-        asked = [asked_of(questions, row) for row in rows]
+        encoder = Encoder(prepared.tokenizer)
+        asked = [asked_of(questions, row, encoder) for row in rows]
         groups: list[dict[int, Completion]] = [{} for _ in rows]
         pending: dict[int, Pending] = {}
         for completion in completions:
@@ -493,19 +495,23 @@ def completion_examples(
     )
 
 
-def asked_of(questions: PromptRows, row: int) -> dict[str, Any]:
-    """What reward functions receive about a row."""
+def asked_of(questions: PromptRows, row: int, encoder: Encoder) -> dict[str, Any]:
+    """What reward functions receive about a row; the expected answer is decoded as completions
+    are."""
     content, parsed = questions.read(row)
     question = parsed.content
     assert isinstance(question, Question)
-    prompt = question.prompt
+    prompt, expected = question.prompt, encoder.expected_of(question, parsed.where)
+    if isinstance(question.expected, Chat):
+        ids = token_ids(encoder.tokenizer, expected or "", parsed.where, special=False)
+        expected = encoder.tokenizer.decode(ids, skip_special_tokens=True)
     messages = (
         prompt.messages if isinstance(prompt, Chat) else [{"role": "user", "content": prompt}]
     )
     return {
         "prompt": messages[-1]["content"],
         "messages": messages,
-        "expected": question.expected,
+        "expected": expected,
         "row": content,
         "where": parsed.where,
     }
