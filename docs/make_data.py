@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from your_ai.data.columns import NAMES
+from your_ai.data.lines import ROLE_NAMES
 from your_ai.data.preferences import LABEL_KEYS, MARGIN, PAIR_KEYS, QUESTIONS, SCORE
 from your_ai.data.rows import FORMATS
 from your_ai.data.turns import (
     ASSISTANT,
     CALL_ROLES,
+    CONTENT_NAMES,
     MASKED_FLAGS,
     MEANINGS,
     REASONING,
@@ -56,8 +58,14 @@ def tables() -> str:
         ("the person", f"messages of the role {called(USER)}"),
         ("the model", f"messages of the role {called(ASSISTANT)}"),
         (
+            "a message",
+            f"{listed(ROLE_NAMES)} with {listed(CONTENT_NAMES)}; a text for each role, as in "
+            '`{"user": "..", "assistant": ".."}`; or texts alone, of which a person has the first',
+        ),
+        (
             "a call of a tool",
-            f"`tool_calls`, `function_call`; messages of the role {listed(CALL_ROLES)}",
+            f"`tool_calls`, `function_call`; messages of the role {listed(CALL_ROLES)}; an answer "
+            "that is a call of the row's `tools` as JSON",
         ),
         ("the result of a tool", f"messages of the role {called(TOOL)}"),
         ("the tools", "`tools`, `functions` of a row"),

@@ -9,6 +9,7 @@ import pytest
 
 from tests.conftest import call, chat, train, write_rows
 from tests.data.test_records import write_csv
+from your_ai.data import batches
 
 
 def shown(capsys, *arguments: object) -> dict:
@@ -53,6 +54,115 @@ def test_drawn_rows_mark_what_is_trained(capsys, tiny_model):
     assert "guessed from the names of the columns: prompt = question" in text
     assert "[[Yes 0<|end|>]]" in text
     assert "an epoch: 3 steps of 4 rows\n" in text
+
+
+TURNS = [{"from": "human", "value": "1?"}, {"from": "gpt", "value": "2!"}]
+CHATS = [
+    chat("Ask", "Yes"),
+    chat("Ask please", "No", system="Be brief."),
+    {"messages": 2 * chat("Ask", "Yes, and a longer answer than that")["messages"]},
+    {"messages": [*chat("Ask", "Yes")["messages"], {"role": "user", "content": "Why?"},
+                  {"role": "assistant", "content": "So", "weight": 0}]},
+    {"conversations": TURNS},
+    {"prompt": "Ask", "completion": "Because it is, and some more words", "history": [["a", "b"]]},
+    {"prompt": [{"role": "user", "content": "Ask"}], "completion": "So"},
+    {"instruction": "Add", "input": "1 and 1", "output": "2"},
+    {"text": "Some text\n of its own, which is rather longer than the other rows are"},
+]  # fmt: skip
+PAIRS = [
+    {"prompt": "Ask", "chosen": "Yes", "rejected": "No, not at all"},
+    {"chosen": chat("Ask", "Yes")["messages"], "rejected": chat("Ask", "Or no")["messages"]},
+    {"chosen": "\n\nHuman: Ask\n\nAssistant: Yes", "rejected": "\n\nHuman: Ask\n\nAssistant: No"},
+]
+LABELED = [
+    {"prompt": f"Ask {i}", "completion": answer, "label": i % 2 == 0}
+    for i, answer in enumerate(["Yes", "Yes", "No", "Maybe, and rather not"])
+]
+SCORED = [{"prompt": "Ask", "completion": text, "score": len(text)} for text in ("Yes", "No")]
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings"),
+    [
+        (CHATS, {}),
+        (CHATS, {"mask_prompt": False}),
+        (CHATS, {"max_seq_length": 14, "too_long": "truncate"}),
+        (CHATS, {"max_seq_length": 14, "too_long": "split"}),
+        (PAIRS, {"objective": "dpo"}),
+        (PAIRS, {"objective": "dpo", "max_seq_length": 10, "too_long": "truncate"}),
+        (LABELED, {"objective": "kto"}),
+        (PAIRS, {"objective": "reward"}),
+        (SCORED, {"objective": "reward"}),
+    ],
+    ids=["chats", "unmasked", "truncated", "split", "pairs", "truncated pairs", "labels",
+         "pairs with scores", "scores"],
+)  # fmt: skip
+def test_what_is_shown_is_what_is_trained(capsys, configure, monkeypatch, rows, settings):
+    data = write_rows(Path("rows.jsonl"), rows)
+    made, make_batch = [], batches.make_batch
+
+    def recorded(*args, **kwargs):
+        made.append(make_batch(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(batches, "make_batch", recorded)
+    model = configure().model
+    train(configure(data=str(data), valid="none", max_steps=30, batch_size=1, **settings))
+    options = [option for name, value in settings.items() for option in as_option(name, value)]
+    found = shown(capsys, data, "--model", model, "--valid", "none", "--draw", 99, *options)
+    drawn = [row for row in found["drawn"] if not row["problem"]]
+    assert len(drawn) >= len(rows) // 2
+    assert {trained_in(row) for row in drawn} == {text for batch in made for text in texts(batch)}
+
+
+def as_option(name: str, value: object) -> list[object]:
+    flag = name.replace("_", "-")
+    return [f"--no-{flag}"] if value is False else [f"--{flag}", value]
+
+
+def trained_in(row: dict) -> tuple:
+    """The tokens that a model reads of a row, and the places and tokens of its targets."""
+    tokens, trained = row["tokens"], row["trained"]
+    targets = [(at, tokens[at + 1]) for at in range(len(tokens) - 1) if trained[at + 1]]
+    assert not trained[0]
+    return tuple(tokens[:-1]), tuple(targets)
+
+
+def texts(batch) -> list[tuple]:
+    """Each row of a batch that has text, as `trained_in`."""
+    places = batch.positions[: batch.trained_tokens].tolist()
+    targets = batch.targets[: batch.trained_tokens].tolist()
+    width = batch.tokens.shape[1]
+    return [
+        (
+            tuple(tokens[:length].tolist()),
+            tuple((at % width, t) for at, t in zip(places, targets, strict=True)
+                  if at // width == row),
+        )
+        for row, (tokens, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True))
+        if length
+    ]  # fmt: skip
+
+
+def test_the_prompts_of_rollouts_are_shown_untrained(capsys, tiny_model):
+    write_rows(Path("p.jsonl"), [{"prompt": "Ask"}])
+    found = shown(capsys, "p.jsonl", "--model", tiny_model, "--objective", "grpo")
+    assert [part["trained"] for part in found["drawn"][0]["parts"]] == [False]
+    assert not any(found["drawn"][0]["trained"])
+    assert found["splits"]["train"]["trained_tokens"] == 0
+
+
+def test_an_answer_that_the_other_row_gives_too_is_named(capsys, tiny_model):
+    rows = [{"prompt": f"Ask {i}", "completion": "Yes", "label": i == 0} for i in range(2)]
+    write_rows(Path("l.jsonl"), rows)
+    options = ("--model", tiny_model, "--objective", "kto", "--valid", "none")
+    found = shown(capsys, "l.jsonl", *options)
+    assert found["notes"] == [
+        "answers that another row gives, too, are not trained: 2 rows, the first in l.jsonl:1"
+    ]
+    assert [row["problem"] for row in found["drawn"]] == [
+        f"l.jsonl:{line}: nothing is left to train" for line in (1, 1, 2, 2)
+    ]
 
 
 def test_without_a_model_lengths_are_in_characters(capsys):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from your_ai.data.columns import Layout, guess, layout_of, parse_columns
-from your_ai.data.rows import parse_row
+from your_ai.data.rows import Pair, parse_row
 from your_ai.errors import UserError
 
 PAIR = {"prompt": "p", "completion": "c"}
@@ -68,7 +68,25 @@ def test_named_columns_win_over_those_that_look_like_a_format():
     layout = layout_of(("prompt=q", "completion=a"), "")
     record = {"q": "p", "a": "c", "messages": TURNS, "text": "t", "prompt": "other", "id": "i"}
     assert layout.row_of(record, "here") == {**PAIR, "id": "i"}
-    assert layout.notes() == []
+    (note,) = layout.notes()
+    assert note.startswith("columns that are not used: messages, prompt, text;")
+
+
+def test_columns_may_be_parts_of_objects():
+    layout = layout_of(("prompt=t.en", "completion=t.more.fr"), "")
+    record = {"t": {"en": "p", "more": {"fr": "c", "de": "d"}}, "id": "i"}
+    assert layout.row_of(record, "here") == {**PAIR, "t.more.de": "d", "id": "i"}
+    known = {"prompt": "q", "completion": "no", "meta": {"answer": "c"}}
+    layout = layout_of(("prompt=prompt", "completion=meta.answer"), "")
+    assert layout.row_of(known, "here")["completion"] == "c"
+    with pytest.raises(UserError, match=r"here: has no column t\.fr, .*; columns: t; say"):
+        layout_of(("prompt=t.en", "completion=t.fr"), "").row_of({"t": {"en": "p"}}, "here")
+
+
+def test_rewards_get_whole_columns_if_the_prompt_is_a_part_of_one():
+    layout = layout_of(("prompt=task.text", "completion=task.key"), "", "prompts")
+    record = {"task": {"text": "q", "key": "a", "level": 3}}
+    assert layout.row_of(record, "here") == {**record, "prompt": "q", "completion": "a"}
 
 
 def test_rows_in_a_known_format_may_lack_the_named_columns():
@@ -88,9 +106,12 @@ def test_a_column_called_weight_counts_only_in_a_known_format_or_by_name():
 
 def test_a_system_prompt_becomes_a_message():
     layout = layout_of(("prompt=q", "completion=a", "system=s"), "")
-    (row,) = [layout.row_of({"q": "q", "a": "a", "s": "Be brief"}, "here")]
-    assert row["messages"] == [{"role": "system", "content": "Be brief"}, *TURNS]
-    assert layout.row_of({"q": "q", "a": "a", "s": ""}, "here") == {"messages": TURNS}
+    row = layout.row_of({"q": "q", "a": "a", "s": "Be brief", "history": [["e", "f"]]}, "here")
+    turns = parse_row(row, "here").content.messages
+    assert [turn["content"] for turn in turns] == ["Be brief", "e", "f", "q", "a"]
+    for nothing in ("", None):
+        row = layout.row_of({"q": "q", "a": "a", "s": nothing}, "here")
+        assert parse_row(row, "here").content == Pair("q", "a")
     with_turns = layout_of(("messages=m", "system=s"), "")
     row = with_turns.row_of({"m": TURNS, "s": "Be brief"}, "here")
     assert parse_row(row, "here").content.messages[0]["content"] == "Be brief"
@@ -156,9 +177,9 @@ def template(text: str) -> str:
 def test_a_template_makes_the_prompt_of_all_columns():
     name = template("{% if context %}{{ context }}\n{% endif %}Q: {{ question | upper }}")
     layout = layout_of((), name)
-    record = {"context": "C", "question": "why", "answer": "so"}
+    record = {"context": "C", "question": "why", "answer": "so", "more": "m"}
     assert layout.row_of(record, "x") == {
-        "context": "C", "question": "why", "prompt": "C\nQ: WHY", "completion": "so",
+        "more": "m", "prompt": "C\nQ: WHY", "completion": "so",  # what it used is not left over
     }  # fmt: skip
     layout = layout_of(("completion=context",), name)
     assert layout.row_of(record, "x")["completion"] == "C"

@@ -324,6 +324,59 @@ def test_spaces_and_newlines_of_an_answer_are_trained(demo_tokenizer):
     )
 
 
+def test_an_earlier_answer_that_begins_in_a_token_is_named_with_an_example():
+    template = CHATML.replace("assistant\n' }}{% endif", "assistant ' }}{% endif")
+    tokenizer = make_tokenizer(template.replace("'\n' ~ m.content", "' ' ~ m.content"))
+    turns = [("user", "a"), ("assistant", "the one"), ("user", "b"), ("assistant", "the two")]
+    chat = Chat([{"role": role, "content": text} for role, text in turns])
+    encoder = Encoder(tokenizer)
+    encoder.encode(row_of(chat))
+    (note,) = encoder.notes.lines()
+    assert note.startswith("later answers are trained after other tokens than in generation")
+    assert note.endswith("(trained: ' |the', in generation: ' the')")
+    chat.messages[1]["weight"] = 0  # as the note offers
+    encoder = Encoder(tokenizer)
+    encoder.encode(row_of(chat))
+    assert encoder.notes.lines() == []
+
+
+def test_an_answer_after_other_turns_than_in_generation_is_named_with_an_example():
+    tokenizer = make_tokenizer(REASONING_FIELD, REASONING_TOKENS)
+    asked = {"role": "user", "content": "a"}
+    thought = {"role": "assistant", "content": "b", "reasoning_content": "c"}
+    said = {"role": "assistant", "content": "d"}
+    encoder = Encoder(tokenizer)
+    encoded = encoder.encode(row_of(Chat([asked, thought, said, asked, said])))
+    assert trained_texts(tokenizer, encoded) == ["d<|im_end|>"]
+    _, note = encoder.notes.lines()
+    assert note.startswith("answers whose earlier turns look different in generation are not")
+    assert "(trained: 'assistant\\nb<|im_end|>" in note
+    assert "in generation: 'assistant\\n<think>\\nc" in note
+    encoded = Encoder(tokenizer).encode(row_of(Chat([asked, thought, said])))  # as it offers
+    assert trained_texts(tokenizer, encoded)[-1] == "d<|im_end|>"
+
+
+def test_a_key_of_calls_that_the_template_omits_is_named():
+    tokenizer = make_tokenizer(CHATML.replace("call.function |", "call.function.arguments |"))
+    call = {"type": "function", "function": {"name": "f", "arguments": {"f": 1}, "mode": "strict"}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    encoder = Encoder(tokenizer)
+    encoder.encode(row_of(Chat([{"role": "user", "content": "a"}, said])))
+    assert encoder.notes.lines() == [
+        "the key mode of calls is not used: 1 row, the first in data.jsonl:7"
+    ]
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_the_names_of_speakers_are_named_if_the_template_omits_them(shown):
+    template = CHATML.replace("m.role ~", "(m.name or m.role) ~") if shown else CHATML
+    asked, said = {"role": "user", "content": "a", "name": "Ann"}, {"role": "assistant"}
+    encoder = Encoder(make_tokenizer(template))
+    encoder.encode(row_of(Chat([asked, {**said, "content": "b"}])))
+    note = "the key name of messages is not used: 1 row, the first in data.jsonl:7"
+    assert encoder.notes.lines() == ([] if shown else [note])
+
+
 def test_an_empty_answer_is_not_trained_and_named(demo_tokenizer):
     """The model would learn to say nothing at once."""
     encoder = Encoder(demo_tokenizer)

@@ -24,9 +24,11 @@ def test_a_kind_is_counted_and_has_its_first_place():
 
 def test_kinds_are_few():
     notes = Notes()
-    for number in range(2 * MOST_KINDS):
-        notes.add(f"column {number}", "f:1")
-    assert len(notes.lines()) == MOST_KINDS
+    for number in range(MOST_KINDS + 7):
+        notes.add(f"column {number}", f"f:{number}")
+    *_, last = lines = notes.lines()
+    assert len(lines) == MOST_KINDS + 1
+    assert last == f"more was noticed than these lines say: 7 rows, the first in f:{MOST_KINDS}"
 
 
 @pytest.mark.parametrize("content", [[1], [["a", "b", "c"]], [["a", 1]], [[1, 1, "f"]]])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.conftest import write_rows
 from your_ai.data.encode import Encoder
 from your_ai.data.examples import Examples, load_examples
+from your_ai.data.lines import Fields
 from your_ai.data.preferences import (
     MOST_WAITING,
     parse_answers,
@@ -381,3 +382,10 @@ def test_pairs_of_other_programs_have_their_question_and_answers(name):
         else:
             assert [turn["content"] for turn in found.messages] == ["q", answer]
             assert found.first_trained == 1
+
+
+@pytest.mark.parametrize(("prompt", "unused"), [("Why? ", ()), ("Another", ("prompt",))])
+def test_a_prompt_beside_whole_chats_is_named_unless_it_is_in_them(prompt, unused):
+    row = Fields({"prompt": prompt, "chosen": [ASKED, YES], "rejected": [ASKED, NO]})
+    assert parse_pairs(row, "here").content.chosen.messages == [ASKED, YES]
+    assert row.unused() == unused

@@ -122,7 +122,33 @@ def test_tools_are_given_to_the_template(prompt, tools):
     assert found == Question(Chat([ASKED], TOOLS), None)
 
 
+@pytest.mark.parametrize("prompt", ["Why?", [ASKED]])
+def test_earlier_turns_are_before_the_prompt(prompt):
+    found = question({"prompt": prompt, "history": [["Who?", "I."]]})
+    earlier = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
+    assert found == Question(Chat([*earlier, ASKED]), None)
+
+
 # -- the expected answer
+
+
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
+
+
+@pytest.mark.parametrize(
+    "answer", [{**SAID, "tool_calls": [CALL]}, {**SAID, "reasoning_content": "It is so."}]
+)
+@pytest.mark.parametrize("form", ["messages", "completion", "text + completion"])
+def test_an_expected_answer_with_calls_or_reasoning_is_a_chat(answer, form):
+    row = {
+        "messages": {"messages": [ASKED, answer]},
+        "completion": {"prompt": [ASKED], "completion": [answer]},
+        "text + completion": {"prompt": "Why?", "completion": [answer]},
+    }[form]
+    found = question(row)
+    assert found.prompt == Chat([ASKED])
+    assert isinstance(found.expected, Chat)
+    assert found.expected.messages == [ASKED, answer]
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -228,7 +254,7 @@ def test_any_row_is_a_question_or_one_error(row):
     except UserError as error:
         message = str(error)
     else:
-        assert found.expected is None or isinstance(found.expected, str)
+        assert found.expected is None or isinstance(found.expected, str | Chat)
         message = "here: a question"
     assert re.fullmatch(r"here: [^\n]*", message)
 

@@ -291,10 +291,11 @@ def test_values_that_json_lacks_are_texts_or_left_out():
     import datetime
     import decimal
 
-    row = {"d": datetime.date(2024, 1, 2), "n": decimal.Decimal("1.5"), "b": b"\x00", "f": 1.0}
+    row = {"d": datetime.date(2024, 1, 2), "n": decimal.Decimal("1.5"), "b": b"\xff", "f": 1.0}
+    row["t"] = b"ok"
     pq.write_table(pa.Table.from_pylist([row, {**row, "f": float("nan")}]), "a.parquet")
     first, second = read(Path("a.parquet"))
-    assert first == {"d": "2024-01-02", "n": "1.5", "b": None, "f": 1.0}
+    assert first == {"d": "2024-01-02", "n": "1.5", "b": {"bytes": 1}, "t": "ok", "f": 1.0}
     assert second["f"] is None
 
 

@@ -16,8 +16,17 @@ from hypothesis import strategies as st
 
 from tests.conftest import chat, write_rows
 from your_ai.data import lines, rows
-from your_ai.data.lines import ROW_LIMIT, RowLimit, checked_sha256
-from your_ai.data.rows import Chat, Pair, Row, Text, parse_line, read_rows, with_progress
+from your_ai.data.lines import ROW_LIMIT, Fields, RowLimit, checked_sha256
+from your_ai.data.rows import (
+    Chat,
+    Pair,
+    Row,
+    Text,
+    parse_line,
+    parse_row,
+    read_rows,
+    with_progress,
+)
 from your_ai.errors import UserError
 from your_ai.gates import text
 
@@ -67,6 +76,39 @@ def test_tools_of_prompt_and_completion_messages_are_read(as_text):
         "tools": json.dumps(tools) if as_text else tools,
     }
     assert content_of(row).tools == tools
+
+
+def test_texts_alone_are_turns_of_which_a_person_has_the_first():
+    assert content_of({"conversations": ["q", "a", "q"]}) == Chat([USER, ASSISTANT, USER])
+
+
+CALLS = [{"name": "add", "arguments": {"a": 1}}]
+
+
+@pytest.mark.parametrize("answer", [CALLS, json.dumps(CALLS), json.dumps(CALLS[0])])
+@pytest.mark.parametrize("keys", [("prompt", "completion"), ("instruction", "output")])
+def test_an_answer_that_calls_the_tools_of_its_row_is_calls(answer, keys):
+    if keys[1] == "output" and not isinstance(answer, str):
+        return
+    row = {**dict(zip(keys, ("q", answer), strict=True)), "tools": [{"name": "add"}]}
+    found = content_of(row)
+    call = {"type": "function", "function": CALLS[0]}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert (found.messages, found.first_trained) == ([USER, said], 1)
+
+
+@pytest.mark.parametrize("answer", ['[{"name": "other"}]', "[1]", "[", "[]", '{"a": 1}', "a"])
+def test_any_other_answer_beside_tools_is_text(answer):
+    found = content_of({"prompt": "q", "completion": answer, "tools": [{"name": "add"}]})
+    assert found.messages == [USER, {"role": "assistant", "content": answer}]
+
+
+@pytest.mark.parametrize(("own", "unused"), [("Be brief.", ()), ("Be kind.", ("system",))])
+def test_a_system_prompt_beside_another_is_named(own, unused):
+    first = {"role": "system", "content": own}
+    row = Fields({"system": "Be brief.", "messages": [first, USER, ASSISTANT]})
+    assert parse_row(row, "here").content == Chat([first, USER, ASSISTANT])
+    assert row.unused() == unused
 
 
 def test_an_empty_list_of_tools_is_None():
@@ -275,7 +317,7 @@ BAD = {
         {"system": "s", "conversations": [{"from": "human"}]},
         "conversations[0]: content: expected",
     ),
-    "weight as text": ({"text": "x", "weight": "1"}, "weight: expected a number, found '1'"),
+    "weight as text": ({"text": "x", "weight": "much"}, "weight: expected a number, found much"),
     "weight null": ({"text": "x", "weight": None}, "weight: expected a number, found None"),
     "weight true": ({"text": "x", "weight": True}, "weight: expected a number, found True"),
     "weight negative": ({"text": "x", "weight": -1}, "weight -1: must be finite and at least 0"),
@@ -287,7 +329,7 @@ BAD = {
         {"messages": [USER, {"role": "assistant", "content": "a", "weight": 2}]},
         "messages[1]: weight 2: must be 0 or 1 in a message",
     ),
-    "weight of a bad row": ({"messages": [USER], "weight": "1"}, "weight: expected a number"),
+    "weight of a bad row": ({"messages": [USER], "weight": "x"}, "weight: expected a number"),
 }
 
 

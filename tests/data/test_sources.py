@@ -19,6 +19,7 @@ from tests.data.test_records import ROWS, write_csv, written
 from your_ai.config import DEMO, TrainConfig
 from your_ai.data import sources
 from your_ai.data.lines import ORIGIN, file_of_first_row
+from your_ai.data.preferences import parser_of
 from your_ai.data.rows import Chat, read_rows
 from your_ai.data.sources import (
     LEAST_HELD_OUT,
@@ -366,6 +367,35 @@ def test_invalid_data_paths_are_refused(own_folder):
         with pytest.raises(UserError, match=r"^--data ") as caught:
             found(data)
         assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("objective", "row"),
+    [
+        ("sft", {"messages": json.dumps(chat("Why?", "So.")["messages"])}),
+        ("sft", {"prompt": "Why?", "completion": "So.", "weight": "0.5"}),
+        ("sft", {"prompt": "Why?", "completion": "So.", "history": "[]"}),
+        ("grpo", {"prompt": '[ {"role": "user", "content": "Why?"}]'}),
+        ("dpo", {"prompt": "Why?", "chosen": '[{"role": "assistant", "content": "So."}]',
+                 "rejected": '[{"role": "assistant", "content": "No."}]'}),
+        ("dpo", {"input": {"messages": [{"role": "user", "content": "Why?"}]},
+                 "preferred_output": [{"role": "assistant", "content": "So."}],
+                 "non_preferred_output": [{"role": "assistant", "content": "No."}]}),
+        ("dpo", {"system": "Be brief", "question": "Why?", "chosen": "So.", "rejected": "No."}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_row_is_the_same_in_every_form(objective, row):
+    write_rows(Path("a.jsonl"), [row])
+    Path("b.json").write_text(json.dumps([row]))
+    found = []
+    for name in ("a.jsonl", "b.json"):
+        config = TrainConfig(data=name, objective=objective, valid="none")
+        path = find_splits(config).files["train"]
+        (parsed,) = read_rows(path, parse=parser_of(config.row_kind))
+        found.append((parsed.content, parsed.weight, parsed.unused))
+    assert found[0] == found[1]
+    assert "'Why?'" in repr(found[0][0])
 
 
 def test_every_row_is_checked_before_a_model_is_downloaded():

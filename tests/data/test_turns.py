@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from your_ai.data.turns import parse_message, parse_tools
+from your_ai.data.turns import parse_message, parse_tools, parse_turns
 from your_ai.errors import UserError
 
 OBJECT = {"a": 1}
@@ -33,6 +34,40 @@ def test_a_turn_of_sharegpt_keeps_all_its_keys():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("role", ["role", "from", "speaker"])
+@pytest.mark.parametrize("content", ["content", "value", "text"])
+def test_role_and_content_have_other_names(role, content):
+    assert parsed(**{role: "human", content: "x"}) == {"role": "user", "content": "x"}
+
+
+def test_a_text_beside_a_content_stays_a_key():
+    found = {"role": "user", "content": "x", "text": "y"}
+    assert parsed(**found) == found
+
+
+@pytest.mark.parametrize("names", [("user", "assistant"), ("Human", "gpt")])
+def test_an_object_of_texts_by_role_is_messages(names):
+    turns = parse_turns([dict(zip(names, "ab", strict=True)), {"user": "c"}], "turns", "here")
+    assert [(turn["role"], turn["content"]) for turn in turns] == [
+        ("user", "a"), ("assistant", "b"), ("user", "c"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", [{"mm": "5 é"}, [{"mm": 5}], ["a", 1], []])
+def test_the_result_of_a_tool_may_be_an_object(content):
+    text = json.dumps(content, ensure_ascii=False) if content else ""
+    assert parsed(role="tool", content=content)["content"] == text
+    parts = [{"type": "text", "text": "x"}]
+    assert parsed(role="tool", content=parts)["content"] == "x"
+
+
+def test_an_error_of_a_message_names_its_keys():
+    with pytest.raises(UserError, match="found nothing; keys found: role, refusal"):
+        parsed(role="assistant", refusal="No.")
+    with pytest.raises(UserError, match='"role" and "content"; keys found: input, output'):
+        parsed(input="a", output="b")
+
+
 @pytest.mark.parametrize("arguments", [OBJECT, '{"a": 1}', '"{\\"a\\": 1}"'])
 @pytest.mark.parametrize("flat", [True, False])
 def test_arguments_of_a_call_are_an_object_whatever_they_were(arguments, flat):
@@ -40,6 +75,12 @@ def test_arguments_of_a_call_are_an_object_whatever_they_were(arguments, flat):
     calls = [call if flat else {"type": "function", "function": call}]
     found = parsed(role="assistant", content=None, tool_calls=calls)
     assert found == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+
+@pytest.mark.parametrize("name", ["input", "args", "parameters"])
+def test_arguments_of_a_call_may_have_another_name(name):
+    found = parsed(role="assistant", content=None, tool_calls=[{"name": "f", name: OBJECT}])
+    assert found["tool_calls"] == [CALL]
 
 
 @pytest.mark.parametrize("nothing", ["", " ", "null", None, "{}", {}])
@@ -102,3 +143,10 @@ def test_tools_have_one_form():
     for row in ({"tools": [function]}, {"functions": [function]}, {"tools": whole}):
         assert parse_tools(row, "here") == whole
     assert parse_tools({"tools": "[]"}, "here") is parse_tools({"tools": ""}, "here") is None
+
+
+def test_tools_may_be_json_texts():
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert parse_tools({"tools": [json.dumps(tool), {"name": "f"}]}, "here") == [tool, tool]
+    with pytest.raises(UserError, match="here: tools: is not valid JSON"):
+        parse_tools({"tools": ["f"]}, "here")

@@ -21,7 +21,10 @@ from tests.conftest import (
     train_once,
     write_rows,
 )
+from tests.data.test_encode import make_tokenizer
+from your_ai.data.encode import Encoder
 from your_ai.data.prompts import PromptRows
+from your_ai.data.rows import read_rows
 from your_ai.errors import UserError
 from your_ai.generation import rollouts as generation
 from your_ai.run import events
@@ -32,6 +35,12 @@ from your_ai.session import new_run
 from your_ai.training import rollouts
 from your_ai.training.job import have_answers
 from your_ai.training.process import train_until_done
+
+CALLING = (
+    "{% for m in messages %}{{ m.role ~ ': ' ~ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '[CALL]' ~ c.function | tojson }}{% endfor %}"
+    "{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
 
 
 @pytest.fixture
@@ -62,6 +71,21 @@ def test_only_a_prompt_with_a_completion_has_an_answer_to_evaluate(own_folder, k
     rows = PromptRows(write_rows(own_folder / "p.jsonl", [{"prompt": "Ask", key: "Yes"}]))
     assert have_answers({"valid": rows}) == (key == "completion")
     assert have_answers({})
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_an_expected_call_is_what_is_trained_as_completions_are_decoded(own_folder, special):
+    tokenizer = make_tokenizer(CALLING, ("<|im_end|>", "[CALL]") if special else ("<|im_end|>",))
+    call = {"name": "add", "arguments": {"a": 1}}
+    asked = {"role": "user", "content": "1 + 1?"}
+    row = {"messages": [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    file = write_rows(own_folder / "p.jsonl", [row])
+    rows, encoder = PromptRows(file), Encoder(tokenizer)
+    (parsed,) = read_rows(file)
+    encoded = encoder.encode(parsed)
+    trained = tokenizer.decode(encoded.tokens[encoded.trained].tolist(), skip_special_tokens=True)
+    assert rollouts.asked_of(rows, 0, encoder)["expected"] == trained
+    assert trained == ("" if special else "[CALL]") + '{"name": "add", "arguments": {"a": 1}}'
 
 
 def test_rollouts_are_written_with_their_rewards(rewarded):

@@ -36,6 +36,7 @@ def data(
     prompt_template: Annotated[str, typer.Option(help=text_of("prompt_template"))] = "",
     mask_prompt: Annotated[bool, typer.Option(help=text_of("mask_prompt"))] = True,
     max_seq_length: Annotated[int, typer.Option(help=text_of("max_seq_length"))] = 2048,
+    too_long: Annotated[str, typer.Option(help=text_of("too_long"))] = "error",
     objective: Annotated[str, typer.Option(help=text_of("objective"))] = "sft",
     draw: Annotated[int, typer.Option(help="Number of rows to show.", min=0, max=1000)] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -50,6 +51,7 @@ def data(
     settings |= {"columns": columns_of(columns)}
     settings |= {"mask_prompt": mask_prompt, "max_seq_length": max_seq_length}
     settings |= {"objective": coerce("objective", objective, "--objective")}
+    settings |= {"too_long": coerce("too_long", too_long, "--too-long")}
     if model is not None:
         settings["model"] = model
     fetch_datasets(path, open_console(stderr=True), yes)

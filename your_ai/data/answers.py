@@ -12,12 +12,13 @@ from your_ai.data.chat_template import (
     MOST_TRIED,
     ChatTemplate,
     LeftOut,
+    contains,
     kind_of_message,
     marked_message,
     reasoning_of,
     split_thought,
 )
-from your_ai.data.notes import Notes
+from your_ai.data.notes import Notes, compared
 from your_ai.data.rows import Chat
 from your_ai.data.template import TemplateRefused
 from your_ai.data.turns import ASSISTANT, REASONING, USER
@@ -119,9 +120,19 @@ class ChatAnswers:
         if token := next(filter(None, (self.template.wrote(m["content"]) for m in messages)), None):
             note = f"messages have tokens of the chat template, such as {token}, in their text"
             self.notes.add(note, where)
-        for key in sorted({key for message in messages for key in message} - KEYS):
-            if not self.template.names(key) and f".{key}" not in self.template.source:
-                self.notes.add(f"the key {shortened(key)} of messages is not used", where)
+        unused = {
+            key for message in messages for key in {*message} - KEYS
+            if not self.template.names(key) and f".{key}" not in self.template.source
+        }  # fmt: skip
+        speakers = (m.get("name") for m in messages if m["role"] in (USER, ASSISTANT))
+        if not all(contains(text, str(name)) for name in speakers if name):
+            unused.add("name")  # that of a tool is in its call
+        for key in sorted(unused):
+            self.notes.add(f"the key {shortened(key)} of messages is not used", where)
+        for call in (call for message in messages for call in message.get("tool_calls", ())):
+            for key in sorted({*call["function"]} - {"name", "arguments"}):
+                if not contains(text, str(call["function"][key])):
+                    self.notes.add(f"the key {shortened(key)} of calls is not used", where)
         for index in trained_turns(chat):
             turn = messages[index]
             if not (turn["content"].strip() or turn.get("tool_calls") or reasoning_of(turn)):
@@ -217,8 +228,13 @@ class ChatAnswers:
         """Whether an answer at `start` is trained, although the prompt of generation, `before`, is
         not what the text begins with: only if that has no more than something at its end."""
         if not before.startswith(text[:start]):
-            self.notes.add("answers whose earlier turns look different in generation: not trained",
-                           where)  # fmt: skip
+            same = common_prefix(text[:start], before)
+            parts = (whole[max(same - 10, 0) : same + 20] for whole in (text[:start], before))
+            self.notes.add(
+                "answers whose earlier turns look different in generation are not trained; a row "
+                "that ends with such an answer trains it",
+                compared(where, *parts),
+            )
             return False
         added = shortened(repr(before[start:]))
         self.notes.add(f"generation begins answers with {added}, which is not trained", where)

@@ -18,7 +18,7 @@ from typing import Any
 
 from your_ai.data.lines import ROW_LIMIT, RowLimit
 from your_ai.data.template import TEMPLATE_CHARACTERS, render, render_all
-from your_ai.data.turns import ASSISTANT, MEANINGS, REASONING, SYSTEM, USER
+from your_ai.data.turns import ASSISTANT, MEANINGS, REASONING, SYSTEM, USER, name_of_tool
 from your_ai.errors import UserError
 
 # A fixed date: templates that print today's date would give other tokens tomorrow, so a resumed
@@ -291,9 +291,3 @@ def marked_tool(tool: Any) -> Any:
     if not isinstance(tool, dict) or not isinstance(tool.get("function"), dict):
         return tool
     return {**tool, "function": {**tool["function"], "name": mark(0, "t")}}
-
-
-def name_of_tool(tool: Any) -> str | None:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    return name if isinstance(name, str) else None

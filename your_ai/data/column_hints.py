@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from your_ai.data.lines import ROLE_NAMES
 from your_ai.errors import UserError
 from your_ai.gates.text import shortened
 
@@ -27,9 +28,11 @@ WORDS = {
     "completion": ("completion", "answer", "response", "output", "repl", "solution", "target"),
     "prompt": ("prompt", "question", "ask", "instruction", "query", "input", "request"),
 }
+OWN_MEANING = ("system", "tools", "functions")  # columns that need no role
 TRUTHS = ("true", "false", "yes", "no", "0", "1", "-1", "good", "bad")
 MISSING = "COLUMN"
 MEANINGS = {
+    "messages": "the conversation",
     "prompt": "the question",
     "completion": "the answer",
     "chosen": "the good answer",
@@ -47,6 +50,19 @@ class UnknownColumns(UserError):
         self.where, self.record = where, record
 
 
+def opened(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with the parts of objects as columns, such as `translation.en`."""
+    return {
+        name: value
+        for outer, whole in record.items()
+        for name, value in (
+            {f"{outer}.{part}": value for part, value in opened(whole).items()}
+            if isinstance(whole, dict) and whole
+            else {outer: whole}
+        ).items()
+    }
+
+
 def likely_columns(kind: str, record: Mapping[str, Any]) -> dict[str, str]:
     """Role -> the column that probably has it, for the roles that rows of this kind need.
 
@@ -54,25 +70,28 @@ def likely_columns(kind: str, record: Mapping[str, Any]) -> dict[str, str]:
     columns: the longest texts, in their order. Roles for which no column is left are not in it.
     """
     roles = roles_of(kind, record)
-    names = {name: plain(name) for name in record}
+    names = {name: plain(name) for name in record if plain(name) not in OWN_MEANING}
     found: dict[str, str] = {}
     for role, words in WORDS.items():
         if role in roles:
-            fits = (n for n in names if fits_role(role, record[n]) and n not in found.values())
-            named = [n for n in fits if any(word in names[n] for word in words)]
+            fits = [n for n in names if fits_role(role, record[n]) and n not in found.values()]
+            named = [n for n in fits if names[n] == role]
+            named += [n for n in fits if any(word in names[n] for word in words)]
             found |= {role: named[0]} if named else {}
     for role in (role for role in roles if role not in found):
         left = [n for n in names if fits_role(role, record[n]) and n not in found.values()]
         wanted = sum(fits_role(role, "text") for role in roles if role not in found)
         longest = sorted(left, key=lambda n: -len(str(record[n])))[: max(wanted, 1)]
-        if not longest and fits_role(role, "text"):  # an answer may be a number
-            longest = [n for n in names if n not in found.values()][-1:]
+        if not longest and role == "completion":  # an answer may be a number
+            longest = [n for n in names if n not in found.values() and is_number(record[n])][-1:]
         found |= {role: min(longest, key=list(names).index)} if longest else {}
     return {role: found[role] for role in roles if role in found}
 
 
 def roles_of(kind: str, record: Mapping[str, Any]) -> tuple[str, ...]:
     """The roles that a record of this kind probably has."""
+    if kind in ("answers", "prompts") and any(fits_role("messages", v) for v in record.values()):
+        return ("messages",)
     may_be_scored = kind == "rated" and any(map(is_number, record.values()))
     if kind in ("labels", "rated") and names_pair(record):
         return PAIR
@@ -95,7 +114,11 @@ def fits_role(role: str, value: Any) -> bool:
         return isinstance(value, bool) or str(value).strip().lower() in TRUTHS
     if role == "score":
         return is_number(value)
-    return isinstance(value, list) or (isinstance(value, str) and not is_number(value))
+    if isinstance(value, list):
+        turns = (turn for turn in value if isinstance(turn, dict))
+        keys = {key for turn in turns for key in turn}
+        return bool(keys & {*ROLE_NAMES}) or (role == "completion" and "name" in keys)  # calls
+    return role != "messages" and isinstance(value, str) and not is_number(value)
 
 
 def is_number(value: Any) -> bool:
@@ -113,6 +136,7 @@ def columns_option(kind: str, record: Mapping[str, Any], answer_only: bool = Fal
 
     answer_only: the prompt is made by --prompt-template.
     """
+    record = opened(record)
     likely, roles = likely_columns(kind, record), roles_of(kind, record)
     wanted = [role for role in roles if not (answer_only and role == "prompt")] or roles
     text = ",".join(f"{role}={shortened(likely.get(role, MISSING), 60)}" for role in wanted)

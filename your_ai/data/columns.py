@@ -16,11 +16,12 @@ from your_ai.data.column_hints import (
     UnknownColumns,
     columns_option,
     names_pair,
+    opened,
     plain,
     roles_in_words,
 )
-from your_ai.data.lines import read_json
-from your_ai.data.preferences import kind_of
+from your_ai.data.lines import looks_like_messages, parsed_texts
+from your_ai.data.preferences import SCORE, kind_of
 from your_ai.data.prompts import is_prompt_row
 from your_ai.data.rows import FORMATS
 from your_ai.data.template import TooSlow, limited_memory, limited_time
@@ -47,7 +48,8 @@ COMPLETE_PREFERENCES = (
     *({"prompt", *PAIR}, {*PAIR}, {"prompt", "completion", "label"}),
     *({"prompt", "completion", "score"}, {"messages", "score"}),
 )
-FORMAT_KEYS = {key for keys in FORMATS for key in keys}
+LEFT_OUT = {*(key for keys in FORMATS for key in keys), "weight", "label"}
+NOTHING = (None, "", [], {})
 TEMPLATE_BYTES = 1 << 20
 TEMPLATE_SECONDS = 3.0
 # In a template: of the length of a text or list and a number, and an exponent.
@@ -65,10 +67,14 @@ class Layout:
     """(record, where) -> prompt, of --prompt-template."""
     kind: str = "answers"
     """Of the rows, as `TrainConfig.row_kind`."""
+    rendered: frozenset[str] = frozenset()
+    """The columns that --prompt-template uses."""
     unused: bool = True
     """Whether no record had the columns so far."""
     guesses: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
     """The roles that were guessed, by the columns of the records."""
+    left: dict[str, None] = field(default_factory=dict)
+    """Columns that are in no row, because they would be taken for its format."""
 
     @property
     def labeled(self) -> bool:
@@ -88,29 +94,32 @@ class Layout:
         --columns says so: it may be the weight of a parcel.
         Raises UserError if the record has not the columns for it.
         """
-        has_columns = self.columns and all(column in record for column in self.columns.values())
-        if self.prompts:
-            is_whole = is_prompt_row(record)
-        else:
-            is_whole = is_known(record) and not lacks_prompt(record)
-        is_whole = is_whole and not (self.labeled and lacks_label(record))
-        if self.render_prompt is None and not has_columns and is_whole:
-            return parsed_texts(record, where)
+        whole, wanted = record, {*self.columns.values()}
+        missing = wanted - record.keys()
+        if missing and missing & (parts := opened(record)).keys():
+            record = parts
+        has_columns = self.columns and wanted <= record.keys()
+        if self.render_prompt is None and not has_columns and self.is_known(whole):
+            return parsed_texts(whole, where)
         self.unused = False
         roles = dict(self.columns) or self.guessed(record, where)
-        taken = {*roles.values(), *FORMAT_KEYS, "weight", "label"}
-        kept = {"messages", "conversations", "text"} if self.prompts else taken
-        row = {name: value for name, value in record.items() if name not in kept}
+        keys = {"messages", "conversations", "text"} if self.prompts else LEFT_OUT
+        used = {*roles.values()} if self.prompts else {*roles.values(), *self.rendered}
+        left = {name for name in keys & record.keys() - used if record[name] not in NOTHING}
+        self.left.update(dict.fromkeys(sorted(left)))
+        kept = whole if self.prompts else record
+        out = keys if self.prompts else keys | used
+        row = {name: value for name, value in kept.items() if name not in out}
         for role, column in roles.items():
             if column not in record:
                 raise UserError(
                     f"{where}: has no column {shortened(column)}, which is to be the {role}; "
-                    f"columns: {listed(record)}; say what they are with "
+                    f"columns: {listed(whole)}; say what they are with "
                     f"{columns_option(self.kind, record, self.render_prompt is not None)}"
                 )
             value = record[column]
             is_text = role not in ("messages", "label", *NUMBERS) and not isinstance(value, list)
-            is_text = is_text and not (role == "input" and value is None)
+            is_text = is_text and not (role in ("input", "system") and value is None)
             if self.prompts and role in ("completion", "system"):
                 is_text = False  # they may be missing; `parse_prompts` takes what is there
             row[role] = as_text(value, column, where) if is_text else value
@@ -118,9 +127,17 @@ class Layout:
             row["prompt"] += f"\n\n{more}"
         if self.render_prompt is not None:
             row["prompt"] = self.render_prompt(record, where)
-        row = parsed_texts(row, where)
-        joins = "system" in roles and PAIR[0] not in roles and not self.prompts
-        return with_system(row, where) if joins else row
+        if "system" in roles and "text" in roles:
+            raise UserError(f"{where}: --columns system: a text has no system prompt")
+        return parsed_texts(row, where)
+
+    def is_known(self, record: Mapping[str, Any]) -> bool:
+        """Whether the record is in a known format, with all that belongs to it."""
+        if self.labeled and lacks_label(record):
+            return False
+        if self.prompts:
+            return is_prompt_row(record)
+        return kind_of(record) is not None and not lacks_prompt(record)
 
     def guessed(self, record: Mapping[str, Any], where: str) -> dict[str, str]:
         """The roles of the record's columns by their names; raises UserError if they do not tell.
@@ -140,11 +157,9 @@ class Layout:
             for found in self.guesses.values()
         )
         notes = [f"guessed from the names of the columns: {text}" for text in said]
-        left = {c for key, roles in self.guesses.items() for c in {*key} - {*roles.values()}}
-        left &= {*FORMAT_KEYS, "weight", "label"}  # the others are named when rows are read
-        if left and not self.prompts:
+        if self.left:  # the others are named when rows are read
             ways = "see --columns and --prompt-template"
-            notes.append(f"columns that are not used: {listed(sorted(left))}; {ways}")
+            notes.append(f"columns that are not used: {listed(sorted(self.left))}; {ways}")
         return notes
 
 
@@ -163,7 +178,8 @@ def layout_of(columns: Sequence[str], prompt_template: str, kind: str = "answers
             f"--columns {min(taken)}=...: cannot be combined with --prompt-template, which makes "
             "the prompt"
         )
-    return Layout(roles, template_of(prompt_template), kind)
+    render, rendered = template_of(prompt_template)
+    return Layout(roles, render, kind, rendered)
 
 
 def parse_columns(columns: Sequence[str], kind: str = "answers") -> dict[str, str]:
@@ -232,6 +248,9 @@ def guess(
             where,
             record,
         )
+    if kind == "rated" and SCORE not in by_name:
+        text = f"{where}: {SCORE} is missing; columns: {listed(record)}; {hint}"
+        raise UnknownColumns(text, where, record)
     wanted = ({"completion"},) if answer_only else COMPLETE
     for complete in wanted:
         roles = {role: found[role] for role in NAMES if role in complete}
@@ -277,7 +296,7 @@ def lacks_prompt(record: Mapping[str, Any]) -> bool:
     """Whether a pair of texts has its prompt in a column with another name."""
     if kind_of(record) != "pairs" or "prompt" in record:
         return False
-    texts = all(isinstance(record[name], str) for name in PAIR)
+    texts = all(isinstance(record.get(name), str) for name in PAIR)
     names = {plain(name) for name in record}
     return texts and not looks_like_messages(record[PAIR[0]]) and bool(names & {*NAMES["prompt"]})
 
@@ -291,11 +310,6 @@ def listed(names: Collection[str]) -> str:
     return shortened(", ".join(names)) or "none"
 
 
-def is_known(record: Mapping[str, Any]) -> bool:
-    """Whether the record has the keys of a known format."""
-    return kind_of(record) is not None
-
-
 def as_text(value: Any, column: str, where: str) -> str:
     """A cell as text. Raises UserError for what has no obvious text."""
     if isinstance(value, str):
@@ -306,46 +320,13 @@ def as_text(value: Any, column: str, where: str) -> str:
     raise UserError(f"{where}: column {shortened(column)}: expected text, found {kind}")
 
 
-def parsed_texts(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The row with those fields as values that tables can only have as text."""
-    row = dict(row)
-    keys = ["messages", "conversations"]
-    keys += [key for key in ("prompt", "chosen", "rejected") if looks_like_messages(row.get(key))]
-    for key in keys:
-        if isinstance(row.get(key), str):
-            row[key] = read_json(row[key], f"{where}: {key}")
-    if isinstance(row.get("weight"), str):
-        try:
-            row["weight"] = float(row["weight"])
-        except ValueError as error:
-            text = shortened(row["weight"]) or "nothing"
-            raise UserError(f"{where}: weight: expected a number, found {text}") from error
-    return row
+def template_of(name: str) -> tuple[Callable[[Mapping[str, Any], str], str], frozenset[str]]:
+    """Read a Jinja template, which runs in a sandbox, and the columns that it uses.
 
-
-def looks_like_messages(value: Any) -> bool:
-    """Whether a text is a list of messages as JSON, as tables have them."""
-    return isinstance(value, str) and value.startswith('[{"') and value.endswith("}]")
-
-
-def with_system(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """The row as a chat that begins with its system prompt."""
-    if "text" in row and "prompt" not in row and "messages" not in row:
-        raise UserError(f"{where}: --columns system: a text has no system prompt")
-    system = row.pop("system")
-    turns = row.pop("messages", None)
-    if turns is None:
-        asked, answer = row.pop("prompt"), row.pop("completion")
-        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-    if not isinstance(turns, list):
-        raise UserError(f"{where}: messages: expected a list of messages")
-    first = [{"role": "system", "content": system}] if system else []
-    return {**row, "messages": first + turns}
-
-
-def template_of(name: str) -> Callable[[Mapping[str, Any], str], str]:
-    """Read a Jinja template, which runs in a sandbox. Raises UserError if it is not valid."""
+    Raises UserError if it is not valid.
+    """
     import jinja2
+    import jinja2.meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
     path = Path(name).expanduser()
@@ -377,6 +358,7 @@ def template_of(name: str) -> Callable[[Mapping[str, Any], str], str]:
     try:
         with limited_time(TEMPLATE_SECONDS), limited_memory(TEMPLATE_ROOM_BYTES):
             template = environment.from_string(source)  # it computes constants
+            used = jinja2.meta.find_undeclared_variables(environment.parse(source))
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"{label}: line {error.lineno}: {error.message}") from error
     except TooSlow:
@@ -402,4 +384,4 @@ def template_of(name: str) -> Callable[[Mapping[str, Any], str], str]:
             raise UserError(f"{where}: {label}: renders an empty prompt")
         return text
 
-    return render
+    return render, frozenset(used)

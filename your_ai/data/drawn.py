@@ -7,19 +7,22 @@ the row, the texts of the row are shown as they are.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import cycle, pairwise
 from typing import Any
 
 import numpy as np
 
+from your_ai.config import TrainConfig
 from your_ai.data.answers import trained_turns
 from your_ai.data.encode import EncodedRow, Encoder
+from your_ai.data.examples import pieces_of
 from your_ai.data.rows import Chat, Labeled, Pair, Preference, Question, Row, Scored, Text
 from your_ai.errors import UserError
 
 DRAWN_TOKENS = 400  # of a row that is shown
 DRAWN_CHARACTERS = 4 * DRAWN_TOKENS
+SCORE = " (score)"  # where a reward model scores a text
 CHOSEN, REJECTED, GOOD, BAD = "chosen", "rejected", "good", "bad"
 
 
@@ -34,29 +37,42 @@ class DrawnRow:
     """Which answer it has: chosen, rejected, good or bad; empty for rows with only one kind."""
     problem: str = ""
     """Why training refuses it; empty if it does not."""
+    encoded: EncodedRow | None = None
+    """All of its tokens as they are trained; None if they are not known, or not trained."""
 
 
-def draw_row(row: Row, encoder: Encoder | None, mask_prompt: bool = True) -> list[DrawnRow]:
-    """The texts of a row; those of a pair are two.
+def draw_row(row: Row, encoder: Encoder | None, config: TrainConfig) -> list[DrawnRow]:
+    """The texts of a row as training takes them: two for a pair, more for one that is split.
 
-    encoder: None without a tokenizer. mask_prompt: whether only answers are trained.
+    encoder: None without a tokenizer.
     """
     contents = contents_of(row.content)
     problem = ""
     if encoder is not None:
         try:
-            encoded = encoder.encode_all(row)
-            answers = [answer for answer, _ in contents]
-            return [
-                DrawnRow(row.where, encoded_parts(text, encoder.tokenizer), answer)
-                for text, answer in zip(encoded, answers, strict=True)
-            ]
+            pieces = pieces_of(row, encoder, config.max_seq_length, config.too_long)
+            kept = [piece.example for piece in pieces if piece.example is not None]
         except UserError as error:
             problem = str(error)
+        else:
+            if kept:
+                answers = cycle(answer for answer, _ in contents)
+                return [drawn_piece(row, e, encoder, next(answers)) for e in kept]
+            problem = f"{row.where}: nothing is left to train"
     return [
-        DrawnRow(row.where, plain_parts(content, mask_prompt), answer, problem)
+        DrawnRow(row.where, plain_parts(content, config.mask_prompt), answer, problem)
         for answer, content in contents
     ]
+
+
+def drawn_piece(row: Row, encoded: EncodedRow, encoder: Encoder, answer: str) -> DrawnRow:
+    if isinstance(row.content, Question):  # its tokens are read, and those of completions trained
+        encoded = replace(encoded, trained=np.zeros_like(encoded.trained))
+    parts = encoded_parts(encoded, encoder.tokenizer)
+    if encoder.kind == "rated":  # the last token is only the place of the score
+        text = replace(encoded, tokens=encoded.tokens[:-1], trained=encoded.trained[:-1])
+        parts = (*encoded_parts(text, encoder.tokenizer), (SCORE, True))
+    return DrawnRow(row.where, parts, answer, encoded=encoded)
 
 
 def contents_of(content: Any) -> list[tuple[str, Any]]:

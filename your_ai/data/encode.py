@@ -20,7 +20,7 @@ import numpy as np
 from your_ai.data.answers import ChatAnswers, trained_turns
 from your_ai.data.chat_template import ChatTemplate, reasoning_of
 from your_ai.data.lines import ROW_LIMIT, RowLimit
-from your_ai.data.notes import Notes, not_used
+from your_ai.data.notes import Notes, compared, not_used
 from your_ai.data.preferences import Kind
 from your_ai.data.rows import Chat, Labeled, Pair, Preference, Question, Row, Scored, Text, texts_of
 from your_ai.data.windows import (
@@ -262,13 +262,18 @@ class Encoder:
         start, end = self.answers.turn_span(text, chat, len(chat.messages) - 1, where) or (0, 0)
         return self._without_end(text[start:end])
 
+    def expected_of(self, question: Question, where: str) -> str | None:
+        """The expected answer of a question as the model is to write it; None without one."""
+        expected = question.expected
+        return self.expected(expected, where) if isinstance(expected, Chat) else expected
+
     def _without_end(self, text: str) -> str:
         text = text.rstrip()
         ends = (end for end in self.end_tokens if text.endswith(end))
         return text.removesuffix(max(ends, key=len, default=""))
 
     def _prompt_of_question(self, question: Question, where: str) -> SamplePrompt:
-        chat, expected = self._as_chat(question), question.expected or ""
+        chat, expected = self._as_chat(question), self.expected_of(question, where) or ""
         if isinstance(chat, str):
             return SamplePrompt(chat, chat, expected)
         rendered = self.template.render(chat.messages, chat.tools, where, answer_next=True)
@@ -394,10 +399,13 @@ class Encoder:
         if not cuts:
             return tokens
         if cuts[0] != borders[-1]:
+            cut, starts, ends = cuts[0], tokens.starts, tokens.ends
+            begin = int(starts[starts < cut].max(initial=0))
+            end = int(ends[ends > cut].min(initial=len(text)))
             self.notes.add(
-                "generation has other tokens where earlier answers begin: the chat template "
-                "ends there in the middle of a token",
-                where,
+                "later answers are trained after other tokens than in generation, because an "
+                "earlier one begins in the middle of a token; train one answer per row to avoid it",
+                compared(where, f"{text[begin:cut]}|{text[cut:end]}", text[begin:end]),
             )
         found = []
         for first, past in pairwise([0, *cuts, len(text)]):

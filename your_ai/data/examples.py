@@ -20,13 +20,13 @@ import numpy as np
 from your_ai.data.encode import EncodedRow, Encoder, to_score
 from your_ai.data.lines import RowLimit, checked_sha256, files_of_rows
 from your_ai.data.notes import Notes, notes_from
-from your_ai.data.preferences import of_one_form, parser_of, with_other_answers
+from your_ai.data.preferences import Kind, of_one_form, parser_of, with_other_answers
 from your_ai.data.rows import FLOAT32_MAX, Labeled, Preference, Row, Scored, read_rows
 from your_ai.errors import UserError
 from your_ai.files import atomic_folder, sha256
 from your_ai.gates.text import counted
 
-FORMAT = 6  # increase it when the encoding of rows changes, so that old caches are not used
+FORMAT = 7  # increase it when the encoding of rows changes, so that old caches are not used
 KEEP_CACHE_DAYS = 30
 ARRAYS = ("tokens.bin", "trained.bin", "starts.npy", "weights.npy", "labels.npy", "ratings.npy")
 TALLY = "tally.json"
@@ -124,10 +124,7 @@ def load_examples(
     folder = cache / "examples" / key
     examples = open_examples(folder)
     if examples is None or not has_tokens(examples, encoder.vocabulary):
-        rows = watch(read_rows(path, encoder.limit, parser_of(encoder.kind)))
-        rows = with_other_answers(rows) if encoder.kind == "labels" else rows
-        rows = of_one_form(rows) if encoder.kind == "rated" else rows
-        rows = encoder.ahead(rows)
+        rows = encoder.ahead(rows_of(path, encoder.kind, encoder.limit, watch))
         pieces = (
             piece for row in rows for piece in pieces_of(row, encoder, max_seq_length, too_long)
         )
@@ -144,6 +141,21 @@ def load_examples(
             f"{name}: no row has an answer within --max-seq-length {max_seq_length}; raise it"
         )
     return examples
+
+
+def rows_of(
+    path: Path,
+    kind: Kind,
+    limit: RowLimit,
+    watch: Callable[[Iterator[Row]], Iterator[Row]] = iter,
+) -> Iterator[Row]:
+    """The rows of a JSONL file as `pieces_of` takes them: labeled answers with those of other rows.
+
+    watch: as in `load_examples`. Raises UserError for a bad row.
+    """
+    rows = watch(read_rows(path, limit, parser_of(kind)))
+    rows = with_other_answers(rows) if kind == "labels" else rows
+    return of_one_form(rows) if kind == "rated" else rows
 
 
 def check_weights(split: str, path: Path, examples: Examples, limit: RowLimit) -> None:
@@ -208,7 +220,9 @@ def fitted_pieces(
     outcome = outcomes[0] if is_mismatched else max(outcomes, key=("whole", "truncated").index)
     kept = all(example is not None for example in examples)
     if kept and np.array_equal(examples[0].tokens, examples[1].tokens):
-        kept = False  # what differs was cut off
+        kept = False
+        if outcome == "whole":  # or else what differs was cut off
+            encoder.notes.add("answers that another row gives, too, are not trained", row.where)
     yield Piece(examples[0] if kept else None, row.weight, outcome, good)
     if kept:
         yield Piece(examples[1], row.weight, "more", good)

@@ -20,6 +20,8 @@ MAX_DEPTH = 64  # nesting of objects and lists; JSON schemas of tools have about
 BLOCK_BYTES = 1 << 20
 ORIGIN = "your_ai: from"  # the key of a converted row's place, as `file:line`
 ROW_NUMBER = re.compile(r":( row )?\d+$")  # at the end of a place
+JSON_LIST = re.compile(r'\s*\[\s*[{"]')  # how a list of objects or texts begins
+ROLE_NAMES = ("role", "from", "speaker")  # of a message
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -187,7 +189,37 @@ def decode_row(line: bytes, where: str) -> tuple[dict, str]:
     """The object in a line, and the place that it was converted from, or else `where`."""
     row = decode_line(line, where)
     place = row.pop(ORIGIN, None)
-    return row, place if isinstance(place, str) else where
+    where = place if isinstance(place, str) else where
+    return parsed_texts(row, where), where
+
+
+def parsed_texts(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """The row with those fields as values that tables can only have as text."""
+    row = dict(row)
+    for key in ("messages", "conversations"):
+        if isinstance(row.get(key), str) and JSON_LIST.match(row[key]):
+            row[key] = read_json(row[key], f"{where}: {key}", "; write the list as JSON")
+    for key in ("prompt", "completion", "chosen", "rejected"):
+        if looks_like_messages(row.get(key)):
+            row[key] = read_json(row[key], f"{where}: {key}")
+    if isinstance(row.get("weight"), str):
+        try:
+            row["weight"] = float(row["weight"])
+        except ValueError as error:
+            text = shortened(row["weight"]) or "nothing"
+            raise UserError(f"{where}: weight: expected a number, found {text}") from error
+    return row
+
+
+def looks_like_messages(value: Any) -> bool:
+    """Whether a text is a list of messages as JSON, as tables have them."""
+    if not isinstance(value, str) or not JSON_LIST.match(value):
+        return False
+    try:
+        turns = read_json(value, "")
+    except UserError:
+        return False
+    return all(isinstance(t, dict) and any(name in t for name in ROLE_NAMES) for t in turns)
 
 
 def files_of_rows(path: Path, limit: RowLimit = ROW_LIMIT) -> str:

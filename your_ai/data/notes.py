@@ -9,6 +9,8 @@ from your_ai.gates.text import counted, shortened
 
 MOST_KINDS = 50  # a file whose every row has other columns is named with that many of them
 
+MORE = "more was noticed than these lines say"
+
 
 @dataclass
 class Notes:
@@ -18,9 +20,9 @@ class Notes:
     """Text -> the number of rows, and the place of the first."""
 
     def add(self, text: str, where: str) -> None:
-        if text in self.found or len(self.found) < MOST_KINDS:
-            count, first = self.found.get(text, (0, where))
-            self.found[text] = count + 1, first
+        text = text if text in self.found or len(self.found) < MOST_KINDS else MORE
+        count, first = self.found.get(text, (0, where))
+        self.found[text] = count + 1, first
 
     def add_all(self, others: Notes) -> None:
         for text, (count, first) in others.found.items():
@@ -46,6 +48,12 @@ def notes_from(content: Any) -> Notes:
             raise ValueError("expected texts, numbers and places")
         found[text] = count, first
     return Notes(found)
+
+
+def compared(where: str, trained: str, generated: str) -> str:
+    """The place of a row, with what is there in training and in generation."""
+    trained, generated = (shortened(repr(text), 60) for text in (trained, generated))
+    return f"{where} (trained: {trained}, in generation: {generated})"
 
 
 def not_used(column: str) -> str:

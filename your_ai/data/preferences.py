@@ -328,27 +328,25 @@ def preference_of(row: dict, where: str, alone: bool = False) -> Preference:
     alone: texts without a prompt and without a common beginning are compared as they are.
     """
     row = pair_of(row, where)
-    chosen, rejected, prompt = row["chosen"], row["rejected"], row.get("prompt")
+    chosen, rejected, prompt = row["chosen"], row["rejected"], dict.get(row, "prompt")
     if isinstance(chosen, list) != isinstance(rejected, list):
         raise UserError(f"{where}: chosen and rejected: expected two texts or two lists")
     if isinstance(chosen, list):
         return chats_of(row, prompt, where, alone)
     texts = (text_field(row, "chosen", where), text_field(row, "rejected", where))
-    if "prompt" not in row:
+    if "prompt" in row:
+        row["prompt"]
+    else:
         if alone and not beginning_of(*texts).strip() and all(text.strip() for text in texts):
             return Preference(*map(Text, texts))
         prompt, *texts = shared_text(*texts, where)
     for key, text in zip(("chosen", "rejected"), texts, strict=True):
         if not text.strip():
             raise UserError(f"{where}: {key}: is empty")
-    if isinstance(prompt, list):
-        asked = with_system(row, parse_turns(prompt, "prompt", where), where)
-        tools = parse_tools(row, where)
-        answers = ([{"role": ASSISTANT, "content": text}] for text in texts)
-        return Preference(*(Chat(asked + answer, tools, len(asked)) for answer in answers))
-    if not isinstance(prompt, str | int):
+    if not isinstance(prompt, str | int | list):
         raise UserError(f"{where}: prompt: expected text, found {type(prompt).__name__}")
-    return Preference(*(as_chat(row, str(prompt), text, where) for text in texts))
+    prompt = str(prompt) if isinstance(prompt, int) else prompt
+    return Preference(*(as_chat(row, prompt, text, where) for text in texts))
 
 
 def pair_of(row: dict, where: str) -> Fields:
@@ -418,6 +416,10 @@ def chats_of(row: dict, prompt: Any, where: str, alone: bool = False) -> Prefere
     tools = parse_tools(row, where)
     answers = [parse_turns(row[key], key, where) for key in ("chosen", "rejected")]
     shared = common_beginning(*answers)
+    if not isinstance(prompt, str) or answers[0][0]["role"] == ASSISTANT:
+        row.get("prompt")
+    elif any(prompt.strip() in turn["content"] for turn in answers[0][:shared]):
+        row.get("prompt")  # some data sets repeat the question; another text is not used
     if isinstance(prompt, str) and answers[0][0]["role"] == "assistant":
         asked = [{"role": "user", "content": prompt}]
         shared = 0
@@ -427,7 +429,7 @@ def chats_of(row: dict, prompt: Any, where: str, alone: bool = False) -> Prefere
             asked, shared = [], len(asked)
         else:
             shared = 0
-    elif prompt is None or isinstance(prompt, str):  # some data sets repeat the question as prompt
+    elif prompt is None or isinstance(prompt, str):
         asked = []
         if not (shared or alone):
             raise UserError(f"{where}: chosen and rejected have no common beginning, and no prompt")

@@ -27,8 +27,17 @@ from your_ai.data.lines import (
     fields_of,
     text_field,
 )
-from your_ai.data.rows import FORMATS, Chat, Pair, Question, Row, parse_row, parse_weight
-from your_ai.data.turns import parse_tools, parse_turns, with_system
+from your_ai.data.rows import (
+    FORMATS,
+    Chat,
+    Pair,
+    Question,
+    Row,
+    parse_row,
+    parse_weight,
+    question_turns,
+)
+from your_ai.data.turns import ASSISTANT, REASONING, parse_tools
 from your_ai.errors import UserError
 from your_ai.gates.text import shortened
 from your_ai.gates.untrusted import is_number
@@ -48,7 +57,8 @@ def parse_prompts(row: dict, where: str) -> Row:
     """Parse a row with a prompt. Raises UserError if it has none, or an empty one."""
     weight = parse_weight(row, where)
     fields_of(row).read.update(row)  # rewards get all columns
-    in_messages = all(isinstance(row.get(key), list) for key in ("prompt", "completion"))
+    answer = row.get("completion")
+    in_messages = isinstance(answer, list) and any(isinstance(turn, dict) for turn in answer)
     if "prompt" in row and not in_messages:
         content = Question(prompt_of(row, where), expected_of(row))
     elif is_prompt_row(row):
@@ -68,15 +78,13 @@ def parse_prompts(row: dict, where: str) -> Row:
 
 
 def prompt_of(row: dict, where: str) -> Chat | str:
-    """The prompt in the column `prompt`, with the row's system prompt and tools."""
-    tools = parse_tools(row, where)
-    if isinstance(row["prompt"], list):
-        turns = with_system(row, parse_turns(row["prompt"], "prompt", where), where)
-        return Chat(without_answer(turns, where), tools)
-    text = text_field(row, "prompt", where)
-    if not row.get("system") and tools is None:
-        return text
-    return Chat(with_system(row, [{"role": "user", "content": text}], where), tools)
+    """The prompt in the column `prompt`, with the row's system prompt, earlier turns and tools."""
+    tools, prompt = parse_tools(row, where), row["prompt"]
+    prompt = prompt if isinstance(prompt, list) else text_field(row, "prompt", where)
+    turns = question_turns(row, prompt, where)
+    if isinstance(prompt, str) and len(turns) == 1 and tools is None:
+        return prompt
+    return Chat(without_answer(turns, where), tools)
 
 
 def expected_of(row: dict) -> str | None:
@@ -95,8 +103,10 @@ def question_of(content: Any, where: str) -> Question:
     if isinstance(content, Pair):
         return Question(content.prompt, content.completion)
     assert isinstance(content, Chat)
-    answer = content.messages[-1]
-    expected = answer["content"] if answer["role"] == "assistant" else None
+    answer, expected = content.messages[-1], None
+    if answer["role"] == ASSISTANT:
+        is_text = not (answer.get("tool_calls") or answer.get(REASONING[0]))
+        expected = answer["content"] if is_text else content
     return Question(Chat(without_answer(content.messages, where), content.tools), expected)
 
 

@@ -458,7 +458,10 @@ def as_json(value: Any) -> Any:
     if isinstance(value, datetime.date | datetime.time | datetime.timedelta | Decimal):
         return str(value)
     if isinstance(value, bytes):
-        return None  # images and sounds are not text
+        try:
+            return value.decode("utf-8")  # some writers do not say that their columns are text
+        except UnicodeDecodeError:
+            return {"bytes": len(value)}  # an image or sound, which is named as not used
     return value
 
 

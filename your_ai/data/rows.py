@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,14 @@ from your_ai.data.lines import (
     read_lines,
     text_field,
 )
-from your_ai.data.turns import ASSISTANT, USER, parse_tools, parse_turns, with_system
+from your_ai.data.turns import (
+    ASSISTANT,
+    USER,
+    name_of_tool,
+    parse_tools,
+    parse_turns,
+    with_system,
+)
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, now_and_then, quoted, share_text, shortened
 from your_ai.gates.untrusted import is_number
@@ -87,8 +96,9 @@ class Question:
 
     prompt: Chat | str
     """Messages, or text: a user's message if the tokenizer has a chat template."""
-    expected: str | None
-    """The right answer, if the row has one."""
+    expected: Chat | str | None
+    """The right answer, if the row has one: its text; or the chat that ends with it, if it has
+    calls or reasoning, which a chat template renders."""
 
 
 @dataclass(frozen=True)
@@ -189,17 +199,47 @@ def parse_weight(row: dict, where: str) -> float:
 
 def parse_messages(row: dict, where: str) -> Chat:
     key = "messages" if "messages" in row else "conversations"
-    turns = with_system(row, parse_turns(row[key], key, where), where)
+    turns = row[key]
+    if isinstance(turns, list) and all(isinstance(turn, str) for turn in turns):  # a person begins
+        roles = cycle((USER, ASSISTANT))
+        turns = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
+    turns = with_system(row, parse_turns(turns, key, where), where)
     return Chat(turns, parse_tools(row, where))
 
 
-def as_chat(row: dict, prompt: str, completion: str, where: str) -> Chat | Pair:
-    """A prompt and its answer; a chat if the row has a system prompt, tools, or earlier turns."""
-    tools, earlier = parse_tools(row, where), parse_history(row, where)
-    if not (row.get("system") or tools or earlier):
+def as_chat(row: dict, prompt: str | list, completion: str | list, where: str) -> Chat | Pair:
+    """A prompt and its answer, each a text or messages; a chat if one is messages, or the row has a
+    system prompt, tools, or earlier turns.
+    """
+    tools, asked = parse_tools(row, where), question_turns(row, prompt, where)
+    if isinstance(prompt, str) and isinstance(completion, str) and len(asked) == 1 and not tools:
         return Pair(prompt, completion)
-    asked = with_system(row, [*earlier, {"role": USER, "content": prompt}], where)
-    return Chat([*asked, {"role": ASSISTANT, "content": completion}], tools, len(asked))
+    return Chat([*asked, *answer_turns(completion, tools, where)], tools, len(asked))
+
+
+def answer_turns(completion: str | list, tools: list | None, where: str) -> list[dict]:
+    """The messages of an answer: text, messages, or calls of the row's tools, also as JSON text."""
+    calls = completion
+    if isinstance(calls, str) and calls.strip()[:1] in ("[", "{"):
+        with contextlib.suppress(UserError):
+            calls = read_json(calls, where)
+    calls = calls if isinstance(calls, list) else [calls]
+    names = {*map(name_of_tool, tools or ())} - {None}
+    if calls and all(isinstance(call, dict) and call.get("name") in names for call in calls):
+        completion = [{"role": ASSISTANT, "tool_calls": calls}]
+    elif isinstance(completion, str):
+        completion = [{"role": ASSISTANT, "content": completion}]
+    return parse_turns(completion, "completion", where)
+
+
+def question_turns(row: dict, prompt: str | list, where: str) -> list[dict]:
+    """The messages of a question after the row's system prompt and earlier turns.
+
+    prompt: text, or messages.
+    """
+    asked = [{"role": USER, "content": prompt}]
+    asked = parse_turns(prompt, "prompt", where) if isinstance(prompt, list) else asked
+    return with_system(row, [*parse_history(row, where), *asked], where)
 
 
 def parse_history(row: dict, where: str) -> list[dict]:
@@ -208,11 +248,14 @@ def parse_history(row: dict, where: str) -> list[dict]:
     if not history:
         return []
     if isinstance(history, str):
-        history = read_json(history, f"{where}: history")
-    if isinstance(history, list) and all(isinstance(turn, dict) for turn in history):
-        return parse_turns(history, "history", where)
-    pairs = [p for p in history if isinstance(p, list) and len(p) == 2] if history else []
-    if not isinstance(history, list) or len(pairs) != len(history):
+        history = read_json(history, f"{where}: history") or []
+    if not history:
+        return []
+    turns = history if isinstance(history, list) else [None]
+    if all(isinstance(turn, dict) for turn in turns):
+        return parse_turns(turns, "history", where)
+    pairs = [turn for turn in turns if isinstance(turn, list) and len(turn) == 2]
+    if len(pairs) != len(turns):
         raise UserError(
             f"{where}: history: expected messages, or lists of a question and an answer"
         )
@@ -226,17 +269,11 @@ def parse_history(row: dict, where: str) -> list[dict]:
 
 def parse_pair(row: dict, where: str) -> Chat | Pair:
     """A prompt and its answer: texts, or lists of messages."""
-    if not any(isinstance(row[key], list) for key in ("prompt", "completion")):
-        texts = (text_field(row, key, where) for key in ("prompt", "completion"))
-        return as_chat(row, *texts, where)
-    prompt, completion = (
-        parse_turns(row[key], key, where)
-        if isinstance(row[key], list)
-        else [{"role": role, "content": text_field(row, key, where)}]
-        for key, role in (("prompt", USER), ("completion", ASSISTANT))
+    texts = (
+        row[key] if isinstance(row[key], list) else text_field(row, key, where)
+        for key in ("prompt", "completion")
     )
-    prompt = with_system(row, [*parse_history(row, where), *prompt], where)
-    return Chat(prompt + completion, parse_tools(row, where), first_trained=len(prompt))
+    return as_chat(row, *texts, where)
 
 
 def parse_alpaca(row: dict, where: str) -> Chat | Pair:

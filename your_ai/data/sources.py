@@ -25,14 +25,13 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from your_ai.config import AUTO, DEMO_DATA, FIELDS, FOLDER, NONE, REWARD, TrainConfig, flag
-from your_ai.data.columns import Layout, lacks_label, layout_of
+from your_ai.data.columns import Layout, layout_of
 from your_ai.data.compression import is_compressed
 from your_ai.data.examples import delete_unused, unwritable
 from your_ai.data.folders import SPLITS, data_files, notes_on, splits_in
 from your_ai.data.hub_datasets import PREFIX, SplitRows, find_dataset, parse_name, split_named
 from your_ai.data.lines import ORIGIN, RowLimit, read_first_row
-from your_ai.data.preferences import form_of_rated, kind_of, of_one_form, parser_of
-from your_ai.data.prompts import is_prompt_row
+from your_ai.data.preferences import form_of_rated, of_one_form, parser_of
 from your_ai.data.records import SUFFIXES, form_of, read_records, suffix_of
 from your_ai.data.rows import ParseRow, read_rows
 from your_ai.errors import UserError
@@ -43,7 +42,7 @@ from your_ai.gates.text import counted, shortened
 HELD_OUT_SHARE, LEAST_HELD_OUT, MOST_HELD_OUT = 0.02, 20, 500  # of the rows; rows
 ROWS_PER_HELD_OUT = 2  # with fewer rows than this for each, none is held out
 MOST_SHARE = 100.0
-FORMAT = 2  # increase it when rows are converted differently, so that old copies are not used
+FORMAT = 3  # increase it when rows are converted differently, so that old copies are not used
 ABOUT = "about.json"
 ABOUT_BYTES = 1 << 20
 HASH_BYTES = 8
@@ -89,7 +88,7 @@ def find_splits(
     sources = all_sources(config, to_train)
     holds_out = to_train and config.valid == "" and not any("valid" in s.splits for s in sources)
     limit = RowLimit(config.max_row_bytes)
-    if (plain := plain_files(sources, config, limit)) is not None and not holds_out:
+    if (plain := plain_files(sources, layout, limit)) is not None and not holds_out:
         found = Splits(plain)
     else:
         found = converted(sources, layout, config, holds_out, limit, progress)
@@ -163,11 +162,9 @@ def with_reward_loss(config: TrainConfig, splits: Splits) -> TrainConfig:
     return replace(config, reward_loss=found)
 
 
-def plain_files(
-    sources: list[Source], config: TrainConfig, limit: RowLimit
-) -> dict[str, Path] | None:
+def plain_files(sources: list[Source], layout: Layout, limit: RowLimit) -> dict[str, Path] | None:
     """The file of each split if all are used as they are; None if they are to be converted."""
-    if len(sources) > 1 or config.columns or config.prompt_template:
+    if len(sources) > 1 or layout.columns or layout.render_prompt is not None:
         return None
     if sources[0].share != 1 or sources[0].rows is not None:
         return None
@@ -175,10 +172,7 @@ def plain_files(
         is_plain = len(files) == 1 and form_of(files[0]) == "jsonl" and not is_compressed(files[0])
         if not is_plain:
             return None
-        first, kind = read_first_row(files[0], limit), config.row_kind
-        if not (is_prompt_row(first) if kind == "prompts" else kind_of(first)):
-            return None
-        if kind == "labels" and lacks_label(first):
+        if not layout.is_known(read_first_row(files[0], limit)):
             return None
     return {split: files[0] for split, files in sources[0].splits.items()}
 

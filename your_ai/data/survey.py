@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -16,17 +18,17 @@ import numpy as np
 from your_ai.config import TrainConfig
 from your_ai.data.drawn import DrawnRow, draw_row
 from your_ai.data.encode import Encoder, has_answer, pair_to_chat
+from your_ai.data.examples import pieces_of, rows_of
 from your_ai.data.folders import SPLITS
 from your_ai.data.lines import RowLimit
 from your_ai.data.notes import Notes, not_used
-from your_ai.data.preferences import parser_of
 from your_ai.data.rows import (
     Chat,
+    Labeled,
     Pair,
     Question,
     Row,
     Text,
-    read_rows,
     texts_of,
     with_progress,
 )
@@ -120,11 +122,9 @@ def survey(
     Raises UserError for a row that is in no known format.
     """
     limit = RowLimit(config.max_row_bytes)
-    encoder, noticed = None, Notes()
+    kind, encoder, noticed = config.row_kind, None, Notes()
     if tokenizer is not None:
-        kind = config.row_kind
         encoder = Encoder(tokenizer, config.mask_prompt, limit=limit, kind=kind, notes=noticed)
-    parse = parser_of(config.row_kind)
     splits: dict[str, SplitSurvey] = {}
     trained: set[bytes] = set()
     places: list[int] = []  # lines of training rows
@@ -134,23 +134,20 @@ def survey(
             continue
         seen = trained if name == "train" else set()
         splits[name] = split = SplitSurvey()
-        rows = read_rows(found.files[name], limit, parse)
-        rows = with_progress(rows, found.files[name], limit, progress)
+        path = found.files[name]
+        watch = partial(with_progress, path=path, limit=limit, write=progress)
+        rows = rows_of(path, kind, limit, watch)
         for row in rows if encoder is None else encoder.ahead(rows):
             if encoder is None:
                 for column in row.unused:
                     noticed.add(not_used(column), row.where)
-            is_trained = count(split, row, encoder, config.max_seq_length, seen, trained)
+            is_trained = count(split, row, encoder, config, seen, trained)
             if name == "train":
                 (places if is_trained else refused).append(row.line)
     wanted = spread(places or refused, draw)
-    rows = (r for r in read_rows(found.files["train"], limit, parse) if r.line in wanted)
-    shown = encoder and replace(encoder, notes=Notes())  # these rows were noticed before
-    drawn = [
-        text
-        for row in islice(rows, len(wanted))
-        for text in draw_row(row, shown, config.mask_prompt)
-    ]
+    shown = (r for r in rows_of(found.files["train"], kind, limit) if r.line in wanted)
+    again = encoder and replace(encoder, notes=Notes())  # these rows were noticed before
+    drawn = [text for row in islice(shown, len(wanted)) for text in draw_row(row, again, config)]
     unit = "characters" if encoder is None else "tokens"
     every = (*found.notes, *notes, *noticed.lines())
     return Survey(splits, tuple(drawn), every, unit)
@@ -160,7 +157,7 @@ def count(
     split: SplitSurvey,
     row: Row,
     encoder: Encoder | None,
-    max_tokens: int,
+    config: TrainConfig,
     seen: set[bytes],
     trained: set[bytes],
 ) -> bool:
@@ -173,7 +170,7 @@ def count(
     split.duplicates += digest in seen
     split.in_training += seen is not trained and digest in trained
     seen.add(digest)
-    texts = texts_of(content)
+    texts = [content.answer] if isinstance(content, Labeled) else texts_of(content)
     asks = isinstance(content, Question)
     if not asks and not all(
         has_answer(pair_to_chat(t) if isinstance(t, Pair) else t) for t in texts
@@ -185,15 +182,17 @@ def count(
         split.lengths.extend(map(characters_of, texts))
         return True
     try:
-        every = encoder.encode_all(row)
+        pieces = [piece.example for piece in pieces_of(row, encoder, sys.maxsize, "error")]
     except UserError as error:
         split.refused += 1
         split.problem = split.problem or str(error)
         return False
+    every = [encoded for encoded in pieces if encoded is not None]
+    too_long = any(len(encoded.tokens) > config.max_seq_length for encoded in every)
     split.lengths.extend(len(encoded.tokens) for encoded in every)
-    split.too_long += any(len(encoded.tokens) > max_tokens for encoded in every)
-    split.trained_tokens += sum(int(encoded.trained.sum()) for encoded in every)
-    return True
+    split.too_long += too_long
+    split.trained_tokens += 0 if asks else sum(int(e.trained.sum()) for e in every)
+    return bool(every) and not (too_long and config.too_long == "error")
 
 
 def characters_of(content: Any) -> int:
@@ -246,6 +245,8 @@ def as_json(found: Survey, config: TrainConfig) -> dict[str, Any]:
                 "answer": row.answer,
                 "problem": row.problem,
                 "parts": [{"text": t, "trained": y} for t, y in row.parts],
+                "tokens": [] if row.encoded is None else row.encoded.tokens.tolist(),
+                "trained": [] if row.encoded is None else row.encoded.trained.tolist(),
             }
             for row in found.drawn
         ],

@@ -7,11 +7,12 @@ an object; and `weight`, 0 if it is not trained. Any further keys stay as they a
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from your_ai.data.lines import read_json, text_field
+from your_ai.data.lines import ROLE_NAMES, read_json, text_field
 from your_ai.errors import UserError
-from your_ai.gates.text import quoted
+from your_ai.gates.text import quoted, shortened
 
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 # Names of roles in other programs' files. What the model says and what a person says has the same
@@ -32,33 +33,52 @@ KNOWN_ROLES = {
 REASONING = ("reasoning_content", "reasoning", "thinking")  # the names of a message's reasoning
 TRAINED_FLAGS = ("training", "train", "trained", "trainable", "loss")  # false: not to be trained
 MASKED_FLAGS = ("masked", "mask")  # true: not to be trained
+# Of a message, the most telling first: one with `content` may have another `text`.
+CONTENT_NAMES = ("content", "value", "text")
 TEXT_PARTS = ("text", "input_text", "output_text")
 DEEPEST_QUOTES = 3  # arguments that are quoted more often are no arguments
 
 
 def parse_turns(turns: Any, key: str, where: str) -> list[dict]:
     if not isinstance(turns, list) or not turns:
-        raise UserError(f"{where}: {key}: expected a list of messages")
-    return [parse_message(turn, f"{where}: {key}[{i}]") for i, turn in enumerate(turns)]
+        found = "; write it as JSON" if isinstance(turns, str) and turns.strip() else ""
+        raise UserError(f"{where}: {key}: expected a list of messages{found}")
+    return [
+        parse_message(message, f"{where}: {key}[{i}]")
+        for i, turn in enumerate(turns)
+        for message in messages_in(turn)
+    ]
+
+
+def messages_in(turn: Any) -> list[Any]:
+    """The messages of an item of a list: one, or an object with a text for each of its roles."""
+    if not isinstance(turn, dict) or not turn:
+        return [turn]
+    if not all(isinstance(text, str) and is_role(name) for name, text in turn.items()):
+        return [turn]
+    return [{"role": name, "content": text} for name, text in turn.items()]
 
 
 def parse_message(message: Any, where: str) -> dict:
     """Convert a message to the form of this module. Raises UserError."""
-    names = ("from", "value") if isinstance(message, dict) and "from" in message else ()
-    role_name, content_name = names or ("role", "content")
-    if not isinstance(message, dict) or not isinstance(message.get(role_name), str):
-        raise UserError(f'{where}: expected an object with "role" and "content"')
-    role = role_of(message[role_name])
-    if len(message) == 2 and isinstance(message.get(content_name), str) and role not in CALL_ROLES:
-        return {"role": role, "content": message[content_name]}
-    given = {name: value for name, value in message.items() if name != role_name}
-    content, reasoning = parse_content(given.pop(content_name, None), where)
+    given = dict(message) if isinstance(message, dict) else {}
+    role = given.pop(next((name for name in ROLE_NAMES if name in given), ""), None)
+    if not isinstance(role, str):
+        raise UserError(f'{where}: expected an object with "role" and "content"{keys_of(message)}')
+    role = role_of(role)
+    if len(given) == 1 and isinstance(given.get("content"), str) and role not in CALL_ROLES:
+        return {"role": role, **given}
+    name = next((name for name in CONTENT_NAMES if given.get(name) is not None), "content")
+    content, reasoning = given.pop(name, None), ""
+    if MEANINGS.get(role, role) == TOOL and is_object(content):
+        content = json.dumps(content, ensure_ascii=False)
+    content, reasoning = parse_content(content, where)
     reasoning = parse_reasoning(given, reasoning, where)
     calls = parse_calls(given, where)
     if role in CALL_ROLES:
         role, content, calls = ASSISTANT, "", [*calls, *calls_in(content, where)]
     if content is None and not (calls or reasoning):
-        raise UserError(f"{where}: content: expected text, found nothing")
+        raise UserError(f"{where}: content: expected text, found nothing{keys_of(message)}")
     flags = ("weight", *TRAINED_FLAGS, *MASKED_FLAGS)
     others = {n: v for n, v in given.items() if n not in flags and v not in (None, "", [], {})}
     parsed = {"role": role, "content": content or "", **others}
@@ -71,10 +91,28 @@ def parse_message(message: Any, where: str) -> dict:
 
 def role_of(name: str) -> str:
     """A role by any of its names, in any case; an unknown one as it is."""
-    if name in KNOWN_ROLES:
-        return KNOWN_ROLES[name]
-    plain = name.strip().lower().replace("-", "_").replace(" ", "_")
-    return KNOWN_ROLES.get(plain, name)
+    return KNOWN_ROLES.get(name) or KNOWN_ROLES.get(plain_role(name), name)
+
+
+def is_role(name: str) -> bool:
+    return plain_role(name) in KNOWN_ROLES
+
+
+def plain_role(name: str) -> str:
+    return name.strip().lower().replace("-", "_").replace(" ", "_")
+
+
+def keys_of(message: Any) -> str:
+    """The keys of an object that is no message, for an error."""
+    keys = shortened(", ".join(message)) if isinstance(message, dict) else ""
+    return f"; keys found: {keys}" if keys else ""
+
+
+def is_object(content: Any) -> bool:
+    """Whether the result of a tool is an object or a list, and not parts of a text."""
+    if isinstance(content, list):
+        return not all(isinstance(part, dict) and part.get("type") for part in content)
+    return isinstance(content, dict)
 
 
 def parse_content(content: Any, where: str) -> tuple[str | None, str]:
@@ -161,8 +199,10 @@ def parse_call(call: Any, where: str) -> dict:
     rest = {} if function is call else {k: v for k, v in call.items() if k != "function"}
     flat = {**function}
     arguments = flat.pop("arguments", None)
-    if arguments is None and "parameters" in flat:
-        arguments = flat.pop("parameters")
+    objects = ["parameters"] if "parameters" in flat else []
+    objects += [key for key, value in flat.items() if isinstance(value, dict)]
+    if arguments is None and objects:  # `input`, `args`: an object is nothing else
+        arguments = flat.pop(objects[0])
     if function is call:  # a flat call keeps what is about the call beside the function
         rest = {name: flat.pop(name) for name in ("id", "type") if name in flat}
     rest["type"] = rest.get("type") or "function"
@@ -191,7 +231,8 @@ def parse_tools(row: dict, where: str) -> list | None:
         tools = read_json(tools, f"{where}: {key}") if tools.strip() else None
     if tools is not None and not isinstance(tools, list):
         raise UserError(f"{where}: {key}: expected a list, found {type(tools).__name__}")
-    return [whole_tool(tool) for tool in tools or ()] or None
+    tools = [read_json(t, f"{where}: {key}") if isinstance(t, str) else t for t in tools or ()]
+    return [whole_tool(tool) for tool in tools] or None
 
 
 def whole_tool(tool: Any) -> Any:
@@ -201,9 +242,17 @@ def whole_tool(tool: Any) -> Any:
     return tool
 
 
+def name_of_tool(tool: Any) -> str | None:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
 def with_system(row: dict, turns: list[dict], where: str) -> list[dict]:
     """The turns after the system prompt in `system`, unless they begin with one themselves."""
     begins = turns[:1] and MEANINGS.get(turns[0]["role"], turns[0]["role"]) == SYSTEM
+    if begins and turns[0]["content"] != dict.get(row, "system"):
+        return turns  # so the column is named as one that is not used
     if not row.get("system") or begins:
         return turns
     return [{"role": SYSTEM, "content": text_field(row, "system", where)}, *turns]

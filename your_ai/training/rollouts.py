@@ -18,7 +18,12 @@ import mlx.core as mx
 import numpy as np
 
 from your_ai.config import SOFT
+<<<<<<< HEAD
 from your_ai.data.batches import RowsAt, few_edges, micro_batches
+=======
+from your_ai.data.batches import Batch, RowsAt, few_edges, micro_batches
+from your_ai.data.encode import Encoder, token_ids
+>>>>>>> main
 from your_ai.data.examples import Examples, RowCounts
 from your_ai.data.prompts import PromptRows
 from your_ai.data.rows import Chat, Question
@@ -212,7 +217,8 @@ class RolloutSource:
         trainer, began = self.trainer, time.perf_counter()
         rewards = trainer.rewards
         assert rewards is not None
-        asked = [asked_of(questions, row) for row in rows]
+        encoder = Encoder(prepared.tokenizer)
+        asked = [asked_of(questions, row, encoder) for row in rows]
         groups: list[dict[int, Completion]] = [{} for _ in rows]
         pending: dict[int, Pending] = {}
         for completion in completions:
@@ -481,19 +487,23 @@ def completion_examples(
     )
 
 
-def asked_of(questions: PromptRows, row: int) -> dict[str, Any]:
-    """What reward functions receive about a row."""
+def asked_of(questions: PromptRows, row: int, encoder: Encoder) -> dict[str, Any]:
+    """What reward functions receive about a row; the expected answer is decoded as completions
+    are."""
     content, parsed = questions.read(row)
     question = parsed.content
     assert isinstance(question, Question)
-    prompt = question.prompt
+    prompt, expected = question.prompt, encoder.expected_of(question, parsed.where)
+    if isinstance(question.expected, Chat):
+        ids = token_ids(encoder.tokenizer, expected or "", parsed.where, special=False)
+        expected = encoder.tokenizer.decode(ids, skip_special_tokens=True)
     messages = (
         prompt.messages if isinstance(prompt, Chat) else [{"role": "user", "content": prompt}]
     )
     return {
         "prompt": messages[-1]["content"],
         "messages": messages,
-        "expected": question.expected,
+        "expected": expected,
         "row": content,
         "where": parsed.where,
     }

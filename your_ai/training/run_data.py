@@ -118,7 +118,7 @@ def read_data(
     model.check_positions(network, longest, f"--max-seq-length {config.max_seq_length}")
     allocator.free()  # memory that tokenizing left
     if config.generates:
-        return prompts_of_run(config, network, prompts, examples, samples, tokenizer)
+        return prompts_of_run(config, network, prompts, examples, samples, encoder)
     rooms = [sample_room(config, network, tokenizer, prompt) for prompt in samples]
     rooms += [answer_room(network, tokenizer, prompt) for prompt in asked]
     return RunData(
@@ -165,7 +165,7 @@ def prompts_of_run(
     prompts: dict[str, PromptRows],
     examples: dict[str, Examples],
     samples: list[SamplePrompt],
-    tokenizer: Any,
+    encoder: Encoder,
 ) -> RunData:
     """The data of a run that generates completions of these prompts.
 
@@ -188,8 +188,8 @@ def prompts_of_run(
         for found in prompts.values():
             for index in range(len(found.offsets)):
                 _, row = found.read(index)
-                check_expected(names, row.content.expected, row.where)
-    rooms = (answer_room(network, tokenizer, prompt) for prompt in samples)
+                check_expected(names, encoder.expected_of(row.content, row.where), row.where)
+    rooms = (answer_room(network, encoder.tokenizer, prompt) for prompt in samples)
     shortest = min(int(found.lengths.min()) for found in examples.values())
     edges = few_edges(total - 1)
     return RunData(
