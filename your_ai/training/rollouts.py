@@ -18,12 +18,8 @@ import mlx.core as mx
 import numpy as np
 
 from your_ai.config import SOFT
-<<<<<<< HEAD
 from your_ai.data.batches import RowsAt, few_edges, micro_batches
-=======
-from your_ai.data.batches import Batch, RowsAt, few_edges, micro_batches
 from your_ai.data.encode import Encoder, token_ids
->>>>>>> main
 from your_ai.data.examples import Examples, RowCounts
 from your_ai.data.prompts import PromptRows
 from your_ai.data.rows import Chat, Question
