@@ -63,6 +63,17 @@ def origin_notes(trained: Trained) -> list[str]:
     return notes
 
 
+def end_note(token: str) -> str:
+    """A sentence about the end token that training added to those of the base; empty if none."""
+    if not token:
+        return ""
+    text = "".join(token.replace("`", "").split())  # code keeps its brackets, as `code` does not
+    return (
+        f"Answers end with `{text}`, which is no end token of the base: generate with "
+        "`--extra-eos-token` in mlx-lm, or with `eos_token_id` in transformers."
+    )
+
+
 def rewards_text(texts: Sequence[str]) -> str:
     """Rewards with their weights. Of a function, only its own name."""
     found = []
