@@ -40,7 +40,7 @@ from your_ai.publish.card import (
     origin_notes,
     up_to,
 )
-from your_ai.publish.training_notes import end_note
+from your_ai.publish.training_notes import end_note, named_run
 from your_ai.publish.user_section import split
 from your_ai.run import events
 from your_ai.run.checkpoint import (
@@ -142,6 +142,8 @@ def settings_of(config: TrainConfig, base: Base) -> str:
         data=data,
         run="",
         from_adapter="",
+        reward=tuple(map(named_run, config.reward)),
+        reward_model=named_run(config.reward_model),
         judge_rubric="",
         report_to=(),
         push_to="",
