@@ -298,7 +298,7 @@ def evaluate(
     resamples: int = 2000,
     confidence: float = 0.95,
     seed: int = 0,
-    worst: int = 5,
+    worst: int = 3,
     checkpoint: str | None = None,
     model: str | None = None,
     on_progress: Callable[[EvaluationProgress], object] = lambda at: None,

@@ -106,6 +106,23 @@ def test_metric_is_imported_from_the_current_folder(run, capsys):
     assert json.loads(out)["data"] == "rows.jsonl"
 
 
+def test_wrong_answers_are_shown_first_with_those_of_the_base(run, capsys):
+    write_rows(Path("rows.jsonl"), [chat("Question", answer) for answer in ("a", "b", "c", "d")])
+    Path("metric_b.py").write_text("def f(answer, expected, row): return expected != 'b'\n")
+    options = ("--data", "rows.jsonl", "--metric", "metric_b:f", "--max-tokens", "3")
+    status, out, _ = call(capsys, "eval", "r", *options, "--worst", "2")
+    assert status == 0
+    shown = out[out.index("Lowest score with the adapter:") :].splitlines()
+    assert shown[1] == "  rows.jsonl:2  score 0.000 -> 0.000"
+    labels = [line.split(":")[0].strip() for line in shown[2:6]]
+    assert labels == ["prompt", "expected", "base", "adapter"]
+    worst = json.loads(call(capsys, "eval", "r", *options, "--json")[1])["worst"]
+    assert worst[0]["where"] == "rows.jsonl:2"
+    assert shown[4].split(":", 1)[1].split() == worst[0]["base_answer"].split()
+    assert shown[5].split(":", 1)[1].split() == worst[0]["answer"].split()
+    assert len([row for row in worst if "score" in row["by"]]) == 3
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -111,7 +111,7 @@ def test_missing_data_skips_the_measurement_with_a_note(trained, data_folder, ca
         (("drawn", "nowhere/out"), "is not a folder; create it first"),
         (("drawn", "out", "--to", "3"), "--to 3: give auto, same, dequantized"),
         (("drawn", "out", "--to", "same", "--dtype", "float32"), "add --to dequantized"),
-        (("drawn", "out", "--max-memory", "0.05"), "fusing this model takes"),
+        (("drawn", "out", "--max-memory", "0.05"), "fusing this model needs at least"),
         (("drawn", "out", "--checkpoint", "9"), "has no such checkpoint; checkpoints: none"),
         (("other", "out"), "no run named other"),
     ],

@@ -139,7 +139,7 @@ def test_samples_are_the_same_under_any_memory_limit(run, capsys, monkeypatch):
 
 def test_a_memory_limit_that_is_too_small_for_samples_is_refused(run, capsys):
     error = refused(capsys, run.path, "--prompt", "a", *SAMPLES, "--max-memory", "0.01")
-    assert "--max-memory 0.01: generating with this model needs" in error
+    assert "--max-memory 0.01: generating with this model needs at least" in error
 
 
 def test_no_adapter_uses_the_base_model(run, capsys, tmp_path):

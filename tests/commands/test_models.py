@@ -69,6 +69,27 @@ def test_rm_deletes_the_model(hub, capsys):  # noqa: F811
     assert not (models_root() / NAME).exists()
 
 
+def test_rm_takes_the_beginning_of_one_alias_and_removes_nothing_for_several(hub, capsys):  # noqa: F811
+    hub.repos["mlx-community/Qwen3-14B-4bit"] = hub.repos[REPO]
+    hub.repos["mlx-community/Qwen3-4B-4bit"] = hub.repos[REPO]
+    for alias in ("qwen3-14b", "qwen3-4b"):
+        call(capsys, "download", alias)
+    before = sorted(models_root().iterdir())
+    for wrong, message in (
+        ("qwen3", "qwen3: begins "),
+        ("qwen3-14x", "no such folder or alias; did you mean qwen3-14b"),
+    ):
+        status, out, error = call(capsys, "models", "rm", "qwen3-14b", wrong, "--yes")
+        assert (status, out) == (2, "")
+        assert message in error
+        assert sorted(models_root().iterdir()) == before
+    status, out, _ = call(capsys, "models", "rm", "qwen3-14", "--yes")
+    assert (status, out.split(",")[0]) == (0, "removed Qwen3-14B-4bit")
+    assert [path.name for path in models_root().iterdir() if path.name[0] != "."] == [
+        "Qwen3-4B-4bit"
+    ]
+
+
 @pytest.mark.slow
 def test_train_downloads_a_missing_model_with_yes(hub, configure, tiny_model, capsys):  # noqa: F811
     hub.repos[REPO] = Repo({path.name: path.read_bytes() for path in tiny_model.iterdir()})

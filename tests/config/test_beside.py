@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from your_ai.config import resolve
 from your_ai.config.beside import found_beside
+from your_ai.errors import UserError
 
 
 @pytest.fixture
@@ -29,6 +31,36 @@ def test_paths_are_found_beside_the_file(project):
     assert config.data == f"{project / 'a.csv'},{project / 'b.csv'}=2,hf:a/b"
     assert config.prompt_template == str(project / "p.jinja")
     assert config.valid == "none"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "path"),
+    [
+        *((n, "no/x", "no/x") for n in ("valid", "prompt_template", "hostfile", "judge_rubric")),
+        ("data", "a.csv,no/x=2", "no/x"),
+        ("model", "./no/x", "no/x"),
+        ("from_adapter", "../no/x", "../no/x"),
+    ],
+)
+def test_an_error_names_all_the_paths_that_were_tried(project, name, value, path):
+    file = project / "my.yaml"
+    file.write_text(f"{name}: {value}\n")
+    with pytest.raises(UserError) as caught:
+        resolve({}, str(file))
+    assert str(caught.value).startswith(f"{file}: {name} ")
+    for folder in (Path.cwd(), project):
+        assert os.path.abspath(folder / path) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["model: qwen3-4b", "model: a/b", "data: hf:a/b", "data: demo"])
+def test_names_are_no_paths(project, text):
+    (project / "my.yaml").write_text(f"{text}\n")
+    resolve({}, str(project / "my.yaml"), needs_data=False)
+
+
+def test_a_path_that_a_flag_replaces_need_not_be_there(project):
+    (project / "my.yaml").write_text("data: nowhere\nmodel: demo\n")
+    assert resolve({"data": "demo"}, str(project / "my.yaml")).data == "demo"
 
 
 def test_current_folder_comes_first_and_what_is_nowhere_stays(project):

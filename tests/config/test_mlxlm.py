@@ -363,9 +363,10 @@ def test_each_key_is_told_with_what_it_became():
     assert notes[1].startswith("not in c.yaml, so as in mlx-lm: --model Qwen/Qwen3-0.6b")
     beginnings = [note.partition(":")[0] for note in notes[2:]]
     assert beginnings == [
-        *("iters", "grad_accumulation_steps", "mask_prompt", "train"),
+        *("iters", "grad_accumulation_steps", "mask_prompt", "lora_parameters", "train"),
         *("grad_checkpoint", "not as in mlx-lm"),
     ]
+    assert "keys is missing: all linear layers are adapted" in notes[5]
     assert "the last 3 iterations of 103" in notes[2]
 
 

@@ -299,6 +299,8 @@ def test_each_recommendation_is_shown_with_its_command(gb):
     assert max(map(len, text.splitlines())) <= 80
     for tier, title in TIERS.items():
         assert (title in text) == bool(names(found, tier))
+    assert text.startswith(TIERS[found[0].tier])  # README: which models, and not what the limit is
+    assert text.splitlines()[1].split()[:2] == ["model", "tokens"]
 
 
 @pytest.mark.parametrize("gb", MACS)
@@ -306,9 +308,11 @@ def test_the_answer_is_one_model_with_one_command(gb):
     room = room_of(gb)
     found = recommended(room)
     text = shown(recommending.answer(room, found))
+    assert text.startswith(f"{found[0].known.alias}, ")
+    assert "\n\nlimit " in text[text.index("other models") :]
     assert text.count("your_ai train") == 1
     assert found[0].command in " ".join(text.replace("\\\n", "").split())
-    assert f"needs {size_text(found[0].needed_bytes)}" in " ".join(text.split())
+    assert f"needs at least {size_text(found[0].needed_bytes)}, uses " in " ".join(text.split())
     assert f"{len({each.known.alias for each in found}) - 1} other models" in text
     assert max(map(len, text.splitlines())) <= 80
 

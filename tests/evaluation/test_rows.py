@@ -146,6 +146,7 @@ def test_exact_match_is_skipped_if_the_template_hides_the_answers(
     def hidden(*_):
         raise UserError("the template does not show it")
 
+    monkeypatch.setattr(ChatAnswers, "framed", lambda *_: None)
     monkeypatch.setattr(ChatAnswers, "spans", hidden)
     found = load(write_rows(own_folder / "t.jsonl", [chat("a", "b")]), demo_tokenizer,
                  mask_prompt=False)  # fmt: skip

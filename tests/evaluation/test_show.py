@@ -105,6 +105,25 @@ def test_quoted_rows_are_shown_without_markup_or_escape_codes(shown):
     assert "\x1b" not in text
 
 
+def test_answers_of_base_and_adapter_are_below_what_was_expected_and_cut_to_the_width():
+    row = {
+        "where": "test.jsonl:4", "by": ["score"], "base_loss": 1.0, "adapter_loss": 0.5,
+        "base_score": 0.25, "adapter_score": 0.0, "prompt": "Which?", "expected": "red",
+        "base_answer": "Let me think " * 10, "answer": "",
+    }  # fmt: skip
+    console = open_console(file=io.StringIO())
+    console.width = 80
+    console.print(report({**FOUND, "worst": [row]}, "first"))
+    assert console.file.getvalue().splitlines()[-6:] == [
+        "Lowest score with the adapter:",
+        "  test.jsonl:4  score 0.250 -> 0.000",
+        "    prompt:   Which?",
+        "    expected: red",
+        f"    base:     {'Let me think ' * 5}\u2026",
+        "    adapter:  ",
+    ]
+
+
 def test_progress_bar_is_only_drawn_on_a_terminal():
     for terminal in (True, False):
         console = Console(file=io.StringIO(), force_terminal=terminal, width=80)

@@ -104,7 +104,17 @@ def test_a_metric_is_the_mean_over_rows_that_ask_for_an_answer(run, found):
     assert summary["metric_name"] == "m:f"
     assert value(summary, "metric", "base") == 2.5
     assert value(summary, "metric", "adapter") == 4
-    assert [row["answer"] for row in summary["worst"]] == ["so", None, None]
+
+
+def test_the_rows_with_the_lowest_scores_come_first_with_both_answers(run, found):
+    base = replace(found.base, scores=np.array([1, 2, np.nan, 3, 4]), answers={3: "base says"})
+    adapter = replace(found.adapter, scores=np.array([9, 3, np.nan, 0, 7]), answers={3: "so"})
+    summary = summarize(run, replace(found, base=base, adapter=adapter), SETTINGS)
+    first, second, third = summary["worst"]
+    assert [row["where"] for row in (first, second)] == ["rows.jsonl:4", "rows.jsonl:2"]
+    assert (first["base_answer"], first["answer"], first["by"]) == ("base says", "so", ["score"])
+    assert (first["base_score"], first["adapter_score"]) == (3, 0)
+    assert third["by"] == ["change"]
 
 
 def test_rows_are_counted_as_better_worse_or_equal(run, found):

@@ -160,7 +160,7 @@ def test_missing_data_is_an_error(tmp_path, data_folder):
 def test_a_too_small_memory_limit_names_a_limit_that_works(tmp_path, data_folder):
     trained = drawn_run(make_model(tmp_path / "model"), data_folder)
     out = written(trained, "8")
-    with pytest.raises(UserError, match="measuring the difference takes") as caught:
+    with pytest.raises(UserError, match="measuring the difference needs at least") as caught:
         difference(trained, out, max_memory_gb=0.05)
-    least = float(str(caught.value).split("takes ")[1].split()[0])
+    least = float(str(caught.value).split("needs at least ")[1].split()[0])
     difference(trained, out, max_memory_gb=least)

@@ -436,7 +436,7 @@ def test_a_missing_target_folder_is_an_error(trained, tmp_path):
 
 
 def test_too_little_memory_is_an_error_before_anything_is_written(trained, tmp_path):
-    with pytest.raises(UserError, match="--max-memory: exporting this model takes"):
+    with pytest.raises(UserError, match="--max-memory: exporting this model needs at least"):
         written(trained, tmp_path / "m.gguf", max_memory_gb=0.05)
     assert not list(tmp_path.glob("*.gguf*"))
 

@@ -8,10 +8,10 @@ import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_adapters
 
-from tests.conftest import make_model
+from tests.conftest import change_json, make_model
 from tests.export.runs import TOKENS, logits, make_trained
 from your_ai.errors import UserError
-from your_ai.export import mlxlm
+from your_ai.export import mlxlm, peft
 from your_ai.nets.model import adapter_arrays, load_network
 
 EVERYTHING = {"use_dora": True, "lora_targets": ("all-linear",), "lora_layers": "all"}
@@ -52,6 +52,19 @@ def test_adapters_of_experts_are_exported(tmp_path):
     mlxlm.write(trained, tmp_path / "out")
     arrays = mx.load(str(tmp_path / "out" / "adapters.safetensors"))
     assert arrays["model.layers.2.mlp.switch_mlp.up_proj.lora_a"].ndim == 3
+
+
+@pytest.mark.parametrize("export", [mlxlm, peft], ids=["mlx-lm", "peft"])
+@pytest.mark.parametrize("is_added", [True, False])
+def test_the_card_names_the_end_token_that_training_added(tmp_path, export, is_added):
+    """A base model that is trained as a chat model has another end token than its template."""
+    base = make_model(tmp_path / "base", bits=None)
+    if is_added:
+        change_json(base, "config.json", eos_token_id=0)
+        change_json(base, "tokenizer_config.json", eos_token="<|pad|>")
+    export.write(make_trained(base), tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert ("Answers end with `<|end|>`, which is no end token of the base" in card) == is_added
 
 
 def test_exported_files_contain_no_local_path(tiny_model, tmp_path):

@@ -68,6 +68,18 @@ def test_all_files_of_a_model_are_downloaded(hub):
     assert find_model(REPO) == folder
 
 
+def test_more_chat_templates_are_downloaded_and_checked(hub):
+    tools, hidden = "additional_chat_templates/tool_use.jinja", "additional_chat_templates/.x.jinja"
+    deeper = "additional_chat_templates/a/b.jinja"
+    hub.repos[REPO].files |= {tools: b"{{ 'tools' }}", hidden: b"", deeper: b""}
+    folder = download(REPO)
+    assert (folder / tools).read_bytes() == b"{{ 'tools' }}"
+    assert [path.name for path in (folder / tools).parent.iterdir()] == ["tool_use.jinja"]
+    assert verify(folder).faults == ()
+    (folder / tools).write_text("{{ other }}")
+    assert [tools in fault for fault in verify(folder).faults] == [True]
+
+
 def test_the_record_has_the_repository_and_revision(hub):
     record = read_record(download(REPO))
     assert (record.repo, record.asked, record.revision) == (REPO, "main", "a" * 40)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.budget import LEAST
 from tests.memory.test_estimate import any_facts, any_training
 from tests.memory.test_plan import DEMAND
 from your_ai.errors import UserError
@@ -32,6 +33,7 @@ from your_ai.memory.calibration_steps import (
     measured,
 )
 from your_ai.memory.estimate import Plan
+from your_ai.memory.limit import VARIES_BYTES, with_headroom
 from your_ai.memory.plan import (
     ENGINES,
     Demand,
@@ -276,11 +278,25 @@ def test_plan_without_margins_is_chosen_only_within_what_was_measured():
         if beside is None:
             alone = tuple(replace(m, excess_bytes=None) for m in known.calibration.measurements)
             known = replace(known, calibration=Calibration(alone))
+        limit_bytes = with_headroom(least - lower * MB)  # so that the guard does not end it
         if fits:
-            choose(known, least - lower * MB)
+            choose(known, limit_bytes)
         else:
             with pytest.raises(DoesNotFit):
-                choose(known, least - lower * MB)
+                choose(known, limit_bytes)
+
+
+@pytest.mark.parametrize("engine", ["staged", "streamed"])  # measured or not
+@pytest.mark.parametrize("beside", [0, -6])
+def test_limit_named_after_a_measurement_is_the_least_that_is_accepted(engine, beside):
+    demand = replace(demand_of_two_lengths(), engine=engine)
+    known = with_beside(demand, Plan("staged", 2048), beside * MB)
+    with pytest.raises(DoesNotFit) as refused:
+        choose(known, MB)
+    named = int(float(LEAST.search(str(refused.value))[1]) * 1e9)
+    choose(known, named)
+    with pytest.raises(DoesNotFit):
+        choose(known, named - VARIES_BYTES - 10 * MB)  # which were added and rounded up
 
 
 def test_work_that_hardly_grows_is_extrapolated_as_the_estimate_grows():

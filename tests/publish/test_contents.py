@@ -110,6 +110,8 @@ def test_the_adapter_that_is_sent_is_that_of_the_run(trained):
         {"valid": "/cellar/v.jsonl"},
         {"prefix_cache": "disk", "prefix_cache_folder": "/vault"},
         {"objective": "grpo", "reward": ("judge",), "judge_model": "j", "judge_rubric": "/vault"},
+        {"objective": "soft", "reward_model": "run:/vault/rm"},
+        {"objective": "grpo", "reward": ("run:/vault/rm=2",)},
     ],
 )
 def test_the_settings_that_are_sent_name_no_file(changes):

@@ -24,6 +24,7 @@ from your_ai.gates.text import counted, shortened
 if TYPE_CHECKING:
     from your_ai.data.look import DataLook
     from your_ai.doctor.recommend import MachineRoom
+    from your_ai.run.folder import RunFolder
 
 FILE = "your_ai.yaml"
 FOLDERS = ("data", "my-data")  # where the data is looked for first
@@ -317,7 +318,9 @@ def read_objective(text: str, data: Mapping[str, Any], seen: DataLook | None) ->
         seen = look(data["data"], name, rows_read(), data.get("columns", ()))
     if name == SOFT:
         run = reward_model_here()
-        return Chosen({"objective": name, "reward_model": run}, f"trains against {run}, the newest")
+        against = f"run:{whole_path(str(run.path))}"  # so that the file works in any folder
+        note = f"trains against run:{run.name}, the newest"
+        return Chosen({"objective": name, "reward_model": against}, note)
     if name != GRPO:
         return Chosen({"objective": name})
     if seen is not None and not seen.expected:
@@ -326,8 +329,8 @@ def read_objective(text: str, data: Mapping[str, Any], seen: DataLook | None) ->
     return Chosen({"objective": name, "reward": ("exact_match",)}, "rewards exact_match")
 
 
-def reward_model_here() -> str:
-    """The newest reward model in ./runs, as `run:NAME`. Raises UserError if there is none."""
+def reward_model_here() -> RunFolder:
+    """The newest reward model in ./runs. Raises UserError if there is none."""
     from your_ai.session.run_list import newest_reward_model
 
     found = newest_reward_model()
@@ -336,7 +339,7 @@ def reward_model_here() -> str:
             "--objective soft: no run in ./runs is a reward model to train against; train one "
             "first: your_ai train --objective reward"
         )
-    return f"run:{found.name}"
+    return found
 
 
 def read_memory(text: str) -> Chosen:

@@ -44,7 +44,13 @@ def evaluate(
     ] = 2000,
     confidence: Annotated[float, typer.Option(help="Confidence level of the intervals.")] = 0.95,
     seed: Annotated[int, typer.Option(help="Seed of the bootstrap.", min=0)] = 0,
-    worst: Annotated[int, typer.Option(help="Number of worst rows to list.", min=0)] = 5,
+    worst: Annotated[
+        int,
+        typer.Option(
+            help="Number of worst rows to list, with the answers of base and adapter for --metric.",
+            min=0,
+        ),
+    ] = 3,
     max_tokens: Annotated[
         int | None,
         typer.Option(

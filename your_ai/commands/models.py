@@ -140,13 +140,14 @@ def rm(
 ) -> None:
     """Remove models, or the files of an interrupted download."""
     from your_ai.gates.text import size_text
-    from your_ai.hub.local import remove_model
+    from your_ai.hub.local import folder_to_remove, remove_model
 
-    if not yes and not confirm(f"remove {', '.join(names)}?"):
+    folders = [folder_to_remove(name) for name in names]  # before any of them is removed
+    if not yes and not confirm(f"remove {', '.join(folder.name for folder in folders)}?"):
         echo("nothing was removed")
         raise typer.Exit(1)
-    for name in names:
-        echo(f"removed {name}, {size_text(remove_model(name))}")
+    for folder in folders:
+        echo(f"removed {folder.name}, {size_text(remove_model(folder))}")
 
 
 def quantize(

@@ -8,14 +8,41 @@ from pathlib import Path
 from typing import Any
 
 from your_ai.config.names import DEMO, DEMO_DATA, FOLDER, NONE
+from your_ai.errors import UserError
+from your_ai.gates.paths import missing_text
+from your_ai.gates.text import shortened
 
 # Settings that are paths, ours and mlx-lm's.
 PATHS = (
     *("model", "data", "valid", "prompt_template", "from_adapter", "hostfile", "judge_rubric"),
     "resume_adapter_file",
 )
+# Those that may also be an alias, an id on the hub, or a run.
+NAMES = ("model", "from_adapter")
 LISTS = ("data",)  # several paths, separated by commas, each with =SHARE
 WORDS = (DEMO, *DEMO_DATA, FOLDER, NONE, "-", "")
+
+
+def check_there(settings: Mapping[str, Any], file: Path) -> None:
+    """Raise UserError for a relative path that is neither in the current folder nor beside `file`.
+
+    settings: what `found_beside` made of those in the file, without those that flags replace. A
+    value that may be a name counts as a path if it begins with a dot or has two slashes.
+    """
+    if os.path.abspath(file.parent) == os.getcwd():
+        return  # one place; the error of what is not there names it
+    for name in PATHS:
+        value = settings.get(name)
+        parts = value.split(",") if name in LISTS and isinstance(value, str) else [value]
+        for part in parts:
+            if not isinstance(part, str) or there(part := part.strip()):
+                continue
+            path = part.rpartition("=")[0] or part if name in LISTS else part
+            is_name = name in NAMES and not path.startswith(".") and path.count("/") < 2
+            if path in WORDS or path.startswith(("hf:", "~", "/")) or is_name or there(path):
+                continue
+            text = missing_text(path, beside=file.parent)
+            raise UserError(f"{file}: {name} {shortened(path)}: {text}")
 
 
 def found_beside(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:

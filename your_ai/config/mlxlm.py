@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from your_ai.config.mlxlm_old import modernized
+from your_ai.config.mlxlm_old import KEYLESS, modernized
 from your_ai.config.mlxlm_rows import row_differences
 from your_ai.config.names import FOLDER, NONE, flag
 from your_ai.config.settings import FIELDS
@@ -353,6 +353,7 @@ def targets(file: MlxlmFile, keys: Any) -> tuple[str, ...]:
     """The layers to adapt: paths in a block; without keys, all linear layers."""
     label = "lora_parameters: keys"
     if keys is None:
+        file.notes.append(KEYLESS)
         return ("all-linear",)
     if not isinstance(keys, list) or not keys or not all(isinstance(key, str) for key in keys):
         raise file.error(label, f"expected a list of names, found {quoted(keys)}")

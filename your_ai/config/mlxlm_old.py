@@ -8,6 +8,10 @@ from typing import Any
 from your_ai.errors import UserError
 from your_ai.gates.text import quoted
 
+KEYLESS = (
+    "lora_parameters: keys is missing: all linear layers are adapted, as by mlx-lm now; older "
+    "versions adapted queries and values: keys: [self_attn.q_proj, self_attn.v_proj]"
+)
 OLD_KEYS = ("lora_layers", "use_dora", "adapter_file", "wandb")
 
 

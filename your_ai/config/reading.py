@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from your_ai.config.beside import found_beside
+from your_ai.config.beside import check_there, found_beside
 from your_ai.config.checks import in_effect
 from your_ai.config.mlxlm import is_mlxlm, translated
 from your_ai.config.names import (
@@ -112,6 +112,8 @@ def resolve(
     if preset is not None:
         path = find_preset(preset)
         settings = found_beside(read_yaml(path), path.parent)
+        replaced = {*flags, *(["resume_adapter_file"] if "from_adapter" in flags else [])}
+        check_there({n: v for n, v in settings.items() if n not in replaced}, path)
         if is_mlxlm(settings):
             translation = translated(settings, str(path))
             settings = translation.settings

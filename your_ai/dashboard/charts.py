@@ -252,8 +252,8 @@ def plans_chart(past: RunHistory) -> Chart | None:
     limit = marked_limit(near)
     values = [y for curve in curves for _, y in curve.points]
     text = (
-        "Memory that each plan needs, with its margin, and its predicted seconds per step; plans "
-        "that another beats in both are left out."
+        "The least memory limit of each plan, with its margin, and its predicted seconds per step; "
+        "plans that another beats in both are left out."
     )
     if seconds:
         text += " Measured: the peak and the median step of this run."
@@ -262,7 +262,7 @@ def plans_chart(past: RunHistory) -> Chart | None:
         title="Plans",
         caption=text,
         panels=[panel],
-        x_name="memory needed, GB",
+        x_name="least memory limit, GB",
         x_range=(0.0, 1.05 * max(x for curve in (*curves, *limit) for x, _ in curve.points)),
         x_is_integer=False,
         breaks=limit,

@@ -24,7 +24,7 @@ from your_ai.run import events
 
 NEAR, DANGER = 0.7, 0.9  # fractions of the limit
 FAR = 2  # a limit above this multiple of the planned and the highest memory is not drawn
-NEEDS, ESTIMATE = " needs ", " estimated peak "  # the second for plans without a margin
+NEEDS, ESTIMATE = " at least ", " estimated peak "  # the second for plans without a margin
 MOST = 10**18  # bytes; larger sizes are shown as this
 
 

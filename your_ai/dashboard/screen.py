@@ -416,7 +416,7 @@ def plan_rows(page: Page, state: ViewState) -> list[ScreenRow]:
         if why:
             rows.append(ScreenRow("why", line(page, "why", [(clean(page, why), DIM)])))
         if margin := view.margin_text(state.planned):
-            text = f"{size_text(known(state.planned.needed_bytes) or 0)}: {margin}"
+            text = f"at least {size_text(known(state.planned.needed_bytes) or 0)}: {margin}"
             rows.append(ScreenRow("needs", line(page, "needs", [(text, DIM)])))
     if state.limit is not None:
         text = f"{size_text(known(state.limit.limit_bytes) or 0)}: {state.limit.reason}"

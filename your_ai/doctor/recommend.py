@@ -37,7 +37,7 @@ DATA = "my-data/"
 COMFORT_SHARE = 0.9  # of the limit, because estimates for an unmeasured device are rough
 MODEL_FIELDS = ("alias", "repo", "parameters", "active_parameters")
 WIDTH = 80
-COLUMNS = {"model": 12, "tokens": 6, "rank": 4, "layers": 6, "targets": 10, "needs": 8,
+COLUMNS = {"model": 12, "tokens": 6, "rank": 4, "layers": 6, "targets": 10, "at least": 8,
            "plan": 8, "work": 6}  # fmt: skip
 
 
@@ -272,16 +272,16 @@ def answer(
 
     seconds: of a step, from the newest run, if none are predicted.
     """
-    lines: list[RenderableType] = [limits.text(room.limit), *room.limit.notices, ""]
     if not found:
-        return Group(*lines, NONE_FITS)
+        return Group(NONE_FITS, *about_limit(room))
     best = found[0]
     size = best.known.parameters
     billions = f"{size / 1e9:.1f} billion" if size >= 1e9 else f"{size / 1e6:.0f} million"
-    lines += [
+    lines: list[RenderableType] = [
         Text.assemble((best.known.alias, "bold"), f", {billions} parameters: {TIERS[best.tier]}"),
         f"rank {best.rank} in {counted(best.layers, 'block')}, {counted(best.batch, 'row')} of up "
-        f"to {best.seq_len:,} tokens per step; needs {size_text(best.needed_bytes)}; {best.plan}",
+        f"to {best.seq_len:,} tokens per step; needs at least {size_text(best.needed_bytes)}, "
+        f"uses {size_text(best.peak_bytes)}; {best.plan}",
     ]
     if best.seconds is not None:
         lines.append(f"about {best.seconds:.2g} s per step of full rows, predicted")
@@ -294,21 +294,23 @@ def answer(
         if others or len(found) > 1
         else "no other known model fits"
     )
-    return Group(*lines)
+    return Group(*lines, *about_limit(room))
+
+
+def about_limit(room: MachineRoom) -> list[RenderableType]:
+    return ["", limits.text(room.limit), *room.limit.notices]
 
 
 def table(room: MachineRoom, found: list[Recommendation]) -> RenderableType:
     """Show all recommendations with their commands."""
-    lines: list[RenderableType] = [limits.text(room.limit), *room.limit.notices]
-    if not found:
-        lines += ["", NONE_FITS]
+    lines: list[RenderableType] = [] if found else [NONE_FITS]
     for tier, title in TIERS.items():
         there = [each for each in found if each.tier == tier]
         if not there:
             continue
-        lines += ["", Text(title, "bold"), rows_of(there)]
+        lines += [*[""] * bool(lines), Text(title, "bold"), rows_of(there)]
         lines += [Text(continued(each.command), overflow="fold") for each in there]
-    return Group(*lines)
+    return Group(*lines, *about_limit(room))
 
 
 def continued(command: str, width: int = WIDTH) -> str:
@@ -325,7 +327,7 @@ def continued(command: str, width: int = WIDTH) -> str:
 def rows_of(shown: list[Recommendation]) -> Table:
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for head, width in COLUMNS.items():
-        justify = "right" if head in ("tokens", "rank", "layers", "needs", "work") else "left"
+        justify = "left" if head in ("model", "targets", "plan") else "right"
         drawn.add_column(head, justify=justify, no_wrap=True, min_width=width)
     for each in shown:
         drawn.add_row(

@@ -13,7 +13,8 @@ of the chosen or good answers, and there is also
 of rows, "start": {"logps/accuracies"} if it is the reference}, where good and bad are answers with
 a label. The objective gives the rewards; it is empty, and there are no rewards and margins, if the
 run trains on rewards of completions. Of a pair, an entry of `worst` also has "base_margin",
-"adapter_margin", "rejected".
+"adapter_margin", "rejected". If a metric scored answers, `worst` begins with the lowest scores, and
+an entry has "base_score", "adapter_score".
 
 Of a reward model, "reward_model" is true, and the base is the model with the same score head and
 without the adapter. There are no losses: the measures are rewards/accuracies and others of pairs,

@@ -218,6 +218,7 @@ def worst(rows: list[dict[str, Any]]) -> list[RenderableType]:
     """Render the worst rows, one below the other."""
     found: list[RenderableType] = []
     titles = {
+        "score": "Lowest score with the adapter:",
         "margin": "Lowest margin with the adapter:",
         "error": "Largest error with the adapter:",
         "loss": "Highest loss per token with the adapter:",
@@ -229,13 +230,14 @@ def worst(rows: list[dict[str, Any]]) -> list[RenderableType]:
             continue
         found += ["", Text(title)]
         for row in chosen:
-            what = kind if kind in ("margin", "error") else "loss"
+            what = kind if kind in ("score", "margin", "error") else "loss"
             values = f"{number(row[f'base_{what}'])} -> {number(row[f'adapter_{what}'])}"
             found.append(Text(f"  {row['where']}  {what} {values}"))
             expected = "chosen" if "rejected" in row else "expected"
             texts = {"prompt": "prompt", "expected": expected, "rejected": "rejected"}
-            for key, label in {**texts, "answer": "answered"}.items():
-                if row.get(key):
-                    text = f"    {label + ':':<10}{row[key]}"
+            for key, label in {**texts, "base_answer": "base", "answer": "adapter"}.items():
+                quote = row.get(key)
+                if quote or (quote == "" and key != "prompt"):
+                    text = f"    {label + ':':<10}{quote}"
                     found.append(Text(text, overflow="ellipsis", no_wrap=True))
     return found

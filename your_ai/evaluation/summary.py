@@ -188,12 +188,16 @@ def worst_rows(
 ) -> list[dict[str, Any]]:
     """The rows with the highest loss with the adapter, then those whose loss rose the most.
 
-    If there are pairs, those with the lowest margins come instead of those with the highest loss.
+    Those with the lowest scores of the metric come instead of those with the highest loss if there
+    is one, or else, if there are pairs, those with the lowest margins.
     base, adapter: (m,) losses per token; lost: (m,) their difference, 0 if they are equal.
     """
     is_pair = np.zeros(len(found.rows), bool) if judged is None else judged.is_pair
     errors: dict[str, np.ndarray] = {}
-    if judged is not None and judged.rewards and is_pair.any():
+    scores = {"base": found.base.scores, "adapter": found.adapter.scores}
+    if found.adapter.scores is not None:
+        by, values = "score", -found.adapter.scores
+    elif judged is not None and judged.rewards and is_pair.any():
         by, values = "margin", -judged.margins["adapter"]
     elif found.rows.encoder.kind == "rated":
         errors = rewards.score_errors(found)
@@ -225,6 +229,7 @@ def worst_rows(
             "answer": excerpt((found.adapter.answers or {}).get(place)),
             **(of_pair(place) if is_pair[place] else {}),
             **{f"{system}_error": finite(each[place]) for system, each in errors.items()},
+            **{f"{s}_score": finite(each[place]) for s, each in scores.items() if each is not None},
         }
         for place in chosen
     ]

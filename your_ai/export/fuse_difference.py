@@ -227,8 +227,8 @@ def hold(
     least = streamed if streams else resident
     if least > limit:
         raise UserError(
-            f"--max-memory: measuring the difference takes {in_gb(rounded_up(least))}, "
-            f"more than {in_gb(limit)}"
+            f"--max-memory: measuring the difference needs at least "
+            f"{in_gb(rounded_up(least))}, more than {in_gb(limit)}"
         )
     half = (limit - least) // 2
     rows = min(ROWS_AT_ONCE, 1 + half // row)

@@ -8,7 +8,9 @@ from pathlib import Path
 from your_ai.files import atomic_folder
 from your_ai.modelfiles.targets import write_error
 from your_ai.nets.saved_adapter import Trained, has_score_head
+from your_ai.nets.tokenizer import added_end_text
 from your_ai.publish.card import CARD, exported_card
+from your_ai.publish.training_notes import end_note
 from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, SCORE_HEAD, write_json
 
 
@@ -26,6 +28,8 @@ def write(trained: Trained, target: Path) -> None:
             for name in (ADAPTERS, *([SCORE_HEAD] if has_score_head(trained.adapter) else [])):
                 shutil.copyfile(trained.adapter.folder / name, folder / name)
             write_json(folder / ADAPTER_CONFIG, config)
-            (folder / CARD).write_text(exported_card(trained, "adapter"), encoding="utf-8")
+            note = end_note(added_end_text(trained.base))
+            text = exported_card(trained, "adapter", note=note)
+            (folder / CARD).write_text(text, encoding="utf-8")
     except OSError as error:
         raise write_error(target, error) from error

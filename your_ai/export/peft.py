@@ -24,7 +24,9 @@ from your_ai.files import atomic_folder
 from your_ai.hub.names import HubName
 from your_ai.modelfiles.targets import write_error
 from your_ai.nets.saved_adapter import Trained, has_score_head, read_score_head
+from your_ai.nets.tokenizer import added_end_text
 from your_ai.publish.card import CARD, exported_card
+from your_ai.publish.training_notes import end_note
 from your_ai.run.checkpoint import (
     ADAPTER_CONFIG,
     PEFT_ADAPTERS,
@@ -54,7 +56,9 @@ def write(trained: Trained, target: Path) -> None:
         with atomic_folder(target) as folder:
             save_arrays(folder / PEFT_ADAPTERS, arrays, "pt")
             write_json(folder / ADAPTER_CONFIG, config_of(trained, base))
-            (folder / CARD).write_text(exported_card(trained, "peft"), encoding="utf-8")
+            note = end_note(added_end_text(trained.base))
+            text = exported_card(trained, "peft", note=note)
+            (folder / CARD).write_text(text, encoding="utf-8")
     except OSError as error:
         raise write_error(target, error) from error
 

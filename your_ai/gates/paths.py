@@ -13,12 +13,17 @@ ENTRIES = 10_000  # of a folder, that are compared with a name
 LIKE = 0.7  # least similarity of the name of a file, from 0 to 1
 
 
-def missing_text(name: str | Path, what: str = "file or folder", known: Iterable[str] = ()) -> str:
+def missing_text(
+    name: str | Path,
+    what: str = "file or folder",
+    known: Iterable[str] = (),
+    beside: Path | None = None,
+) -> str:
     """`no such file or folder: /whole/path; did you mean NAME?`, for an error that begins with the
     name.
 
     known: names that could be meant, too. Where a folder of the path is missing, a similar one is
-    suggested.
+    suggested. beside: another folder in which the name was looked for, after the current one.
     """
     path = Path(os.path.expanduser(name))
     there, wanted = path, ""
@@ -26,13 +31,15 @@ def missing_text(name: str | Path, what: str = "file or folder", known: Iterable
         there, wanted = there.parent, there.name
     try:
         with os.scandir(there) as entries:
-            beside = [entry.name for entry in islice(entries, ENTRIES)]
+            near_names = [entry.name for entry in islice(entries, ENTRIES)]
     except OSError:
-        beside = []
-    choices = {**{name: str(there / name) for name in beside}, **{name: name for name in known}}
+        near_names = []
+    choices = {**{name: str(there / name) for name in near_names}, **{name: name for name in known}}
     close = closest(wanted, choices, LIKE)
     near = f"; did you mean {shortened(choices[close])}?" if close else ""
     whole = "" if str(name) == os.path.abspath(name) else f": {shortened(os.path.abspath(path))}"
+    if beside is not None:
+        whole += f", nor {shortened(os.path.abspath(beside / path))}"
     return f"no such {what}{whole}{near}"
 
 

@@ -50,6 +50,15 @@ MODULE = re.compile(r"[A-Za-z0-9_]{1,100}")
 FILE_LISTS = ("fast_tokenizer_files", "configuration_files")
 
 
+def model_file_fault(name: object) -> str | None:
+    """Why an untrusted value cannot be the name of a file of a model; None if it can.
+
+    Files are in the model's folder, and chat templates also in that of more templates.
+    """
+    inside = name.removeprefix(f"{TEMPLATES}/") if isinstance(name, str) else name
+    return name_fault(inside)
+
+
 def check_model(folder: Path) -> dict[str, Any]:
     """Check a model folder and return its config.json. Loads no weights.
 

@@ -24,9 +24,9 @@ from your_ai.config import DEMO
 from your_ai.errors import UserError
 from your_ai.files import is_plain_file, sha256, sync
 from your_ai.gates.text import counted, shown, size_text
-from your_ai.gates.untrusted import name_fault, read_json
+from your_ai.gates.untrusted import read_json
 from your_ai.hub import remote
-from your_ai.hub.check import AGAIN, can_run, check_model
+from your_ai.hub.check import AGAIN, can_run, check_model, model_file_fault
 from your_ai.hub.config_values import check_config_values
 from your_ai.hub.find import cached_file, cached_model, models_root, repo_of
 from your_ai.hub.record import (
@@ -314,8 +314,8 @@ def keep(
 
 
 def place_in(folder: Path, name: str) -> Path:
-    """The path of a downloaded file. Raises UserError for a name that is not a plain file name."""
-    if (fault := name_fault(name)) is not None:
+    """The path of a downloaded file. Raises UserError for a name that no file of a model has."""
+    if (fault := model_file_fault(name)) is not None:
         raise UserError(f"{folder}: '{shown(name)}' {fault}; refused")
     return folder / name
 
@@ -401,6 +401,7 @@ def fetch(
         with writing(part):
             if hash_like(part, file.hash) == file.hash:
                 sync(part)
+                (folder / file.name).parent.mkdir(exist_ok=True)
                 os.replace(part, folder / file.name)
                 break
             part.unlink()

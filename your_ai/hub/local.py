@@ -17,7 +17,7 @@ from your_ai.gates.text import nearest, size_text
 from your_ai.gates.untrusted import read_json
 from your_ai.hub.check import can_run
 from your_ai.hub.download import INCOMPLETE, open_lock, taken
-from your_ai.hub.find import FOLDER, REPO, cached_model, model_roots, put_model
+from your_ai.hub.find import FOLDER, REPO, cached_model, model_roots, put_model, repo_of
 from your_ai.hub.record import RECORD, fault_of, read_record
 from your_ai.hub.registry import alias_of, known
 
@@ -137,31 +137,30 @@ def size_of(folder: Path) -> int:
     return total
 
 
-def remove_model(name: str) -> int:
-    """Delete a model by its name, alias or id, with the files of a stopped download.
+def folder_to_remove(name: str) -> Path:
+    """The folder of a model in `model_roots()`, by its name, alias, beginning of an alias, or id.
 
-    Returns the bytes freed. If the process is killed, the model is either complete or gone.
-    Raises UserError for a model that is not in `model_roots()`.
+    Of a stopped download, the folder does not exist yet. Raises UserError for a model that is not
+    there, and for the beginning of several aliases.
     """
     if name == DEMO:
         raise UserError(f"{name}: comes with your_ai and cannot be removed")
-    repo = known()[name].repo if name in known() else name
-    if REPO.fullmatch(repo):
-        put = put_model(repo)
-        folders = (
-            [put] if put is not None else [root / repo.split("/")[1] for root in model_roots()]
-        )
-    elif FOLDER.fullmatch(name):
+    folders, repo = [], ""
+    if FOLDER.fullmatch(name) and name not in known():
         folders = [root / name for root in model_roots()]
-    else:
+    elif not REPO.fullmatch(name) and name not in known():
         raise UserError(f"{name}: is not in {model_roots()[0]}; delete it yourself")
+    if not any(is_there(folder) for folder in folders):
+        repo = repo_of(name, name)
+        put = put_model(repo)
+        places = [root / repo.split("/")[1] for root in model_roots()]
+        folders = places if put is None else [put]
     for folder in folders:
-        incomplete = folder.with_name(f"{INCOMPLETE}{folder.name}")
         if folder.is_symlink():
             raise UserError(f"{folder}: is a link to a model; remove the link itself")
-        if is_model(folder) or incomplete.is_dir():
-            return remove_folders(folder, incomplete)
-    if REPO.fullmatch(repo) and cached_model(repo) is not None:
+        if is_there(folder):
+            return folder
+    if cached_model(repo) is not None:
         raise UserError(
             f"{name}: is in the Hugging Face cache, which other programs use too; remove it "
             f"with: hf cache rm model/{repo}"
@@ -172,19 +171,31 @@ def remove_model(name: str) -> int:
     raise UserError(f"{name}: no such model in {root.absolute()}{hint}")
 
 
+def is_there(folder: Path) -> bool:
+    """Whether a model, a link to one, or a part of its download is there."""
+    return is_model(folder) or incomplete_of(folder).is_dir()
+
+
+def incomplete_of(folder: Path) -> Path:
+    return folder.with_name(f"{INCOMPLETE}{folder.name}")
+
+
 def is_model(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (RECORD, "config.json"))
 
 
-def remove_folders(folder: Path, incomplete: Path) -> int:
-    """Delete a model and its unfinished download, under the lock. Returns the bytes freed."""
+def remove_model(folder: Path) -> int:
+    """Delete a model and its unfinished download, under the lock. Returns the bytes freed.
+
+    If the process is killed, the model is either complete or gone.
+    """
     root = folder.parent
     clean(root, older_than_s=HOUR_S)  # leftovers of a removal that was killed
     freed = 0
     with open_lock(folder) as lock:
         if not taken(lock):
             raise UserError(f"{folder}: is being downloaded; stop the download first")
-        for path in (folder, incomplete):
+        for path in (folder, incomplete_of(folder)):
             if not path.is_dir():
                 continue
             size_bytes = size_of(path)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from your_ai.errors import UserError
 from your_ai.files import sha256
-from your_ai.gates.untrusted import INDEX_BYTES, is_hash, name_fault, read_json
-from your_ai.hub.check import AGAIN, check_model, has_tokenizer
+from your_ai.gates.untrusted import INDEX_BYTES, is_hash, read_json
+from your_ai.hub.check import AGAIN, check_model, has_tokenizer, model_file_fault
 
 RECORD = ".your_ai.json"
 
@@ -60,7 +60,7 @@ def read_record(folder: Path) -> FilesRecord | None:
         sizes = [file.size_bytes for file in files.values()]
         sound = all(isinstance(text, str) and text.isprintable() for text in texts)
         sound = sound and all(type(size) is int and size >= 0 for size in sizes) and bool(files)
-        sound = sound and all(name_fault(name) is None and name[0] != "." for name in files)
+        sound = sound and all(model_file_fault(name) is None and name[0] != "." for name in files)
         sound = sound and all(is_hash(file.sha256) for file in files.values())
     except (KeyError, TypeError, AttributeError):
         sound = False

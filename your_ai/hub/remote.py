@@ -19,8 +19,8 @@ from typing import Any, Literal
 from your_ai.errors import UserError, class_names
 from your_ai.files import write_at
 from your_ai.gates.text import shown
-from your_ai.gates.untrusted import MB, clash, is_hash, name_fault, parse_json, path_fault
-from your_ai.hub.check import WEIGHTS, found_instead, has_tokenizer
+from your_ai.gates.untrusted import MB, clash, is_hash, parse_json, path_fault
+from your_ai.hub.check import TEMPLATES, WEIGHTS, found_instead, has_tokenizer, model_file_fault
 from your_ai.hub.find import WANTED
 
 DEFAULT_REVISION = "main"
@@ -224,7 +224,7 @@ def file_of(repo: str, sibling: dict[str, Any]) -> RemoteFile | None:
     name, size_bytes, large = sibling["rfilename"], sibling.get("size"), sibling.get("lfs")
     if not is_wanted(name):
         return None
-    if (fault := name_fault(name)) is not None:
+    if (fault := model_file_fault(name)) is not None:
         raise UserError(f"{repo}: has a file '{shown(name)}', which {fault}; refused")
     if large is not None and not isinstance(large, dict):
         raise UserError(f"{repo}: {shown(name)}: the hub does not describe it; refused")
@@ -239,9 +239,10 @@ def file_of(repo: str, sibling: dict[str, Any]) -> RemoteFile | None:
 
 
 def is_wanted(path: str) -> bool:
-    """Whether a model needs the file. Files in subfolders belong to other formats."""
-    hidden = path.startswith(".")
-    return "/" not in path and not hidden and any(fnmatch(path, pattern) for pattern in WANTED)
+    """Whether a model needs the file. Files in other subfolders belong to other formats."""
+    folder, _, name = path.rpartition("/")
+    wanted = ("*.jinja",) if folder == TEMPLATES else () if folder else WANTED
+    return not name.startswith(".") and any(fnmatch(name, pattern) for pattern in wanted)
 
 
 def refuse(repo: str, names: list[str], wanted: list[str]) -> None:

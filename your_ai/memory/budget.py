@@ -288,8 +288,8 @@ def limit_generation(
 
 def too_much_to_generate(max_memory_gb: float, least_bytes: int) -> UserError:
     return UserError(
-        f"--max-memory {max_memory_gb:g}: generating with this model needs "
-        f"{in_gb(rounded_up(least_bytes))}; raise the limit to that, or lower --max-tokens"
+        f"--max-memory {max_memory_gb:g}: generating with this model needs at "
+        f"least {in_gb(rounded_up(least_bytes))}; raise the limit to that, or lower --max-tokens"
     )
 
 

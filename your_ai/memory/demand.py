@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -158,9 +157,14 @@ def rollout_sizes(config: TrainConfig, prompt_tokens: int) -> RolloutSizes:
 def largest_that_fits(
     config: TrainConfig, blocks: int, budget_with: Callable[[TrainConfig], Budget]
 ) -> Budget:
-    """The budget with the largest adapters that fit; blocks: of the model. Raises DoesNotFit."""
-    *larger, smallest = defaults.adapters(config, blocks)
-    for each in larger:
-        with contextlib.suppress(DoesNotFit):
+    """The budget with the largest adapters that fit; blocks: of the model. Raises DoesNotFit.
+
+    Where larger adapters were measured and smaller ones were not, the larger may need less.
+    """
+    refusals = []
+    for each in defaults.adapters(config, blocks):
+        try:
             return budget_with(each)
-    return budget_with(smallest)
+        except DoesNotFit as refusal:
+            refusals.append(refusal)
+    raise min(reversed(refusals), key=lambda refusal: refusal.least_bytes)

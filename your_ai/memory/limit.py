@@ -188,5 +188,7 @@ def with_headroom(process_bytes: int) -> int:
 
 
 def rounded_up(size_bytes: int) -> int:
-    """Round up to hundredths of a GB, so that the printed limit is enough the next time."""
-    return -(-(size_bytes + VARIES_BYTES) // 10_000_000) * 10_000_000
+    """Round up to what `in_gb` prints, so that the printed limit is enough the next time."""
+    size_bytes += VARIES_BYTES
+    unit = 100_000 if size_bytes < GB else 10_000_000
+    return -(-size_bytes // unit) * unit

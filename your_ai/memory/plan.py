@@ -57,6 +57,11 @@ NOTICEABLY = 0.97  # a smaller plan needs at most this share of the memory of th
 class DoesNotFit(UserError):
     """No plan fits into the memory limit."""
 
+    def __init__(self, message: str, least_bytes: int) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
+        """The least limit that is accepted."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
@@ -483,14 +488,13 @@ def choose(demand: Demand, limit_bytes: int, level: int = 0, kept: Plan | None =
     if demand.soft is None:  # else nothing is measured before the first step
         begins = [option for option in fitting if can_begin(demand, option, limit_bytes)]
         fitting = begins or fitting
-    fitting = (
-        fitting
-        or unmeasured(demand, every, limit_bytes)
-        or fits_exactly(demand, every, limit_bytes)
-    )
+    if not fitting:
+        others = without_margins(demand, every)
+        fitting = [option for option, least_bytes in others if least_bytes <= limit_bytes][:1]
     if not fitting:
         least = min(every, key=lambda option: option.needed_bytes)
-        raise DoesNotFit(refusal(demand, least, limit_bytes))
+        least_bytes = min([least.needed_bytes, *(size for _, size in others)])
+        raise DoesNotFit(refusal(demand, least, least_bytes, limit_bytes), least_bytes)
     place = every.index(fitting[0])
     first = with_more_kept(demand, fitting[0], lambda option: option.needed_bytes <= limit_bytes)
     ladder = descending([first, *every[place:]])
@@ -530,29 +534,24 @@ def can_begin(demand: Demand, option: Option, limit_bytes: int) -> bool:
     return found.process_bytes + (times - 1) * grows <= limit_bytes
 
 
-def unmeasured(demand: Demand, every: list[Option], limit_bytes: int) -> list[Option]:
-    """The smallest option of an engine without measurements, if its uncorrected estimate fits.
+def without_margins(demand: Demand, every: list[Option]) -> list[tuple[Option, int]]:
+    """Options that are tried although they need more than the limit, each with its least limit.
 
-    Measurements of other engines are not a reason to refuse it.
+    An engine without measurements, by its uncorrected estimate: measurements of other engines are
+    not a reason to refuse it. And the smallest option without its safety margins, if it is
+    measured; it keeps the room in which the guard ends a process.
     """
     if not demand.calibration.measurements:
         return []
     believed = options(replace(demand, calibration=Calibration()))
     needed = {prior.plan: prior.needed_bytes for prior in believed}
-    found = [
-        option
-        for option in every
-        if not demand.calibration.of(option.plan.family) and needed[option.plan] <= limit_bytes
-    ]
-    return sorted(found, key=lambda option: option.needed_bytes)[:1]
-
-
-def fits_exactly(demand: Demand, every: list[Option], limit_bytes: int) -> list[Option]:
-    """The smallest option, if its engine was measured and it fits without safety margins."""
-    least = min(every, key=lambda option: option.needed_bytes)
-    known = bool(demand.calibration.of(least.plan.family)) and demand.before_bytes <= limit_bytes
-    exact = least.estimate.process_bytes - demand.calibration.spare_bytes(least.plan.family)
-    return [least] if known and exact <= limit_bytes else []
+    by_size = sorted(every, key=lambda option: option.needed_bytes)
+    known = {option.plan.family for option in every if demand.calibration.of(option.plan.family)}
+    found = [(o, needed[o.plan]) for o in by_size if o.plan.family not in known]
+    if (family := by_size[0].plan.family) in known:
+        exact = by_size[0].estimate.process_bytes - demand.calibration.spare_bytes(family)
+        found.append((by_size[0], max(with_headroom(exact), demand.before_bytes)))
+    return found
 
 
 def descending(every: Sequence[Option]) -> list[Option]:
@@ -564,8 +563,9 @@ def descending(every: Sequence[Option]) -> list[Option]:
     return ladder
 
 
-def refusal(demand: Demand, least: Option, limit_bytes: int) -> str:
-    """The error if nothing fits; least: the option that needs least memory."""
+def refusal(demand: Demand, least: Option, least_bytes: int, limit_bytes: int) -> str:
+    """The error if nothing fits; least: the option that needs least memory; least_bytes: the least
+    limit that is accepted."""
     parts = sorted(least.estimate.components.items(), key=lambda pair: -pair[1])[:3]
     largest = ", ".join(f"{name} {size_text(size)}" for name, size in parts if size >= 5_000_000)
     if demand.forward:
@@ -574,13 +574,13 @@ def refusal(demand: Demand, least: Option, limit_bytes: int) -> str:
             advice += f", or lower --max-tokens (now up to {demand.rollouts.new_tokens})"
         return (
             f"{demand.limit_option}: evaluating does not fit into {in_gb(limit_bytes)}; at least "
-            f"{in_gb(rounded_up(least.needed_bytes))} is needed ({largest}); raise the limit, or "
+            f"{in_gb(rounded_up(least_bytes))} is needed ({largest}); raise the limit, or "
             f"{advice}"
         )
     if demand.before_bytes == least.needed_bytes:
         return (
             f"{demand.limit_option}: quantizing the model does not fit into {in_gb(limit_bytes)}; "
-            f"at least {in_gb(rounded_up(least.needed_bytes))} is needed; raise the limit, or "
+            f"at least {in_gb(rounded_up(least_bytes))} is needed; raise the limit, or "
             "close other programs"
         )
     advice = [f"shorten the rows (--max-seq-length, now up to {max(demand.lengths)} tokens)"]
@@ -594,6 +594,6 @@ def refusal(demand: Demand, least: Option, limit_bytes: int) -> str:
         advice.append("use a 4-bit model")
     return (
         f"{demand.limit_option}: nothing fits into {in_gb(limit_bytes)}; at least "
-        f"{in_gb(rounded_up(least.needed_bytes))} is needed ({largest}); raise the limit, or "
+        f"{in_gb(rounded_up(least_bytes))} is needed ({largest}); raise the limit, or "
         f"{', or '.join(advice)}"
     )

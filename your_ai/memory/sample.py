@@ -31,8 +31,9 @@ class MemorySample:
 
 
 def in_gb(size_bytes: float) -> str:
-    """`21.34 GB`, also below 1 GB: the unit of --max-memory, for a message that it answers.
+    """`21.34 GB`, also `0.1463 GB`: the unit of --max-memory, for a message that it answers.
 
     Everything else is formatted by gates.text.size_text.
     """
-    return f"{size_bytes / 1e9:.2f} GB"
+    gigabytes = size_bytes / 1e9
+    return f"{gigabytes:.2f} GB" if gigabytes >= 1 else f"{gigabytes:.4g} GB"

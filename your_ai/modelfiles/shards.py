@@ -203,7 +203,7 @@ def hold_memory(doing: str, needed_bytes: int, max_memory_gb: float | None, forc
     if needed_bytes > limit:
         least = in_gb(rounded_up(needed_bytes))
         raise UserError(
-            f"--max-memory: {doing} this model takes {least}, more than {in_gb(limit)}; "
+            f"--max-memory: {doing} this model needs at least {least}, more than {in_gb(limit)}; "
             "raise --max-memory, or close other programs"
         )
     allocator.set_limits(limit, needed_bytes, python_bytes())

@@ -153,6 +153,15 @@ def added_end(folder: Path, tokenizer: Any) -> int | None:
     return None if turn_end in known else turn_end
 
 
+def added_end_text(folder: Path) -> str:
+    """As `added_end`, its text; empty if there is none, also if the tokenizer cannot be loaded."""
+    with contextlib.suppress(UserError):
+        tokenizer = open_tokenizer(folder)
+        if (end := added_end(folder, tokenizer)) is not None:
+            return tokenizer.convert_ids_to_tokens([end])[0]
+    return ""
+
+
 def check_class(folder: Path) -> None:
     """Raise UserError if a tokenizer's class names an object of transformers of another kind.
 

@@ -161,7 +161,7 @@ def exported_card(
 ) -> str:
     """The card of a folder that was exported or fused from a run.
 
-    note: a sentence about the weights of a fused model.
+    note: a sentence about the weights of a fused model, or about the end token of an adapter.
     """
     config = read_json(trained.base / "config.json", "a model folder has one")
     found, copied = config.get("quantization"), trained.config.quantize

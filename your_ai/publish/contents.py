@@ -26,6 +26,7 @@ from your_ai.gates.untrusted import JSON_BYTES, links_outside, read_bytes, read_
 from your_ai.hub.find import REPO
 from your_ai.modelfiles.targets import write_error
 from your_ai.nets.saved_adapter import Trained, has_score_head
+from your_ai.nets.tokenizer import added_end_text
 from your_ai.publish.card import (
     CARD,
     Base,
@@ -39,6 +40,7 @@ from your_ai.publish.card import (
     origin_notes,
     up_to,
 )
+from your_ai.publish.training_notes import end_note, named_run
 from your_ai.publish.user_section import split
 from your_ai.run import events
 from your_ai.run.checkpoint import (
@@ -98,6 +100,7 @@ def of_run(trained: Trained, repo: str) -> Contents:
     pictures = curves_of(records) if figures.steps else {}
     config = None if trained.folder.untrained else trained.config
     found, note = measured(trained.folder, step)
+    ends = end_note(added_end_text(trained.base))
     subject = Subject(
         repo=repo,
         kind="adapter",
@@ -109,7 +112,7 @@ def of_run(trained: Trained, repo: str) -> Contents:
         figures=figures,
         curves=tuple(pictures),
         evaluation=found,
-        notes=origin_notes(trained),
+        notes=[*origin_notes(trained), *([ends] if ends else [])],
     )
     check_own(adapter.folder / ADAPTERS, adapter.folder)
     known = {key: adapter.config[key] for key in ADAPTER_KEYS if key in adapter.config}
@@ -139,6 +142,8 @@ def settings_of(config: TrainConfig, base: Base) -> str:
         data=data,
         run="",
         from_adapter="",
+        reward=tuple(map(named_run, config.reward)),
+        reward_model=named_run(config.reward_model),
         judge_rubric="",
         report_to=(),
         push_to="",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from your_ai.config import GRPO, REWARD, SFT, SOFT, TrainConfig
-from your_ai.rewards.names import WITH_ARGUMENT, is_function, parse_rewards
+from your_ai.rewards.names import RUN, WITH_ARGUMENT, is_function, parse_rewards
 
 if TYPE_CHECKING:  # it loads MLX
     from your_ai.nets.saved_adapter import Trained
@@ -55,7 +56,9 @@ def origin_notes(trained: Trained) -> list[str]:
         how = name if objective == REWARD else f"with {name}"
         notes.append(f"It was trained {how} ({link}) on {rows}.")
     if objective == SOFT:
-        notes.append(f"They were scored by the reward model {code(trained.config.reward_model)}.")
+        notes.append(
+            f"They were scored by the reward model {code(named_run(trained.config.reward_model))}."
+        )
     if objective == GRPO and trained.config.reward:
         notes.append(f"They were rewarded for {rewards_text(trained.config.reward)}.")
     if trained.config.from_adapter:
@@ -63,11 +66,28 @@ def origin_notes(trained: Trained) -> list[str]:
     return notes
 
 
+def end_note(token: str) -> str:
+    """A sentence about the end token that training added to those of the base; empty if none."""
+    if not token:
+        return ""
+    text = "".join(token.replace("`", "").split())  # code keeps its brackets, as `code` does not
+    return (
+        f"Answers end with `{text}`, which is no end token of the base: generate with "
+        "`--extra-eos-token` in mlx-lm, or with `eos_token_id` in transformers."
+    )
+
+
+def named_run(reward: str) -> str:
+    """A reward `run:PATH` as `run:NAME`, without the folders of this machine; others stay."""
+    kind, colon, path = reward.partition(":")
+    return f"{kind}:{Path(path).name}" if colon and kind.strip() == RUN else reward
+
+
 def rewards_text(texts: Sequence[str]) -> str:
     """Rewards with their weights. Of a function, only its own name."""
     found = []
     for each in parse_rewards(texts):
-        found.append(f"{code(without_module(each.name))} (weight {each.weight:g})")
+        found.append(f"{code(without_module(named_run(each.name)))} (weight {each.weight:g})")
     return ", ".join(found)
 
 

@@ -269,7 +269,7 @@ class AgentTools:
         checkpoint: Annotated[
             str | None, described("step-000120, best or latest; default: the finished adapter.")
         ] = None,
-        worst: Annotated[int, described("How many of the worst rows to list.", ge=0, le=100)] = 5,
+        worst: Annotated[int, described("How many of the worst rows to list.", ge=0, le=100)] = 3,
     ) -> RunText:
         """Compare a run's adapter with its base model on rows that it was not trained on.
 

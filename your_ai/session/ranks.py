@@ -240,8 +240,8 @@ def check_processes(config: TrainConfig, ram_bytes: int | None = None) -> None:
         find_limit(MachineMemory(ram_bytes=ram_bytes), config.max_memory, config.force, count)
     if count * least > ram_bytes:
         raise UserError(
-            f"--processes {count}: each needs {size_text(least)} without a model, and this machine "
-            f"has {size_text(ram_bytes)}; use at most {max(1, ram_bytes // least)}"
+            f"--processes {count}: each needs at least {size_text(least)} without a model, and "
+            f"this machine has {size_text(ram_bytes)}; use at most {max(1, ram_bytes // least)}"
         )
 
 

@@ -33,6 +33,7 @@ from your_ai.run.folder import RUNS
 
 # What a demand is asked for that is the same for any length and limit.
 SHORT_TOKENS, ANY_GB = 64, 1e6
+LEAST = "needs\nat least"  # the header of the least limits of plans
 
 
 def described(budget: Budget, option: Option) -> dict[str, Any]:
@@ -112,15 +113,13 @@ def front_table(budget: Budget) -> RenderableType:
     front, longest = front_of(options(budget.demand)), max(budget.demand.lengths)
     known = all(option.seconds is not None for option in front)
     drawn = Table(box=None, pad_edge=False)
-    for header in ("", "needs", "s / step" if known else "step cost", "plan"):
+    for header in ("", "uses", LEAST, "s / step" if known else "step cost", "plan"):
         drawn.add_column(header, justify="left" if header in ("", "plan") else "right")
     for option in front:
         chosen = "chosen" if option.plan == budget.choice.option.plan else ""
         if option.needed_bytes > budget.limit.limit_bytes:
             chosen = "too large"
-        drawn.add_row(
-            chosen, size_text(option.needed_bytes), time_of_row(option), words(option.plan, longest)
-        )
+        drawn.add_row(chosen, *sizes(option), time_of_row(option), words(option.plan, longest))
     note = time_text(budget)
     lines: list[RenderableType] = [text(budget.limit), *budget.limit.notices, "", drawn]
     return Group(*lines, *(["", note] if note else []))
@@ -130,17 +129,21 @@ def time_of_row(option: Option) -> str:
     return f"{option.cost:.2f}" if option.seconds is None else seconds_text(option.seconds)
 
 
+def sizes(option: Option) -> tuple[str, str]:
+    """The estimated peak of a plan, and the least limit that it needs: with the safety margin."""
+    return size_text(option.estimate.process_bytes), size_text(option.needed_bytes)
+
+
 def neighbors(choice: Choice, longest: int) -> Table:
     """The chosen plan, between the next larger and the next smaller one."""
     named = (("larger", choice.larger), ("chosen", choice.option), ("smaller", choice.smaller))
     known = choice.option.seconds is not None
     beside = Table(box=None, pad_edge=False)
-    for header in ("", "plan", "needs", "s / step" if known else "step cost"):
+    for header in ("", "plan", "uses", LEAST, "s / step" if known else "step cost"):
         beside.add_column(header, justify="left" if header in ("", "plan") else "right")
     for name, option in named:
         if option is not None:
-            needs = size_text(option.needed_bytes)
-            beside.add_row(name, words(option.plan, longest), needs, time_of_row(option))
+            beside.add_row(name, words(option.plan, longest), *sizes(option), time_of_row(option))
     return beside
 
 
@@ -169,7 +172,7 @@ def table(budget: Budget) -> RenderableType:
     for phase, size in phases.items():
         parts.add_row(f"  of phase {phase}", f"{size / 1e6:,.0f}")
     parts.add_row("safety margin", f"{(needed - peak) / 1e6:,.0f}")
-    parts.add_row("needs", f"{needed / 1e6:,.0f}")
+    parts.add_row("needs at least", f"{needed / 1e6:,.0f}")
     reads = read_bytes(budget.demand.facts, budget.demand.training, choice.option.plan)
     lines: list[RenderableType] = [text(budget.limit), *budget.limit.notices]
     lines += [adapters_line(budget.demand), "", parts, "", neighbors(choice, longest)]
@@ -245,18 +248,18 @@ def longest_as_json(demand: Demand, rows: list[LongestRow]) -> list[dict[str, An
 def longest_table(demand: Demand, rows: list[LongestRow]) -> RenderableType:
     """The longest rows, each with the plan that makes them fit."""
     found = Table(box=None, pad_edge=False)
-    for header in ("budget", "longest row", "plan", "needs", "disk"):
+    for header in ("budget", "longest row", "plan", "uses", LEAST, "disk"):
         found.add_column(header, justify="left" if header == "plan" else "right")
     written = [0]
     for row in rows:
         tokens = f"{row.tokens:,} tokens" if row.tokens else "none"
-        plan, needs, disk = "nothing fits", "", ""
+        plan, memory, disk = "nothing fits", ("", ""), ""
         if row.choice is not None:
             option = row.choice.option
-            plan, needs = words(option.plan, row.tokens), size_text(option.needed_bytes)
+            plan, memory = words(option.plan, row.tokens), sizes(option)
             written.append(disk_of_row(demand, row))
             disk = size_text(written[-1]) if written[-1] else ""
-        found.add_row(size_text(row.limit_bytes), tokens, plan, needs, disk)
+        found.add_row(size_text(row.limit_bytes), tokens, plan, *memory, disk)
     lines: list[RenderableType] = [adapters_line(demand), "", found]
     if note := disk_text(max(written), "a row of this table"):
         lines.append(note)
