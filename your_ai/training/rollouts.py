@@ -213,7 +213,7 @@ class RolloutSource:
         trainer, began = self.trainer, time.perf_counter()
         rewards = trainer.rewards
         assert rewards is not None
-        encoder = Encoder(prepared.tokenizer)
+        encoder = Encoder(trainer.tokenizer)
         asked = [asked_of(questions, row, encoder) for row in rows]
         groups: list[dict[int, Completion]] = [{} for _ in rows]
         pending: dict[int, Pending] = {}
