@@ -56,6 +56,14 @@ def test_run_that_learned_what_it_could_gets_no_advice(found):
     assert told(*found) == ""
 
 
+@pytest.mark.parametrize(("end", "fell"), [(0.95, True), (0.29, False)])
+def test_what_the_loss_falls_late_is_measured_by_the_first_loss(end, fell):
+    """Of a run that begins at 5, 0.01 in the last quarter is little."""
+    late = [measured(at, 0.3 if not fell else 2 - at / 60) for at in (42, 45, 48, 54)]
+    state = state_of(LONG, step(1, loss=5.0), *late, measured(60, end))
+    assert bool(advice_line(state, "r")) == fell
+
+
 def test_run_whose_answers_are_mostly_wrong_says_so():
     wrong = answers("{", "}}}}", "It is on its way.")
     assert told(measured(30, 2.0), measured(60, 2.0), wrong) == (

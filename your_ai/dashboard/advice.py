@@ -9,7 +9,8 @@ from your_ai.dashboard.state import ViewState
 from your_ai.gates.text import counted, loss_text
 from your_ai.run import events
 
-FALLING = 0.02  # of the loss: a smaller change between two validations counts as none
+FALLING = 0.02  # of the first loss: a smaller change counts as none
+LATE = 0.75  # of the steps; what the validation loss falls after them, it still falls
 ALIKE = 0.5  # least similarity of an answer to the expected one, from 0 to 1
 COMPARED = 2000  # characters of an answer
 PREFERRED = 0.6  # least share of pairs; about half are preferred by chance
@@ -49,12 +50,10 @@ def advice_line(state: ViewState, run: str) -> str:
     if last is not None and (last.reward is not None or ACCURACIES in last.metrics):
         return ""
     reasons = []
-    is_best = last is not None and best is not None and best.step == last.step
-    if is_best and len(state.bests) > 1:
-        before = state.bests[-2]
-        if falls(before.loss, last.loss):
-            since = f"from {loss_text(before.loss)} at step {before.step}"
-            reasons.append(f"the validation loss still fell, {since} to {loss_text(last.loss)}")
+    before = [each for each in state.bests if last and each.step <= LATE * last.step]
+    if best is not None and before and falls(state, before[-1].loss, best.loss):
+        since = f"from {loss_text(before[-1].loss)} at step {before[-1].step}"
+        reasons.append(f"the validation loss still fell, {since} to {loss_text(best.loss)}")
     goes_on = bool(reasons) or last is None
     after = state.samples_after
     wrong, asked = (0, 0) if after is None else wrong_answers(after)
@@ -67,14 +66,15 @@ def advice_line(state: ViewState, run: str) -> str:
         return f"not learned enough: {', and '.join(reasons)}; go on with: " + (
             f"your_ai train --resume {run} {longer}"
         )
-    if last is not None and not is_best and falls(last.loss, best.loss if best else math.nan):
+    if last is not None and best is not None and falls(state, last.loss, best.loss):
         return f"not learned enough: {reasons[0]}; try more rows, or a lower --learning-rate"
     return f"not learned enough: {reasons[0]}; try {ways_to_learn_more(state)}"
 
 
-def falls(before: float, after: float) -> bool:
+def falls(state: ViewState, before: float, after: float) -> bool:
     """Whether a loss is clearly lower than before; False for what is not finite."""
-    return math.isfinite(before) and after < before - FALLING * abs(before)
+    first = before if state.first_loss is None else state.first_loss
+    return math.isfinite(before) and after < before - FALLING * abs(first)
 
 
 def wrong_answers(after: events.Samples) -> tuple[int, int]:
