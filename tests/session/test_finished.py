@@ -39,8 +39,7 @@ def test_run_resumed_with_more_steps_continues(run, capsys):
 
 @pytest.mark.parametrize("length", [{"max_steps": 4}, {"max_steps": None, "epochs": 2}])
 def test_command_of_the_advice_trains_twice_as_long(configure, capsys, length):
-    given = {"learning_rate": 3e-2, "eval_every": 1, **length}
-    run = train(configure(**given))
+    run = train(configure(lora_targets="all-linear", eval_every=1, **length))
     steps = len(events_of(run, events.Step))
     state = fold_all(ViewState(), events.tail(run.events)[0])
     command = advice_line(state, "r").partition("go on with: your_ai ")[2]
