@@ -197,7 +197,7 @@ def prepare(
     data = read_data(config, network, tokenizer, files, log.write)
     objective = objective_of(config)
     rows = len(data.examples["train"]) // objective.rows_together
-    config = defaults.sized(config, rows)
+    config = defaults.sized(config, rows, "valid" in data.examples)
     schedule = schedule_of(config, data)
     steps = last_step(config, schedule.steps_per_epoch)
     config = defaults.timed(config, rows, schedule.steps_per_epoch)
