@@ -11,7 +11,7 @@ from your_ai.config import AUTO, TrainConfig, coerce, defaults
 
 @pytest.mark.parametrize(
     ("rows", "batch", "epochs"),
-    [(1, 4, 100), (30, 4, 100), (130, 4, 24), (640, 4, 5), (2_999, 4, 2), (3_000, 4, 1),
+    [(1, 4, 50), (30, 4, 50), (130, 4, 24), (640, 4, 5), (2_999, 4, 2), (3_000, 4, 1),
      (5_000, 8, 1), (50_000, 16, 1), (10**9, 16, 1)],
 )  # fmt: skip
 def test_batch_and_epochs_follow_from_the_number_of_rows(rows, batch, epochs):
@@ -20,7 +20,7 @@ def test_batch_and_epochs_follow_from_the_number_of_rows(rows, batch, epochs):
 
 
 def test_epochs_are_few_where_one_too_many_would_do_harm():
-    assert defaults.sized(TrainConfig(), 30, validated=True).epochs == 100
+    assert defaults.sized(TrainConfig(), 30, validated=True).epochs == 50
     assert defaults.sized(TrainConfig(), 30, validated=False).epochs == 10
     for changes in ({"keep_best": False}, {"objective": "dpo"}):
         assert defaults.sized(TrainConfig(**changes), 30, validated=True).epochs == 10

@@ -19,7 +19,7 @@ BATCHES = ((50_000, 16), (5_000, 8), (0, 4))  # rows of the data from which so m
 MOST_ROLLOUTS, MOST_SOFT = 16, 8  # completions in a micro-batch, of grpo and of soft
 # A small data set is repeated until so many rows were trained, in at most so many epochs: where an
 # epoch too many does no harm, because the best checkpoint of answers is the result; and elsewhere.
-REPEATED, REPEATED_UNCHECKED = (3_000, 100), (2_000, 10)
+REPEATED, REPEATED_UNCHECKED = (3_000, 50), (2_000, 10)
 LONGEST_WARMUP, WARMUP_SHARE = 10, 0.1
 FEWEST_STEPS, MOST_STEPS, VALIDATIONS = 10, 100, 10  # between validations; fewest of a run
 CHOSEN = ("batch_size", "epochs", "warmup_steps", "eval_every", "lora_rank", "lora_layers")
