@@ -66,7 +66,7 @@ class TrainConfig:
     max_steps: int | None = setting(None, "Stop after this many steps (optimizer updates).")
     epochs: int | Literal["auto"] | None = setting(
         AUTO,
-        "Stop after this many passes over the data; auto: 1 to 10, fewer the more rows there are, "
+        "Stop after this many passes over the data; auto: 1 to 50, fewer the more rows there are, "
         "or as many as --max-steps needs.",
     )
     batch_size: int | Literal["auto"] = setting(

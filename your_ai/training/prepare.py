@@ -81,6 +81,7 @@ from your_ai.training.soft_networks import (
 from your_ai.training.steps_of_run import schedule_of, step_sizes
 
 MOST_IMBALANCE = 4 / 3  # between good and bad answers in KTO; the bound that its authors suggest
+HIGHER_RATE = 2.5  # times the learning rate, for a run that learned too little
 PREFIX = "prefix"  # the folder of a prefix cache on disk, inside the run folder
 
 
@@ -159,7 +160,8 @@ def ways_to_learn_more(config: TrainConfig, adapters: model.Adapters, blocks: in
     targets = [] if config.lora_targets == ("all-linear",) else ["--lora-targets all-linear"]
     layers = ["--lora-layers all"] if adapters.config["num_layers"] < blocks else []
     longer = "--epochs" if config.max_steps is None else "--max-steps"
-    ways = ["a higher --learning-rate", " ".join(targets + layers), f"or more {longer}"]
+    rate = f"a higher --learning-rate, such as {HIGHER_RATE * config.learning_rate:g}"
+    ways = [rate, " ".join(targets + layers), f"or more {longer}"]
     return ", ".join(filter(None, ways))
 
 
@@ -195,7 +197,7 @@ def prepare(
     data = read_data(config, network, tokenizer, files, log.write)
     objective = objective_of(config)
     rows = len(data.examples["train"]) // objective.rows_together
-    config = defaults.sized(config, rows)
+    config = defaults.sized(config, rows, "valid" in data.examples)
     schedule = schedule_of(config, data)
     steps = last_step(config, schedule.steps_per_epoch)
     config = defaults.timed(config, rows, schedule.steps_per_epoch)
