@@ -332,11 +332,7 @@ class Encoder:
         else:
             spans = self.answers.spans(text, chat, turns, where)
         tokens = self._tokens_at([start for start, _ in spans], text, tokens, where)
-        start, end = token_spans(tokens.starts, tokens.ends, len(text))
-        trained = np.zeros(len(tokens), bool)
-        for first, past in spans:
-            trained |= (end > first) & (start < past)
-        return tokens.ids, trained
+        return tokens.ids, in_spans(tokens, spans, len(text))
 
     def _rendered(self, chat: Chat, where: str) -> tuple[str, Tokens]:
         text = self.template.render(chat.messages, chat.tools, where)
@@ -422,12 +418,12 @@ class Encoder:
     ) -> bool:
         """Whether the tokens before a border are those of the text before it. added: the indices
         of tokens at which the text is cut."""
-        before = int(tokens.starts.searchsorted(np.int32(border)))
-        if before and tokens.ends[:before].max() > border:
+        before = tokens.before(border)
+        if before is None:
             return False
         count = int(added.searchsorted(before))
         first = int(added[count - 1]) + 1 if count else 0
-        begin = int(tokens.ends[first - 1]) if first else 0
+        begin = tokens.end_of(first - 1) if first else 0
         header = text[begin:border]
         if header not in self.headers:
             alone = (
@@ -486,6 +482,19 @@ def token_ids(tokenizer: Any, text: str, where: str, special: bool = True) -> li
     backend.no_padding()
     with naming(where):
         return tokenize_ids(backend, text, special).tolist()
+
+
+def in_spans(tokens: Tokens, spans: Iterable[tuple[int, int]], length: int) -> np.ndarray:
+    """(T,) bool: whether a token is in one of the spans of a text of `length` characters."""
+    found = np.zeros(len(tokens), bool)
+    for first, past in spans:
+        begin, end = tokens.before(first), len(tokens) if past == length else tokens.before(past)
+        if begin is not None and end is not None and tokens.encoding is not None:
+            found[begin:end] = True
+        else:
+            starts, ends = token_spans(tokens.starts, tokens.ends, length)
+            found |= (ends > first) & (starts < past)
+    return found
 
 
 def token_spans(start: np.ndarray, end: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:

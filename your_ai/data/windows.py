@@ -35,28 +35,54 @@ class Tokens:
 
     ids: np.ndarray
     """(T,) uint32."""
-    starts: np.ndarray
-    """(T,) int32, the offset of each token's first character."""
-    ends: np.ndarray
-    """(T,) int32, the offset after each token's last character."""
+    given: tuple[np.ndarray, np.ndarray] | None = None
+    """`starts` and `ends`; None if they are to be read from the encoding."""
+    encoding: Any = None
+    """Of the `tokenizers` library. A few places are found there much faster than all of them."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
+    @cached_property
+    def places(self) -> tuple[np.ndarray, np.ndarray]:
+        return places_of(self.encoding, 0) if self.given is None else self.given
+
+    @property
+    def starts(self) -> np.ndarray:
+        """(T,) int32, the offset of each token's first character."""
+        return self.places[0]
+
+    @property
+    def ends(self) -> np.ndarray:
+        """(T,) int32, the offset after each token's last character."""
+        return self.places[1]
+
+    def end_of(self, index: int) -> int:
+        """The offset after a token's last character."""
+        return int(self.ends[index] if self.given else self.encoding.token_to_chars(index)[1])
+
+    def before(self, place: int) -> int | None:
+        """How many tokens begin before a place in the text; None if one of them ends after it."""
+        if self.encoding is not None:
+            index = self.encoding.char_to_token(place)
+            if index and self.encoding.token_to_chars(index)[0] == place:
+                start, end = self.encoding.token_to_chars(index - 1)
+                if start < end <= place:  # else a token without characters may be near
+                    return index
+        count = int(self.starts.searchsorted(np.int32(place)))
+        return None if count and self.ends[:count].max() > place else count
+
     def moved(self, characters: int) -> Tokens:
         """The tokens with other offsets, as part of a longer text."""
-        return Tokens(self.ids, self.starts + characters, self.ends + characters)
+        return Tokens(self.ids, (self.starts + characters, self.ends + characters))
 
     def without_first(self) -> Tokens:
-        return Tokens(self.ids[1:], self.starts[1:], self.ends[1:])
+        return Tokens(self.ids[1:], (self.starts[1:], self.ends[1:]))
 
 
 def joined_tokens(parts: list[Tokens]) -> Tokens:
-    return Tokens(
-        np.concatenate([part.ids for part in parts]),
-        np.concatenate([part.starts for part in parts]),
-        np.concatenate([part.ends for part in parts]),
-    )
+    ids, starts, ends = (np.concatenate(each) for each in zip(*map(arrays_of, parts), strict=True))
+    return Tokens(ids, (starts, ends))
 
 
 class Sizes(NamedTuple):
@@ -97,12 +123,16 @@ def tokenize(backend: Any, text: str, special: bool, sizes: Sizes = SIZES) -> To
     Raises CannotJoin for a long text that cannot be tokenized in windows, and TypeError for a text
     with half of a surrogate pair.
     """
-    return Tokens(*gathered(backend, text, special, sizes, ("ids", "starts", "ends")))
+    ids, starts, ends = gathered(backend, text, special, sizes, ("ids", "starts", "ends"))
+    return Tokens(ids, (starts, ends))
 
 
 def tokenize_all(backend: Any, texts: list[str]) -> list[Tokens]:
     """`tokenize` for many short texts, on all processors, without special tokens."""
-    return [*map(read_tokens, backend.encode_batch(texts, add_special_tokens=False))]
+    return [
+        Tokens(np.array(encoding.ids, np.uint32), encoding=encoding)
+        for encoding in backend.encode_batch(texts, add_special_tokens=False)
+    ]
 
 
 def tokenize_ids(backend: Any, text: str, special: bool, sizes: Sizes = SIZES) -> np.ndarray:
@@ -149,8 +179,13 @@ def arrays_of(tokens: Tokens) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def read_tokens(encoding: Any, start: int = 0) -> Tokens:
     """Convert an encoding of the `tokenizers` library, for a text that begins at `start`."""
+    return Tokens(np.array(encoding.ids, np.uint32), places_of(encoding, start))
+
+
+def places_of(encoding: Any, start: int) -> tuple[np.ndarray, np.ndarray]:
+    """The offsets of the tokens of an encoding, for a text that begins at `start`."""
     places = np.fromiter(chain.from_iterable(encoding.offsets), np.int32) + np.int32(start)
-    return Tokens(np.array(encoding.ids, np.uint32), places[::2].copy(), places[1::2].copy())
+    return places[::2].copy(), places[1::2].copy()
 
 
 def read_window(backend: Any, text: str, start: int, size: int) -> Window:
@@ -175,7 +210,8 @@ def joined(backend: Any, text: str, sizes: Sizes) -> Iterator[Tokens]:
 
 
 def part_of(tokens: Tokens, begin: int, end: int) -> Tokens:
-    return Tokens(*(np.ascontiguousarray(array[begin:end]) for array in arrays_of(tokens)))
+    ids, starts, ends = (np.ascontiguousarray(array[begin:end]) for array in arrays_of(tokens))
+    return Tokens(ids, (starts, ends))
 
 
 def next_start(window: Window, sizes: Sizes) -> int:
@@ -241,4 +277,4 @@ def added(backend: Any, text: str) -> tuple[Tokens, Tokens]:
 
 def special_tokens(ids: list[int]) -> Tokens:
     nowhere = np.zeros(len(ids), np.int32)
-    return Tokens(np.array(ids, np.uint32), nowhere, nowhere)
+    return Tokens(np.array(ids, np.uint32), (nowhere, nowhere))
