@@ -50,7 +50,7 @@ def advice_line(state: ViewState, run: str) -> str:
         return ""
     reasons = []
     is_best = last is not None and best is not None and best.step == last.step
-    if is_best and len(state.bests) > 1:
+    if last is not None and is_best and len(state.bests) > 1:
         before = state.bests[-2]
         if falls(before.loss, last.loss):
             since = f"from {loss_text(before.loss)} at step {before.step}"
