@@ -113,7 +113,8 @@ COLUMNS = typer.Option(
 
 def columns_of(texts: Sequence[str] | None) -> tuple[str, ...]:
     """The value of --columns, which may be given several times."""
-    return coerce("columns", joined(texts or ()), "--columns")
+    columns: tuple[str, ...] = coerce("columns", joined(texts or ()), "--columns")
+    return columns
 
 
 def joined(texts: Sequence[str]) -> str:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from your_ai.dashboard.history import (
-    LARGEST,
     Points,
     RunHistory,
     finite,
@@ -25,6 +24,7 @@ from your_ai.dashboard.history import (
     thinned,
 )
 from your_ai.dashboard.metric_table import REWARD, is_charted
+from your_ai.dashboard.running_mean import LARGEST
 from your_ai.dashboard.view import duration
 from your_ai.gates.text import size_text
 from your_ai.run import events

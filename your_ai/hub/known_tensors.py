@@ -31,7 +31,8 @@ Part = tuple[str, str, Mapping[str, str]]
 @functools.cache
 def known_tensors() -> Mapping[str, list[Part]]:
     """The contents of the file, by alias."""
-    return json.loads(DATA.read_text(encoding="utf-8"))
+    found: Mapping[str, list[Part]] = json.loads(DATA.read_text(encoding="utf-8"))
+    return found
 
 
 def unpacked(parts: Iterable[Part]) -> Iterator[Entry]:

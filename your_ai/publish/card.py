@@ -264,7 +264,8 @@ def metadata(subject: Subject) -> dict[str, Any]:
     library = subject.library or {"peft": "peft", "gguf": None}.get(subject.kind, "mlx")
     relation = {"model": "finetune", "gguf": None}.get(subject.kind, "adapter")
     repo = subject.base.repo if subject.base else None
-    data = ModelCardData(
+    more: dict[str, Any] = {"base_model_relation": relation} if repo and relation else {}
+    data: dict[str, Any] = ModelCardData(
         base_model=repo,
         library_name=library,
         pipeline_tag=PIPELINES.get(subject.objective, "text-generation"),
@@ -274,9 +275,9 @@ def metadata(subject: Subject) -> dict[str, Any]:
             *filter(None, [library]),
             "your_ai",
         ],
-        **({"base_model_relation": relation} if repo and relation else {}),
-    )
-    return data.to_dict()
+        **more,
+    ).to_dict()
+    return data
 
 
 def introduction(subject: Subject) -> str:
@@ -390,8 +391,10 @@ def figure_rows(figures: CardFigures, config: TrainConfig | None) -> list[tuple[
     if best is not None:
         text = f"{validation_text(best, best.loss)} at step {best.step:,}"
         rows.append((f"best {validation_name(best)}", text))
-    for name, value in other_values(best).items() if best is not None and best.best else ():
-        rows.append((f"best {cell(without_module(name))}", f"{value:.4g} at step {best.step:,}"))
+        for name, value in other_values(best).items() if best.best else ():
+            rows.append(
+                (f"best {cell(without_module(name))}", f"{value:.4g} at step {best.step:,}")
+            )
     if figures.matches:
         shares = " before, ".join(match_share(match) for match in figures.matches)
         tested = counted(figures.matches[-1].rows, "test row")
@@ -447,10 +450,10 @@ def evaluation(subject: Subject) -> list[str]:
     if found is None:
         on_prompts = subject.objective in GENERATING
         command = "your_ai eval RUN --data FILE" if on_prompts else "your_ai eval RUN"
-        rows = "rows with answers" if on_prompts else "held-out rows"
+        what = "rows with answers" if on_prompts else "held-out rows"
         return [
             "## Evaluation",
-            f"Not measured yet: `{command}` compares base and adapter on {rows}, "
+            f"Not measured yet: `{command}` compares base and adapter on {what}, "
             "and the next push adds the result here.",
         ]
     rows = []

@@ -36,11 +36,9 @@ from your_ai.publish.card import (
     card,
     figures_of,
     method_of,
-    objective_of,
-    origin_notes,
     up_to,
 )
-from your_ai.publish.training_notes import end_note, named_run
+from your_ai.publish.training_notes import end_note, named_run, objective_of, origin_notes
 from your_ai.publish.user_section import split
 from your_ai.run import events
 from your_ai.run.checkpoint import (
@@ -171,8 +169,8 @@ def measured(folder: RunFolder, step: int) -> tuple[dict[str, Any] | None, str]:
     path = record.place(folder)
     if not (sound and isinstance(rows, int)):
         return None, f"{path}: is damaged and not in the card; measure again: your_ai eval"
-    name = found.get("checkpoint")  # only the name of a checkpoint has its step
-    of = checkpoint_step(Path(name)) if STEP_NAME.fullmatch(str(name)) else found.get("step")
+    name = str(found.get("checkpoint"))  # only the name of a checkpoint has its step
+    of = checkpoint_step(Path(name)) if STEP_NAME.fullmatch(name) else found.get("step")
     if of != step:
         why = f"is for step {of}, not for step {step}"
         return None, f"{path}: {why}, so it is not in the card; measure again: your_ai eval"

@@ -30,14 +30,14 @@ from your_ai.dashboard.live import (
     following,
     style_for,
 )
-from your_ai.errors import RunError, UserError, without_run
+from your_ai.errors import Interrupted, RunError, UserError, without_run
 from your_ai.gates.console import echo_error
 from your_ai.gates.programs import python_module, quick_imports
 from your_ai.run import child, events, requests
 from your_ai.run.child import POLL_S, Child
 from your_ai.run.exits import DONE, FAILED
 from your_ai.run.folder import RunFolder, discard, is_running
-from your_ai.run.stopping import SIGNALS, Interrupted, recorded_signals, stop_signals
+from your_ai.run.stopping import SIGNALS, recorded_signals, stop_signals
 from your_ai.session.computer import looked_after
 from your_ai.session.finished import already_finished
 
@@ -65,7 +65,7 @@ class Terminal:
             self.follower.close()
             self.keys.before = []
         drawn = self.follower.style in ("screen", "notebook")
-        if drawn and (self.keys.fd is None or self.keys.in_foreground):
+        if drawn and (self.keys.fd is None or self.keys.terminal is not None):
             self.follower.open()
             self.keys.take()
         return self.keys.read(wait_s)

@@ -176,21 +176,22 @@ def row_of(folder: RunFolder) -> RunRow | None:
     checked = state.best_validation
     best = None if checked is None else number(checked.loss)
     is_reward = checked is not None and checked.reward is not None
-    on_rewards = state.step is not None and is_rewarded(state.step.metrics)
+    step = state.step
+    on_rewards = step is not None and is_rewarded(step.metrics)
     row = RunRow(
         name=folder.name,
         state=state_of(folder, running, state, happened),
         model=model_of(folder, state),
         step=at and whole(at.step),
         steps=total and whole(total.steps),
-        last_loss=None if on_rewards else state.step and number(state.step.loss),
+        last_loss=number(step.loss) if step and not on_rewards else None,
         best_loss=number(state.best_loss),
-        last_reward=state.step and number(state.step.metrics.get(REWARD)),
+        last_reward=number(step.metrics.get(REWARD)) if step else None,
         best_mean_reward=number(state.best_smooth_reward),
         best_validation=None if is_reward else best,
         best_reward=0.0 - best if is_reward and best is not None else None,
         peak_bytes=whole(state.highest_bytes),
-        limit_bytes=state.limit and whole(state.limit.limit_bytes),
+        limit_bytes=whole(state.limit.limit_bytes) if state.limit else None,
         seconds=seconds_of(records),
         changed_at=time_of(records) or touched_at(folder),
         size_bytes=size_of(folder.path),
@@ -216,13 +217,12 @@ def state_of(folder: RunFolder, running: bool, state: ViewState, happened: Seque
 
 def model_of(folder: RunFolder, state: ViewState) -> str | None:
     if state.started is not None:
-        model = state.started.model
-    else:
-        try:
-            folder.config_text()  # checks the size
-            model = read_yaml(folder.config).get("model")
-        except (UserError, OSError, ValueError, RecursionError):  # any error of the YAML parser
-            model = None
+        return state.started.model
+    try:
+        folder.config_text()  # checks the size
+        model = read_yaml(folder.config).get("model")
+    except (UserError, OSError, ValueError, RecursionError):  # any error of the YAML parser
+        return None
     return model if isinstance(model, str) else None
 
 
@@ -318,8 +318,7 @@ def table(rows: Sequence[RunRow], now: float, width: int = 80) -> Table:
     drawn = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
     shown = [head for head in COLUMNS if head in kept]
     for head in shown:
-        justify = "left" if head in TO_THE_LEFT else "right"
-        drawn.add_column(head, justify=justify, no_wrap=True)
+        drawn.add_column(head, justify="left" if head in TO_THE_LEFT else "right", no_wrap=True)
     for index, row in enumerate(rows):
         style = {"state": STYLES.get(row.state, "")}
         drawn.add_row(*(Text(cells[head][index], style.get(head, "")) for head in shown))
