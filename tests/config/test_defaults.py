@@ -11,12 +11,19 @@ from your_ai.config import AUTO, TrainConfig, coerce, defaults
 
 @pytest.mark.parametrize(
     ("rows", "batch", "epochs"),
-    [(1, 4, 10), (150, 4, 10), (640, 4, 4), (1_999, 4, 2), (2_000, 4, 1), (5_000, 8, 1),
-     (50_000, 16, 1), (10**9, 16, 1)],
+    [(1, 4, 100), (30, 4, 100), (130, 4, 24), (640, 4, 5), (2_999, 4, 2), (3_000, 4, 1),
+     (5_000, 8, 1), (50_000, 16, 1), (10**9, 16, 1)],
 )  # fmt: skip
 def test_batch_and_epochs_follow_from_the_number_of_rows(rows, batch, epochs):
-    found = defaults.sized(TrainConfig(), rows)
+    found = defaults.sized(TrainConfig(), rows, validated=True)
     assert (found.batch_size, found.epochs) == (batch, epochs)
+
+
+def test_epochs_are_few_where_one_too_many_would_do_harm():
+    assert defaults.sized(TrainConfig(), 30, validated=True).epochs == 100
+    assert defaults.sized(TrainConfig(), 30, validated=False).epochs == 10
+    for changes in ({"keep_best": False}, {"objective": "dpo"}):
+        assert defaults.sized(TrainConfig(**changes), 30, validated=True).epochs == 10
 
 
 def test_a_limit_in_steps_is_the_only_limit():
@@ -26,7 +33,7 @@ def test_a_limit_in_steps_is_the_only_limit():
 
 @pytest.mark.parametrize(
     ("rows", "steps", "warmup", "every"),
-    [(3, 1, 0, 10), (80, 20, 2, 20), (640, 160, 10, 64), (100_000, 6_250, 10, 100)],
+    [(3, 1, 0, 10), (30, 8, 0, 10), (80, 20, 2, 20), (640, 160, 10, 80), (100_000, 6_250, 10, 100)],
 )
 def test_warmup_and_validations_follow_from_an_epoch_alone(rows, steps, warmup, every):
     for limits in ({}, {"max_steps": 5}, {"epochs": 1}):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.dashboard.test_view import STARTED, state_of, step
 from your_ai.dashboard import view
-from your_ai.dashboard.advice import advice_line, preference_line, wrong_answers
+from your_ai.dashboard.advice import advice_line, preference_line
 from your_ai.run import events
 
 DONE = events.Finished(step=60, reason="done", adapter="a", seconds=9.0)
@@ -47,6 +47,7 @@ def test_run_whose_validation_still_fell_names_the_command_that_goes_on():
         (measured(60, 2.0),),
         (measured(30, 2.0), measured(60, 1.99)),
         (measured(30, 1.5), measured(60, 2.0, best=False)),
+        (measured(30, 1.5), measured(50, 1.0), measured(60, 2.0, best=False)),
         (measured(30, math.nan), measured(60, 2.0)),
         (measured(30, -0.1, reward=0.1), measured(60, -0.5, reward=0.5)),
         (measured(30, 2.0), measured(60, 1.99), answers("It is on the way.", "Sorry.")),
@@ -54,6 +55,22 @@ def test_run_whose_validation_still_fell_names_the_command_that_goes_on():
 )
 def test_run_that_learned_what_it_could_gets_no_advice(found):
     assert told(*found) == ""
+
+
+@pytest.mark.parametrize(("before", "end"), [(0.5, 0.4), (2.0, 1.8)])
+def test_fall_is_what_the_last_quarter_brought_in_however_many_validations(before, end):
+    late = [measured(at, before - (before - end) * (at - 45) / 15) for at in (45, 48, 51, 54, 57)]
+    assert "still fell, from" in told(measured(42, 3.0), *late, measured(60, end))
+
+
+def test_loss_near_zero_does_not_fall():
+    assert told(measured(30, 0.01), measured(60, 0.005)) == ""
+
+
+def test_run_whose_answers_are_all_right_gets_no_advice():
+    fell = (measured(30, 2.0), measured(60, 1.0))
+    assert told(*fell, answers("It is on its way.", "It is on its way. ")) == ""
+    assert told(*fell, answers("It is on its way.", "It is on the way."))
 
 
 def test_run_whose_answers_are_mostly_wrong_says_so():
@@ -69,7 +86,7 @@ def test_run_whose_answers_are_mostly_wrong_says_so():
 
 
 def test_answers_without_an_expected_one_do_not_count():
-    assert wrong_answers(answers("x", "y", expected="")) == (0, 0)
+    assert told(measured(30, 2.0), measured(60, 2.0), answers("x", "y", expected="")) == ""
 
 
 @pytest.mark.parametrize(

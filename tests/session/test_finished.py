@@ -6,6 +6,8 @@ import pytest
 
 from tests.conftest import events_of, train, train_once
 from tests.fault.processes import call
+from your_ai.dashboard.advice import advice_line
+from your_ai.dashboard.state import ViewState, fold_all
 from your_ai.run import checkpoint, events
 from your_ai.run.folder import RunFolder
 
@@ -33,6 +35,16 @@ def test_run_resumed_with_more_steps_continues(run, capsys):
     status, _, error = call(capsys, "train", "--resume", "r", "--max-steps", "3")
     assert (status, "already finished" in error) == (0, False)
     assert [event.step for event in events_of(run, events.Step)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("length", [{"max_steps": 4}, {"max_steps": None, "epochs": 2}])
+def test_command_of_the_advice_trains_twice_as_long(configure, capsys, length):
+    run = train(configure(lora_targets="all-linear", eval_every=1, **length))
+    steps = len(events_of(run, events.Step))
+    state = fold_all(ViewState(), events.tail(run.events)[0])
+    command = advice_line(state, "r").partition("go on with: your_ai ")[2]
+    assert call(capsys, *command.split())[0] == 0
+    assert [event.step for event in events_of(run, events.Step)] == [*range(1, 2 * steps + 1)]
 
 
 def test_run_with_other_settings_for_its_end_does_it_again(run, capsys):

@@ -75,8 +75,8 @@ def test_space_contains_the_first_trial_and_nothing_fixed(rate, rank, layers, bl
             assert len(set(searched)) == len(searched)
 
 
-def test_layers_are_all_half_and_a_quarter_of_the_blocks():
-    assert SPACE["lora_layers"] == ("all", 4, 2)
+def test_layers_are_all_or_half_of_the_blocks():
+    assert SPACE["lora_layers"] == ("all", 4)
     assert space_of(BASE, (), blocks=1)["lora_layers"] == ("all",)
 
 
@@ -84,6 +84,14 @@ def test_layers_are_all_half_and_a_quarter_of_the_blocks():
 def test_alpha_follows_the_rank_unless_it_is_given(fixed, alpha):
     changed = settings_of(BASE, {"lora_rank": 4}, fixed)
     assert (changed.lora_rank, changed.lora_alpha) == (4, alpha)
+
+
+def test_second_trial_is_the_first_with_a_higher_learning_rate(study):
+    begin(study)
+    for seed in (0, 1):  # the second time, the trial goes on
+        _, settings = study.next_trial(SPACE, seed=seed, steps=8)
+        first = chosen_in(BASE, SPACE, 8)
+        assert settings == {**first, "learning_rate": pytest.approx(5e-4)}
 
 
 def test_trials_are_drawn_the_same_after_the_file_is_opened_again(study, empty):

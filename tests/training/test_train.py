@@ -257,3 +257,10 @@ def test_every_form_of_data_trains_the_adapter_of_its_jsonl_twin(configure):
         assert any("prompt = question, completion = Answer" in text for text in notices)
         assert any("20 of 50 rows are held out" in text for text in notices)
         assert events_of(run, events.Validation)
+
+
+@pytest.mark.parametrize(("valid", "epochs"), [("", 100), ("none", 10)])
+def test_epochs_are_many_where_few_rows_are_validated(configure, valid, epochs):
+    asked = {"max_steps": None, "epochs": "auto", "valid": valid, "batch_size": 10}
+    run = train(configure(**asked, eval_every=1, patience=1, learning_rate=1e-30))
+    assert run.read_config().epochs == epochs

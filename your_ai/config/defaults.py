@@ -10,28 +10,30 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from your_ai.config.names import AUTO, GRPO, OLD_LAYERS, SOFT
+from your_ai.config.names import AUTO, GRPO, OLD_LAYERS, SFT, SOFT
 from your_ai.config.settings import TrainConfig
 from your_ai.gates.text import counted
 
 RANKS = (16, 8, 4)  # the adapters are tried with these ranks, in this order
 BATCHES = ((50_000, 16), (5_000, 8), (0, 4))  # rows of the data from which so many make a batch
 MOST_ROLLOUTS, MOST_SOFT = 16, 8  # completions in a micro-batch, of grpo and of soft
-ROWS_TRAINED = 2_000  # a small data set is repeated until about so many rows were trained
-MOST_EPOCHS = 10
+# A small data set is repeated until so many rows were trained, in at most so many epochs: where an
+# epoch too many does no harm, because the best checkpoint of answers is the result; and elsewhere.
+REPEATED, REPEATED_UNCHECKED = (3_000, 100), (2_000, 10)
 LONGEST_WARMUP, WARMUP_SHARE = 10, 0.1
-FEWEST_STEPS, MOST_STEPS, VALIDATIONS = 10, 100, 10  # between validations; validations of a run
+FEWEST_STEPS, MOST_STEPS, VALIDATIONS = 10, 100, 10  # between validations; fewest of a run
 CHOSEN = ("batch_size", "epochs", "warmup_steps", "eval_every", "lora_rank", "lora_layers")
 
 
-def sized(config: TrainConfig, rows: int) -> TrainConfig:
+def sized(config: TrainConfig, rows: int, validated: bool = False) -> TrainConfig:
     """The settings with those that depend on the number of training rows.
 
     rows: rows of the training data, after splitting and without those left out.
+    validated: whether there are validation rows.
     """
     epochs = config.epochs
     if epochs == AUTO:
-        epochs = epochs_for(rows) if config.max_steps is None else None
+        epochs = epochs_for(config, rows, validated) if config.max_steps is None else None
     return dataclasses.replace(config, batch_size=batch_size(config, rows), epochs=epochs)
 
 
@@ -46,9 +48,11 @@ def batch_size(config: TrainConfig, rows: int) -> int:
     return next(size for least, size in BATCHES if rows >= least)
 
 
-def epochs_for(rows: int) -> int:
+def epochs_for(config: TrainConfig, rows: int, validated: bool = True) -> int:
     """Epochs for so many training rows."""
-    return min(MOST_EPOCHS, -(-ROWS_TRAINED // max(1, rows)))
+    checked = validated and config.keep_best and config.objective == SFT
+    trained, most = REPEATED if checked else REPEATED_UNCHECKED
+    return min(most, -(-trained // max(1, rows)))
 
 
 def timed(config: TrainConfig, rows: int, steps_per_epoch: int) -> TrainConfig:
@@ -61,8 +65,9 @@ def timed(config: TrainConfig, rows: int, steps_per_epoch: int) -> TrainConfig:
     if warmup == AUTO:
         warmup = min(LONGEST_WARMUP, int(WARMUP_SHARE * steps_per_epoch))
     if every == AUTO:
-        steps = epochs_for(rows) * steps_per_epoch
-        every = min(MOST_STEPS, max(FEWEST_STEPS, steps // VALIDATIONS))
+        tenth = epochs_for(config, rows) * steps_per_epoch // VALIDATIONS
+        # A large model may be at its best after one epoch, however many there are.
+        every = min(MOST_STEPS, max(FEWEST_STEPS, min(tenth, steps_per_epoch)))
     return dataclasses.replace(config, warmup_steps=warmup, eval_every=every)
 
 

@@ -214,7 +214,7 @@ class OptimizationSettings:
     )
     epochs: int | Literal["auto"] | None = setting(
         AUTO,
-        "Stop after this many passes over the data; auto: 1 to 10, fewer the more rows there are, "
+        "Stop after this many passes over the data; auto: 1 to 100, fewer the more rows there are, "
         "or as many as --max-steps needs.",
         bounds=Bounds(1, 1_000_000),
         resumes=True,

@@ -9,7 +9,8 @@ from your_ai.dashboard.state import ViewState
 from your_ai.gates.text import counted, loss_text
 from your_ai.run import events
 
-FALLING = 0.02  # of the loss: a smaller change between two validations counts as none
+FALLING, NOTICED = 0.05, 0.01  # of the loss, and nats: a smaller change counts as none
+LATE = 0.75  # of the steps; what the validation loss falls after them, it still falls
 ALIKE = 0.5  # least similarity of an answer to the expected one, from 0 to 1
 COMPARED = 2000  # characters of an answer
 PREFERRED = 0.6  # least share of pairs; about half are preferred by chance
@@ -42,24 +43,25 @@ def preference_line(state: ViewState) -> str:
 def advice_line(state: ViewState, run: str) -> str:
     """What to do after a finished run that learned too little from answers; empty if nothing.
 
-    It did if its validation loss still fell at the end, or if most answers to held-out prompts
-    are unlike those that were expected. run: its name.
+    It did if its validation loss still fell at the end, unless all answers to held-out prompts are
+    exactly those that were expected; or if most are unlike them. run: its name.
     """
-    last, best = state.validation, state.best_validation
+    last, best, after = state.validation, state.best_validation, state.samples_after
     if last is not None and (last.reward is not None or ACCURACIES in last.metrics):
         return ""
+    pairs = [] if after is None else expected_pairs(after)
+    if pairs and all(answer == wanted for answer, wanted in pairs):
+        return ""
     reasons = []
-    is_best = last is not None and best is not None and best.step == last.step
-    if is_best and len(state.bests) > 1:
-        before = state.bests[-2]
-        if falls(before.loss, last.loss):
-            since = f"from {loss_text(before.loss)} at step {before.step}"
-            reasons.append(f"the validation loss still fell, {since} to {loss_text(last.loss)}")
+    overfits = last is not None and best is not None and falls(last.loss, best.loss)
+    before = [each for each in state.bests if last and each.step <= LATE * last.step]
+    if best is not None and before and falls(before[-1].loss, best.loss) and not overfits:
+        since = f"from {loss_text(before[-1].loss)} at step {before[-1].step}"
+        reasons.append(f"the validation loss still fell, {since} to {loss_text(best.loss)}")
     goes_on = bool(reasons) or last is None
-    after = state.samples_after
-    wrong, asked = (0, 0) if after is None else wrong_answers(after)
-    if 2 * wrong > asked:
-        what = counted(asked, "answer")
+    wrong = sum(map(is_wrong, pairs))
+    if 2 * wrong > len(pairs):
+        what = counted(len(pairs), "answer")
         reasons.append(f"{wrong} of {what} to held-out prompts are unlike the expected ones")
     if not reasons:
         return ""
@@ -67,25 +69,26 @@ def advice_line(state: ViewState, run: str) -> str:
         return f"not learned enough: {', and '.join(reasons)}; go on with: " + (
             f"your_ai train --resume {run} {longer}"
         )
-    if last is not None and not is_best and falls(last.loss, best.loss if best else math.nan):
+    if overfits:
         return f"not learned enough: {reasons[0]}; try more rows, or a lower --learning-rate"
     return f"not learned enough: {reasons[0]}; try {ways_to_learn_more(state)}"
 
 
 def falls(before: float, after: float) -> bool:
     """Whether a loss is clearly lower than before; False for what is not finite."""
-    return math.isfinite(before) and after < before - FALLING * abs(before)
+    return math.isfinite(before) and before - after > max(FALLING * abs(before), NOTICED)
 
 
-def wrong_answers(after: events.Samples) -> tuple[int, int]:
-    """How many answers are unlike the expected ones, and how many have an expected one."""
-    pairs = [
-        (answer.strip()[:COMPARED].lower(), wanted.strip()[:COMPARED].lower())
-        for answer, wanted in zip(after.answers, after.expected, strict=False)
-        if wanted.strip()
-    ]
-    like = [difflib.SequenceMatcher(None, *pair, autojunk=False).ratio() for pair in pairs]
-    return sum(ratio < ALIKE for ratio in like), len(pairs)
+def expected_pairs(after: events.Samples) -> list[tuple[str, str]]:
+    """The answers and the expected ones, where there is one."""
+    pairs = zip(after.answers, after.expected, strict=False)
+    return [(answer.strip(), wanted.strip()) for answer, wanted in pairs if wanted.strip()]
+
+
+def is_wrong(pair: tuple[str, str]) -> bool:
+    """Whether an answer is unlike the expected one."""
+    answer, wanted = (text[:COMPARED].lower() for text in pair)
+    return difflib.SequenceMatcher(None, answer, wanted, autojunk=False).ratio() < ALIKE
 
 
 def length_option(state: ViewState) -> str:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from optuna.study import Study
     from optuna.trial import FrozenTrial, Trial
 
-VERSION = 1  # of a tune's folder
+VERSION = 2  # of a tune's folder
 STUDY = "your_ai"  # name of the study in its file
 ABOUT = "about"  # the attribute of the study that has TuneAbout
 REASON = "reason"  # the attribute of a trial that says why it failed or was pruned
@@ -36,9 +36,10 @@ FILE_BYTES = 1 << 28  # a larger file is not from this program
 MOST_TRIALS = 10_000
 
 SEARCHED = ("learning_rate", "lora_rank", "lora_layers", "lr_schedule")
-RATE_FACTOR = 10.0  # the learning rate is searched from a tenth of the default to ten times it
+SLOWEST, FASTEST = 0.25, 10.0  # learning rates that are searched, as multiples of the default
+FASTER = 2.5  # the second trial differs from the first only in this multiple of the learning rate
 RANKS = (4, 8, 16, 32)
-LAYER_DIVISORS = (1, 2, 4)  # all blocks, the last half, the last quarter
+LAYER_DIVISORS = (1, 2)  # all blocks, the last half
 SCHEDULES = ("constant", "linear", "cosine")
 RANDOM_TRIALS = 6  # the first trials, which are drawn without a model of the earlier ones
 TRIALS_BEFORE_PRUNING = 4
@@ -78,7 +79,7 @@ def space_of(base: TrainConfig, fixed: Sequence[str], blocks: int) -> SearchSpac
     counts = dict.fromkeys(max(1, blocks // divisor) for divisor in LAYER_DIVISORS)
     layers = ["all" if count == blocks else count for count in counts]
     space: SearchSpace = {
-        "learning_rate": Between(rate / RATE_FACTOR, rate * RATE_FACTOR),
+        "learning_rate": Between(SLOWEST * rate, FASTEST * rate),
         "lora_rank": with_value(RANKS, base.lora_rank),
         "lora_layers": with_value(
             layers, "all" if base.lora_layers == blocks else base.lora_layers
@@ -215,7 +216,8 @@ class TuneStudy:
         from optuna.samplers import TPESampler
         from optuna.trial import Trial, TrialState
 
-        drawn = derive_seed(seed, "tune", len(self.told())) % (1 << 32)
+        told = self.told()
+        drawn = derive_seed(seed, "tune", len(told)) % (1 << 32)
         self.study.sampler = TPESampler(seed=drawn, n_startup_trials=RANDOM_TRIALS)
         self.study.pruner = MedianPruner(
             n_startup_trials=TRIALS_BEFORE_PRUNING, n_warmup_steps=int(UNPRUNED_SHARE * steps)
@@ -230,6 +232,10 @@ class TuneStudy:
                     self.storage.get_trial_id_from_study_id_trial_number(study_id, number),
                 )
             else:
+                if len(told) == 1 and "learning_rate" in space:
+                    first = told[0].settings
+                    faster = {**first, "learning_rate": FASTER * first["learning_rate"]}
+                    self.study.enqueue_trial(faster, skip_if_exists=True)
                 trial = self.study.ask()
             return trial, {name: suggested(trial, name, space[name]) for name in space}
 

@@ -36,6 +36,7 @@ from your_ai.training.run_data import RunData, read_data
 from your_ai.training.steps_of_run import schedule_of
 
 MOST_IMBALANCE = 4 / 3  # between good and bad answers in KTO; the bound that its authors suggest
+HIGHER_RATE = 2.5  # times the learning rate, for a run that learned too little
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def job_of(config: TrainConfig, base: Path, opened: Opened, log: events.EventLog
         log.write(events.Notice(text=text))
     data = read_data(config, network, tokenizer, files, log.write)
     rows = len(data.examples["train"]) // objective_of(config).rows_together
-    sized = defaults.sized(config, rows)
+    sized = defaults.sized(config, rows, "valid" in data.examples)
     schedule = schedule_of(sized, data)
     steps = last_step(sized, schedule.steps_per_epoch)
     timed = defaults.timed(sized, rows, schedule.steps_per_epoch)
@@ -175,5 +176,6 @@ def ways_to_learn_more(config: TrainConfig, adapters: model.Adapters, blocks: in
     targets = [] if config.lora_targets == ("all-linear",) else ["--lora-targets all-linear"]
     layers = ["--lora-layers all"] if adapters.config["num_layers"] < blocks else []
     longer = "--epochs" if config.max_steps is None else "--max-steps"
-    ways = ["a higher --learning-rate", " ".join(targets + layers), f"or more {longer}"]
+    rate = f"a higher --learning-rate, such as {HIGHER_RATE * config.learning_rate:g}"
+    ways = [rate, " ".join(targets + layers), f"or more {longer}"]
     return ", ".join(filter(None, ways))
