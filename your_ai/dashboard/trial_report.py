@@ -92,7 +92,6 @@ def setting_chart(rows: Sequence[TrialRow], setting: str) -> Chart | None:
         x_is_log=is_rate,
         x_ticks=[] if is_rate else ticks,
         x_range=None if is_rate else (-0.5, len(values) - 0.5),
-        is_wide=False,
     )
 
 
