@@ -33,7 +33,6 @@ from your_ai.run.events import Event, Record
 from your_ai.run.folder import LOCK, RUNS, SUPERVISOR_LOCK, RunFolder, is_running, locked, owner
 
 ENDED = ("finished", "stopped", "died", "imported", "merged")
-STATES = ("running", "paused", *ENDED)
 SILENCE_S = 60.0  # a working process writes its gauges more often than this
 LAST_BYTES = 1 << 14  # at the end of events.jsonl, to read the last event from
 DAY_S = 86400
@@ -52,7 +51,7 @@ class RunRow:
 
     name: str
     state: str
-    """One of STATES."""
+    """running, paused, or one of ENDED."""
     model: str | None = None
     step: int | None = None
     """The last step so far, of `steps`."""

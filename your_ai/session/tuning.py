@@ -15,7 +15,6 @@ this process dies. `tune` may be called again at any time and continues. Does no
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import os
 import re
@@ -36,7 +35,7 @@ from your_ai.dashboard.state import ViewState, fold_all
 from your_ai.dashboard.trials import TrialRow, best_of, marked, measure_name, measure_text
 from your_ai.data.sources import find_splits
 from your_ai.errors import RunError, UserError
-from your_ai.files import read_text, replace_text, sha256
+from your_ai.files import replace_text, sha256
 from your_ai.gates.programs import python_module
 from your_ai.gates.text import shortened
 from your_ai.gates.yaml_files import read_yaml
@@ -47,7 +46,6 @@ from your_ai.run import child, events
 from your_ai.run.child import POLL_S
 from your_ai.run.exits import FAILED, LOST, USER
 from your_ai.run.folder import (
-    CONFIG_BYTES,
     RunFolder,
     default_name,
     is_running,
@@ -125,7 +123,7 @@ def create_tune(config: TrainConfig, name: str, fixed: Sequence[str], trials: in
         about = {
             "trials": trials,
             "fixed": sorted(fixed),
-            "files": {new.settings.name: checksum(new.settings)},
+            "files": {new.settings.name: sha256(new.settings)},
             "inputs": inputs_of(config),
         }
         tune_study.create_study(new.study, about)
@@ -173,19 +171,17 @@ def check_inputs(config: TrainConfig, study: Study) -> None:
 def settings_in(tune: TuneFolder, study: Study) -> TrainConfig:
     """The settings of a tune. Raises UserError if a file that all trials depend on was changed."""
     for name, before in study.user_attrs["files"].items():
-        if checksum(tune.path / name) != before:
+        path = tune.path / name
+        try:
+            is_same = sha256(path) == before
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+        if not is_same:
             raise UserError(
-                f"{tune.path / name}: was changed; all trials must have the same settings: restore "
-                "it, or start a new tune"
+                f"{path}: was changed; all trials must have the same settings: restore it, or "
+                "start a new tune"
             )
     return build(read_yaml(tune.settings), str(tune.settings))
-
-
-def checksum(path: Path) -> str:
-    try:
-        return hashlib.sha256(read_text(path, CONFIG_BYTES, "replace").encode()).hexdigest()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 # Running a trial
@@ -406,7 +402,7 @@ class Tuning:
             raise UserError(f"the default settings: {end.reason}")
         name = str(folder.config.relative_to(self.folder.path))
         files = self.study.user_attrs["files"]
-        self.study.set_user_attr("files", {**files, name: checksum(folder.config)})
+        self.study.set_user_attr("files", {**files, name: sha256(folder.config)})
 
     def begin(self, folder: RunFolder, config: TrainConfig) -> None:
         """Create the run of a trial, unless it was begun before."""
