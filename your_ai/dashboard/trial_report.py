@@ -58,7 +58,7 @@ def trials_chart(rows: Sequence[TrialRow]) -> Chart | None:
     finished = measured([(row, row.number) for row in rows if row.state == "finished"])
     if not finished:
         return None
-    so_far = list(
+    so_far: Points = list(
         itertools.accumulate(finished, lambda best, new: (new[0], better(best[1], new[1])))
     )
     return Chart(
