@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from hypothesis import HealthCheck, settings
 from mlx.utils import tree_flatten, tree_map
@@ -33,6 +34,8 @@ from your_ai.files import packaged
 from your_ai.generation.generate import prompt_tokens
 from your_ai.hub import find
 from your_ai.memory.budget import python_bytes
+from your_ai.nets.model import load_network
+from your_ai.nets.tokenizer import open_tokenizer
 from your_ai.run import events, folder
 from your_ai.run.checkpoint import ADAPTERS
 from your_ai.run.events import Event
@@ -243,6 +246,11 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="session")
 def demo_tokenizer() -> Any:
     return load_tokenizer(DEMO_FOLDER)
+
+
+def load_base(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, Any]:
+    """The model and the tokenizer of a folder."""
+    return load_network(folder, dtype)[0], open_tokenizer(folder)
 
 
 def make_model(

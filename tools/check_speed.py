@@ -22,7 +22,7 @@ from your_ai.doctor.measure_speed import (
     calibrated,
     keep_speed,
     measured_times,
-    steps_of,
+    prepared,
 )
 from your_ai.doctor.shapes import make_shape
 from your_ai.hub.find import store
@@ -95,7 +95,8 @@ def main() -> None:
         if asked.only not in text:
             continue
         folder = make_shape(name, bits, "float32", store() / "shapes")
-        measured = [sum(s) for s in steps_of(folder, mx.float32, each, asked.repeats, now)]
+        stepper = prepared(folder, mx.float32, each)
+        measured = [sum(s) for s in stepper.steps(shape, asked.repeats, now)]
         seconds = statistics.median(measured[1:])
         facts = facts_of(folder, 4)
         training = Training(blocks=each.blocks, rank=each.rank, targets=each.targets)

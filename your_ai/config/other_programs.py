@@ -1,4 +1,4 @@
-"""What options of mlx-lm, TRL, Unsloth and LLaMA-Factory are called here, for hints.
+"""What options of mlx-lm, TRL, Unsloth, LLaMA-Factory and our older versions are called here.
 
 A value that begins with `--` is an option of the same command; others are a few words.
 """
@@ -145,6 +145,7 @@ HINTS: Mapping[str, Mapping[str, str]] = {
     "fuse": WRITING,
     "export": {**WRITING, "--save-path": "--out"},
     "quantize": CONVERTING,
+    "report": {"--png": "charts are in the page: `your_ai report -o page.html`"},
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -25,6 +27,19 @@ from your_ai.run.events import Event
 SAMPLE_CHARACTERS = 200
 SAMPLE_LINES = 6
 SCHEDULED = ("clear_cache", "drop_compiled", "reload_lora")  # too many to show line by line
+UNKNOWN = "-"
+T = TypeVar("T")
+
+
+def known(value: T | None, text: Callable[[T], str]) -> str:
+    """Format a value that may be unknown."""
+    return UNKNOWN if value is None else text(value)
+
+
+def peak_of_limit(peak_bytes: int | None, limit_bytes: int | None) -> str:
+    """Format as `5.2 GB of 7.0 GB`."""
+    peak = known(peak_bytes, size_text)
+    return peak if limit_bytes is None else f"{peak} of {size_text(limit_bytes)}"
 
 
 def duration(seconds: float) -> str:

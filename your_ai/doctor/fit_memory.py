@@ -7,10 +7,8 @@ of the machine it runs on (`measure_memory.py` measures its peaks).
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -217,7 +215,3 @@ def block_from_json(block: dict[str, Any]) -> BlockFacts:
     mixers = tuple(MixerFacts(**mixer) for mixer in block.get("mixers", ()))
     dense = tuple(block.get("dense", ()))
     return BlockFacts(**(block | sizes | {"mixers": mixers, "dense": dense}))
-
-
-def read_peaks(path: Path) -> list[Peak]:
-    return from_json(json.loads(path.read_text(encoding="utf-8")))

@@ -32,7 +32,6 @@ from your_ai.memory.limit import MemoryLimit
 PACKAGES = {  # the packages of each extra
     "judge": ("openai",),
     "mcp": ("mcp",),
-    "report": ("matplotlib",),
     "swanlab": ("swanlab",),
     "tensorboard": ("tensorboardX",),
     "tune": ("optuna",),

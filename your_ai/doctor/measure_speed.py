@@ -191,14 +191,6 @@ def times_of(
     )
 
 
-def steps_of(
-    folder: Path, dtype: mx.Dtype, case: SpeedCase, repeats: int, now: Callable[[], float]
-) -> list[tuple[float, float]]:
-    """As `TimedSteps.steps`, of a case with one shape."""
-    (shape,) = case.shapes
-    return prepared(folder, dtype, case).steps(shape, repeats, now)
-
-
 @dataclass(frozen=True)
 class TimedSteps:
     """A model that is ready for the steps of a case."""

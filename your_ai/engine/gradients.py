@@ -74,10 +74,6 @@ class HeldGradients:
     def clear(self) -> None:
         self.arrays.clear()
 
-    def tree(self) -> Any:
-        """All gradients as a tree like the model's parameters."""
-        return tree_unflatten(list(self.arrays.items()))
-
 
 class SpilledGradients:
     """Gradients on disk, in float32, in an unnamed file in `folder`.

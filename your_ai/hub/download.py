@@ -81,16 +81,6 @@ class DownloadProgress:
     """A message to show once, or empty."""
 
 
-def download(name: str, revision: str | None = None, to: str | Path | None = None) -> Path:
-    """Download a model unless it is already on this machine. Returns its folder.
-
-    name: an alias or a repository id.
-    to: the folder for the model. Default: a folder named after the repository in `models_root()`.
-    Raises UserError if the model cannot be downloaded.
-    """
-    return result_of(downloading(name, revision, to))
-
-
 def result_of(steps: Generator[DownloadProgress, None, T]) -> T:
     """Run a download, without showing its progress, and return its result."""
     while True:

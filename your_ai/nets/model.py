@@ -33,7 +33,6 @@ from your_ai.hub.quantization import method_of
 from your_ai.nets.dora import put_dora
 from your_ai.nets.parts import put
 from your_ai.nets.source_names import weights_read
-from your_ai.nets.tokenizer import open_tokenizer
 from your_ai.rng import derive_seed
 
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
@@ -52,16 +51,11 @@ def compute_dtype(name: str) -> mx.Dtype:
     return dtype
 
 
-def load_base(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, Any]:
-    """Load the model and tokenizer of a folder. The weights are lazy: read on first use.
+def load_network(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, dict[str, Any]]:
+    """Load the model of a folder and its configuration. The weights are lazy: read on first use.
 
     Raises UserError if the folder is incomplete or mlx-lm cannot load it.
     """
-    return load_network(folder, dtype)[0], open_tokenizer(folder)
-
-
-def load_network(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, dict[str, Any]]:
-    """Load the model of a folder and its configuration; see `load_base`."""
     raw_config = check_model(folder)
     check_packing(folder, raw_config)
     if glob.escape(str(folder)) != str(folder):

@@ -44,7 +44,7 @@ CardKind = Literal["adapter", "model", "peft", "gguf"]
 
 PIPELINES = {REWARD_MODEL: "text-classification"}  # of objectives that give no text
 HERE = "PATH/OF/THIS/FOLDER"
-CURVE_POINTS = 10  # in the table that replaces the pictures of the curves
+CURVE_POINTS = 10  # in the table of the loss
 SETTINGS = tuple(name for name, about in ABOUT.items() if about.in_card)
 TITLES = {
     "rewards/accuracies": "Accuracy of rewards",
@@ -140,8 +140,6 @@ class Subject:
     figures: CardFigures | None = None
     library: str | None = None
     """Library that loads the files, if it is not the usual one of the kind."""
-    curves: Sequence[str] = ()
-    """Names of the pictures in the repository."""
     evaluation: Mapping[str, Any] | None = None
     """Results of `your_ai eval` for this step."""
     files: Sequence[str] = ()
@@ -351,16 +349,12 @@ def usage(subject: Subject) -> list[str]:
 
 
 def training(subject: Subject) -> list[str]:
-    """Results, curves and settings, as far as they are known."""
+    """Results and settings, as far as they are known."""
     parts = []
     if subject.figures is not None and subject.figures.steps:
         rows = figure_rows(subject.figures, subject.config)
         parts += ["## Training", table(("", ""), rows)]
-        if subject.curves:
-            pictures = [f"![{title_of(name)}]({name})" for name in subject.curves]
-            parts.append("\n".join(pictures))
-        else:
-            parts.append(curve_table(subject.figures))
+        parts.append(curve_table(subject.figures))
     if subject.config is not None:
         settings = dataclasses.asdict(subject.config)
         names = (name for name in SETTINGS if is_used(name, subject.config.objective))
@@ -537,8 +531,3 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return cell(str(value))
-
-
-def title_of(name: str) -> str:
-    """`Learning rate` for curves-learning-rate.png."""
-    return name.rpartition(".")[0].partition("-")[2].replace("-", " ").capitalize()

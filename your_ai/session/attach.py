@@ -195,7 +195,7 @@ def train_and_show(
         raise  # keep the folder, which says why
     except BaseException as error:
         if new and not folder.checkpoints.exists():  # the first is written before step 1
-            discard(folder)
+            discard(folder.path)
             if isinstance(error, RunError):
                 raise without_run(error) from error
         raise

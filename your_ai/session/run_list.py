@@ -22,7 +22,7 @@ from rich.text import Text
 from your_ai.config import REWARD as SCORES
 from your_ai.dashboard.metric_table import REWARD, is_rewarded, plain
 from your_ai.dashboard.state import ViewState, fold_all
-from your_ai.dashboard.view import duration
+from your_ai.dashboard.view import UNKNOWN, duration, known, peak_of_limit
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, clean
 from your_ai.gates.text import counted, loss_text, printable, size_text
@@ -33,13 +33,11 @@ from your_ai.run.events import Event, Record
 from your_ai.run.folder import LOCK, RUNS, SUPERVISOR_LOCK, RunFolder, is_running, locked, owner
 
 ENDED = ("finished", "stopped", "died", "imported", "merged")
-STATES = ("running", "paused", *ENDED)
 SILENCE_S = 60.0  # a working process writes its gauges more often than this
 LAST_BYTES = 1 << 14  # at the end of events.jsonl, to read the last event from
 DAY_S = 86400
 HOUR_S = 3600
 
-UNKNOWN = "-"
 GAP = 2  # between columns
 NEEDED = 4  # columns that are kept where names would have to be shortened for them ...
 SHORTEST_NAME = 20  # ... but not to fewer characters than this
@@ -53,7 +51,7 @@ class RunRow:
 
     name: str
     state: str
-    """One of STATES."""
+    """running, paused, or one of ENDED."""
     model: str | None = None
     step: int | None = None
     """The last step so far, of `steps`."""
@@ -291,7 +289,7 @@ COLUMNS: dict[str, Callable[[RunRow, float], str]] = {
     "loss": lambda row, now: loss_or_reward(row.last_loss, row.last_reward),
     "best": lambda row, now: loss_or_reward(row.best_validation, row.best_reward),
     "best mean": lambda row, now: loss_or_reward(row.best_loss, row.best_mean_reward),
-    "peak of limit": lambda row, now: peak_of_limit(row),
+    "peak of limit": lambda row, now: peak_of_limit(row.peak_bytes, row.limit_bytes),
     "worked": lambda row, now: known(row.seconds, duration),
     "changed": lambda row, now: known(row.changed_at, lambda at: ago(now - at)),
     "size": lambda row, now: known(row.size_bytes, size_text),
@@ -329,17 +327,8 @@ def room_beside_name(widths: dict[str, int], heads: Sequence[str]) -> int:
     return sum(GAP + widths[head] for head in heads if head != "run")
 
 
-def known(value: Any, text: Callable[[Any], str]) -> str:
-    return UNKNOWN if value is None else text(value)
-
-
 def loss_or_reward(loss: float | None, reward: float | None) -> str:
     return known(loss, loss_text) if reward is None else f"reward {plain(reward)}"
-
-
-def peak_of_limit(row: RunRow) -> str:
-    limit = f" of {size_text(row.limit_bytes)}" if row.limit_bytes is not None else ""
-    return f"{known(row.peak_bytes, size_text)}{limit}"
 
 
 def ago(seconds: float) -> str:

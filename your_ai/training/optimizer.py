@@ -229,23 +229,6 @@ def groups(sizes: Mapping[str, int], together: int) -> list[list[tuple[str, str]
     return found
 
 
-def leaves(state: dict[str, Any]) -> dict[str, dict[str, mx.array]]:
-    """The optimizer state of each parameter, by path: the dicts themselves, to change in place."""
-    found: dict[str, dict[str, mx.array]] = {}
-
-    def walk(node: Any, path: str) -> None:
-        children = enumerate(node) if isinstance(node, list) else node.items()
-        if isinstance(node, dict) and node and all(isinstance(c, mx.array) for c in node.values()):
-            found[path] = node
-            return
-        for name, child in children:
-            if isinstance(child, (dict, list)):
-                walk(child, f"{path}.{name}" if path else str(name))
-
-    walk({n: c for n, c in state.items() if n not in ("step", "learning_rate")}, "")
-    return found
-
-
 def saved_states(optimizer: StatefulOptimizer) -> dict[str, mx.array] | Callable[[Path], None]:
     """The states for a checkpoint: arrays by name, or a function that writes them to a file."""
     return optimizer.states.saved({name: optimizer.rule.state[name] for name in COUNTERS})
