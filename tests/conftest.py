@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from hypothesis import HealthCheck, settings
 from mlx.utils import tree_flatten, tree_map
@@ -33,13 +34,16 @@ from your_ai.files import packaged
 from your_ai.generation.generate import prompt_tokens
 from your_ai.hub import find
 from your_ai.memory.budget import python_bytes
+from your_ai.nets.model import load_network
+from your_ai.nets.tokenizer import open_tokenizer
 from your_ai.run import events, folder
 from your_ai.run.checkpoint import ADAPTERS
 from your_ai.run.events import Event
 from your_ai.run.folder import RUNS, RunFolder
 from your_ai.run.stopping import Stop
 from your_ai.session import attach
-from your_ai.training.train import train_until_done
+from your_ai.training.process import train_until_done
+from your_ai.training.trainer import Trainer
 
 NUMBERS = itertools.count()  # of the tests
 DEMO_FOLDER = packaged("models", "demo")
@@ -244,6 +248,11 @@ def demo_tokenizer() -> Any:
     return load_tokenizer(DEMO_FOLDER)
 
 
+def load_base(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, Any]:
+    """The model and the tokenizer of a folder."""
+    return load_network(folder, dtype)[0], open_tokenizer(folder)
+
+
 def make_model(
     path: Path,
     architecture: str = "llama",
@@ -418,6 +427,12 @@ def train_once(config: TrainConfig) -> RunFolder:
         if path.suffix in (".yaml", ".jsonl"):
             path.write_text(path.read_text().replace(there, here))
     return run
+
+
+def with_functions(trainer: Trainer, **functions: Any) -> Trainer:
+    """A trainer whose engine has other functions."""
+    engine = dataclasses.replace(trainer.engine, **functions)
+    return dataclasses.replace(trainer, built=dataclasses.replace(trainer.built, engine=engine))
 
 
 def inputs_of(config: TrainConfig) -> list[tuple[str, str]]:

@@ -22,14 +22,14 @@ from your_ai.doctor.measure_speed import (
     calibrated,
     keep_speed,
     measured_times,
-    steps_of,
+    prepared,
 )
 from your_ai.doctor.shapes import make_shape
 from your_ai.hub.find import store
 from your_ai.memory.budget import speed_here
 from your_ai.memory.calibration import Shape
 from your_ai.memory.facts import facts_of
-from your_ai.memory.step_time import StepWork
+from your_ai.memory.step_time import StepOperations
 from your_ai.memory.workload import Kept, Plan, StepSizes, Training
 
 QV = ("q_proj", "v_proj")
@@ -95,11 +95,12 @@ def main() -> None:
         if asked.only not in text:
             continue
         folder = make_shape(name, bits, "float32", store() / "shapes")
-        measured = [sum(s) for s in steps_of(folder, mx.float32, each, asked.repeats, now)]
+        stepper = prepared(folder, mx.float32, each)
+        measured = [sum(s) for s in stepper.steps(shape, asked.repeats, now)]
         seconds = statistics.median(measured[1:])
         facts = facts_of(folder, 4)
         training = Training(blocks=each.blocks, rank=each.rank, targets=each.targets)
-        work = StepWork(facts, training, StepSizes())
+        work = StepOperations(facts, training, StepSizes())
         plan = Plan(each.engine, shape.size, each.spill, kept=Kept(linear=each.kept))
         terms = work.of_step(plan, *shape)
         if asked.json:

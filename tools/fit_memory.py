@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the coefficients")
     parser.add_argument("--measurements", type=Path, default=MEASUREMENTS)
     options = parser.parse_args()
-    peaks = fit_memory.read_peaks(options.measurements)
+    peaks = fit_memory.from_json(json.loads(options.measurements.read_text(encoding="utf-8")))
     print(f"estimate over measured peak, in percent: percentiles {PERCENTILES}")
     show("now", peaks, PACKAGED)
     found = fit_memory.fit(peaks, PACKAGED)

@@ -35,7 +35,7 @@ from your_ai.commands import (
 )
 from your_ai.commands.help_page import CommandWithPanels
 from your_ai.config.other_programs import option_hint
-from your_ai.errors import RunError, UserError
+from your_ai.errors import Interrupted, RunError, UserError
 from your_ai.gates.console import echo, echo_error, echo_traceback, guard_libraries
 from your_ai.gates.programs import claim_process
 from your_ai.gates.text import shown
@@ -102,10 +102,13 @@ def parser(name: str = "") -> typer.core.TyperGroup:
     alone = copy.copy(app)
     alone.registered_groups = []
     alone.registered_commands = [info for info in app.registered_commands if name_of(info) == name]
-    return typer.main.get_command(alone if alone.registered_commands else app)
+    found = typer.main.get_command(alone if alone.registered_commands else app)
+    assert isinstance(found, typer.core.TyperGroup)
+    return found
 
 
 def name_of(info: typer.models.CommandInfo) -> str:
+    assert info.callback is not None
     return info.name or typer.main.get_command_name(info.callback.__name__)
 
 
@@ -155,9 +158,9 @@ def report(error: BaseException) -> int:
     """Print the error as one line on stderr; return the exit status."""
     if isinstance(error, SystemExit):
         raise error
-    if type(error).__name__ == "Interrupted":  # from run.stopping; an import would slow --help
+    if isinstance(error, Interrupted):
         echo_error("stopped before the first step; nothing was changed")
-        return 128 + error.number  # type: ignore[attr-defined]
+        return 128 + error.number
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         echo_error("interrupted")
         return 130

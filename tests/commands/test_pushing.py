@@ -18,7 +18,6 @@ from tests.hub.repos import Fault
 from tests.publish.conftest import PRIVATE, finished  # noqa: F401
 from your_ai.config import to_yaml
 from your_ai.errors import RunError
-from your_ai.publish import contents
 from your_ai.run import child, events
 from your_ai.run.checkpoint import ADAPTERS
 from your_ai.run.exits import DONE, FAILED
@@ -26,11 +25,6 @@ from your_ai.run.folder import RUNS, RunFolder, is_running
 from your_ai.session import attach, supervisor
 
 REPO = "someone/mine"
-
-
-@pytest.fixture(autouse=True)
-def without_pictures(monkeypatch):
-    monkeypatch.setattr(contents, "curves_of", lambda records: {})
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from your_ai.config import FIELDS, resolve
+from your_ai.config import ABOUT, FIELDS, resolve
 from your_ai.config.commented import COMMON, commented_yaml
 from your_ai.gates.yaml_files import read_yaml
 
@@ -43,7 +43,7 @@ def test_each_setting_has_its_own_help_above_it():
     assert names[:5] == [*chosen]
     assert len(names) == len(set(names))
     for at, name in zip(found, names, strict=True):
-        assert lines[at - 1] == f"# {FIELDS[name].metadata['help']}"
+        assert lines[at - 1] == f"# {ABOUT[name].help}"
 
 
 def test_common_settings_exist():

@@ -7,6 +7,7 @@ import re
 import pytest
 from mlx_lm import lora
 
+from tests.conftest import call
 from your_ai import cli
 from your_ai.config.other_programs import HINTS, option_hint
 
@@ -45,3 +46,11 @@ def test_every_option_of_mlx_lm_lora_has_a_hint_or_is_one_of_train():
 )
 def test_a_hint_names_what_is_meant_or_nothing(name, hint):
     assert option_hint("train", name, options_of("train")) == hint
+
+
+def test_charts_as_files_are_gone_and_the_page_is_named(capsys):
+    assert call("report", "--png") == 2
+    assert capsys.readouterr().err == (
+        "error: no such option: --png; charts are in the page: `your_ai report -o page.html` "
+        "(see your_ai report --help)\n"
+    )

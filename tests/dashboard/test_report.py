@@ -449,25 +449,6 @@ def test_same_run_gives_the_same_page(own_folder, page):
     assert written(own_folder, STORY) == page
 
 
-def test_drawing_does_not_change_matplotlib_settings(own_folder):
-    matplotlib = pytest.importorskip("matplotlib", reason="draws PNG files")
-    before = dict(matplotlib.rcParams)
-    report.write_plots(records(step(1)), own_folder, "r")
-    assert dict(matplotlib.rcParams) == before
-
-
-def test_a_plot_is_written_for_each_chart_with_data(own_folder):
-    pytest.importorskip("matplotlib", reason="draws PNG files")
-    folder = own_folder / "plots"
-    plots = report.write_plots(records(*STORY), folder, "r")
-    drawn = ("loss", "gradient-norm", "memory", "speed", "learning-rate")
-    names = [f"r-{name}.png" for name in drawn]
-    assert plots == [folder / name for name in names]
-    assert sorted(folder.iterdir()) == sorted(plots)
-    assert all(plot.read_bytes().startswith(b"\x89PNG") for plot in plots)
-    assert report.write_plots(records(LIMIT), folder, "none") == []
-
-
 @pytest.mark.parametrize(
     ("where", "reason"),
     [
@@ -498,15 +479,8 @@ def test_failed_write_keeps_the_old_page(own_folder, monkeypatch):
     assert (own_folder / "r.html").read_text() == "old"
 
 
-def test_only_plots_need_matplotlib(own_folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert written(own_folder, STORY).count("<svg") == 6
-    with pytest.raises(UserError, match=r"run: pip install '\.\[report\]'$"):
-        report.write_plots([], own_folder, "r")
-
-
 def test_importing_report_loads_no_heavy_packages():
-    heavy = ["matplotlib", "jinja2", "numpy", "mlx", "transformers"]
+    heavy = ["jinja2", "numpy", "mlx", "transformers"]
     code = (
         "import sys, your_ai.dashboard.report\n"
         f"sys.exit(','.join(m for m in {heavy} if m in sys.modules) or 0)"

@@ -20,7 +20,7 @@ from your_ai.gates.text import loss_text, size_text
 from your_ai.run import events, folder
 from your_ai.run.events import Record
 from your_ai.run.stopping import Stop
-from your_ai.training.train import train_until_done
+from your_ai.training.process import train_until_done
 
 SIZES = [(60, 15), (80, 24), (140, 45)]
 # Rows of a frame whose first figure is a metric; and short names of the metrics of pairs.

@@ -7,7 +7,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from tests.conftest import make_model
+from tests.conftest import load_base, make_model
 from tests.engine.test_fused import relative_error
 from your_ai.config import TrainConfig
 from your_ai.engine import dequantized
@@ -124,7 +124,7 @@ def test_floats_of_few_bits_need_little_more_memory_than_integers(kind):
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "qwen3_moe"])
 def test_model_output_is_unchanged(tmp_path, architecture):
-    network, _ = model.load_base(make_model(tmp_path / "m", architecture), mx.float32)
+    network, _ = load_base(make_model(tmp_path / "m", architecture), mx.float32)
     expected = network(TOKENS)
     names = [name for name, _ in tree_flatten(network.parameters())]
     dequantize_on_the_cpu(network)
@@ -135,7 +135,7 @@ def test_model_output_is_unchanged(tmp_path, architecture):
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_adapters_are_unchanged(tiny_model, dora):
-    network, _ = model.load_base(tiny_model, mx.float32)
+    network, _ = load_base(tiny_model, mx.float32)
     config = TrainConfig(lora_layers=2, lora_targets=("all-linear",), use_dora=dora)
     model.add_adapters(network, config)
     expected, names = network(TOKENS), set(model.adapter_arrays(network))
@@ -145,7 +145,7 @@ def test_adapters_are_unchanged(tiny_model, dora):
 
 
 def test_layers_are_not_replaced_on_a_gpu(tiny_model, monkeypatch):
-    network, _ = model.load_base(tiny_model, mx.float32)
+    network, _ = load_base(tiny_model, mx.float32)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     dequantize_on_the_cpu(network)
     assert isinstance(network.model.embed_tokens, nn.QuantizedEmbedding)

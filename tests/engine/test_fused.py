@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
-from tests.conftest import TINY, chat, make_model, write_rows
+from tests.conftest import TINY, chat, load_base, make_model, write_rows
 from your_ai.config import TrainConfig
 from your_ai.data.batches import make_schedule
 from your_ai.data.encode import Encoder
@@ -40,7 +40,7 @@ def load(folder: Path, **settings: Any) -> tuple[nn.Module, Any, model.Adapters]
     config = TrainConfig(
         **{"lora_layers": 2, "lora_targets": ("all-linear",), "lora_rank": 4, **settings}
     )
-    network, tokenizer = model.load_base(folder, mx.float32)
+    network, tokenizer = load_base(folder, mx.float32)
     adapters = model.add_adapters(network, config)
     mx.random.seed(1)  # lora_b is initially zero, which would make half the gradients zero
     network.update(

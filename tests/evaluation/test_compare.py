@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.conftest import chat, chat_prompt, events_of, make_model, write_rows
+from tests.conftest import chat, chat_prompt, events_of, load_base, make_model, write_rows
 from tests.evaluation.conftest import ROWS, carry_out, compared, trained_run
 from your_ai.config import TrainConfig
 from your_ai.engine.build import build_engine
@@ -66,7 +66,7 @@ def test_numbers_depend_on_neither_batch_size_nor_plan(run, expected, engine, ba
 def plain(run, examples, adapted):
     """Losses of a model without any adapter layers, or with the adapter put on directly."""
     found = open_trained(str(run))
-    network, _ = model.load_base(found.base, mx.float32)
+    network, _ = load_base(found.base, mx.float32)
     if adapted:
         put_adapter(network, found.adapter)
     dequantize_on_the_cpu(network)
@@ -103,7 +103,7 @@ def test_a_quantized_run_is_measured_on_its_quantized_copy(tmp_path):
     folder = make_model(tmp_path / "m", bits=None)
     run = trained_run(tmp_path, folder, quantize=4, max_steps=2)
     found = compared(run)
-    network, _ = model.load_base(place_of_copy(folder, 4), mx.float32)
+    network, _ = load_base(place_of_copy(folder, 4), mx.float32)
     dequantize_on_the_cpu(network)
     engine = build_engine(network, model.DropoutKeys([None]), "fused").engine
     expected = carry_out(scored(engine, found.rows.trained.examples, lambda _: 2)).losses

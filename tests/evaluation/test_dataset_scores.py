@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mlx_lm import generate
 
-from tests.conftest import DEMO_FOLDER, chat, write_rows
+from tests.conftest import DEMO_FOLDER, chat, load_base, write_rows
 from tests.evaluation.conftest import carry_out
 from your_ai.data.encode import Encoder
 from your_ai.data.examples import load_examples
@@ -23,7 +23,7 @@ from your_ai.run.stopping import Stop
 
 @pytest.fixture(scope="module")
 def demo():
-    network, tokenizer = model.load_base(DEMO_FOLDER, mx.float32)
+    network, tokenizer = load_base(DEMO_FOLDER, mx.float32)
     engine = fused_engine(network, split_in_two(network), model.DropoutKeys([None]), SUPERVISED)
     return network, tokenizer, engine
 

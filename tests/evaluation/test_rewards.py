@@ -32,7 +32,7 @@ from your_ai.run import checkpoint, events
 from your_ai.run.folder import RunFolder
 from your_ai.run.stopping import Stop
 from your_ai.session import new_run
-from your_ai.training.train import train_until_done
+from your_ai.training.process import train_until_done
 
 PAIRS = [
     {"prompt": "Which?", "chosen": "This one, please", "rejected": "That"},

@@ -23,7 +23,16 @@ import mlx.core as mx
 import pytest
 
 import your_ai
-from tests.conftest import chat, events_of, losses_of, resume, train, write_rows, write_site
+from tests.conftest import (
+    chat,
+    events_of,
+    losses_of,
+    resume,
+    train,
+    with_functions,
+    write_rows,
+    write_site,
+)
 from tests.fault.processes import (
     PATIENCE_S,
     Told,
@@ -39,8 +48,8 @@ from your_ai.memory.budget import LATER_BYTES, Budget
 from your_ai.run import checkpoint, events, exits, folder
 from your_ai.run.folder import RUNS, RunFolder
 from your_ai.run.stopping import Stop
-from your_ai.training import optimizer
-from your_ai.training import prepare as preparing
+from your_ai.training import optimizer, process
+from your_ai.training import planned as planning
 from your_ai.training import train as recipe
 
 pytestmark = pytest.mark.memory
@@ -94,7 +103,7 @@ def fail_in_gradients(monkeypatch: pytest.MonkeyPatch, fail: Callable[[], None])
 
         engine = found.engine
         functions = {name: failing(getattr(engine, name)) for name in ("gradients", "by_block")}
-        return dataclasses.replace(found, engine=dataclasses.replace(engine, **functions))
+        return with_functions(found, **functions)
 
     monkeypatch.setattr(recipe, "prepare", prepared)
 
@@ -179,7 +188,7 @@ def undisturbed(planned, trained, tmp_path_factory) -> Callable[..., RunFolder]:
 
 
 def train_until_done(run: RunFolder, stop: Stop | None = None) -> int:
-    return recipe.train_until_done(run, run.read_config(), Stop() if stop is None else stop)
+    return process.train_until_done(run, run.read_config(), Stop() if stop is None else stop)
 
 
 def steps_of(run: RunFolder) -> list[int]:
@@ -353,8 +362,8 @@ def test_action_event_reports_the_freed_memory(planned, monkeypatch):
 
     with monkeypatch.context() as patch:
         fail_in_gradients(patch, fail)
-        free = recipe.allocator.free
-        patch.setattr(recipe.allocator, "free", lambda *given: (held.clear(), free(*given)))
+        free = process.allocator.free
+        patch.setattr(process.allocator, "free", lambda *given: (held.clear(), free(*given)))
         train_until_done(run)
     (action,) = actions_of(run)
     assert action.before_bytes - action.after_bytes > 90 * MB
@@ -383,7 +392,7 @@ def test_errors_with_checkpoints_in_between_do_not_add_up(planned, monkeypatch):
         fail_at_synchronize(patch, fail)
         assert train_until_done(run) == exits.DONE
     assert errors == {}
-    assert len(KINDS) > recipe.MAX_OUT_OF_MEMORY
+    assert len(KINDS) > process.MAX_OUT_OF_MEMORY
     assert steps_of(run) == [1, 2, 3, 4, 5, 6]
     levels = levels_of(run)
     assert levels == sorted(levels)
@@ -400,7 +409,7 @@ def test_repeated_errors_under_the_smallest_plan_end_the_process(
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("error: runs/r: out of memory")
-    assert failure.count == recipe.MAX_OUT_OF_MEMORY + 1
+    assert failure.count == process.MAX_OUT_OF_MEMORY + 1
     assert steps_of(run) == [1]
     assert leftovers(run) == []
     assert not run.adapter.exists()
@@ -462,7 +471,7 @@ def test_unsupervised_command_ends_with_one_line_of_error(planned, monkeypatch, 
 GROWING = """
 import dataclasses
 
-from your_ai.training import train as recipe
+from your_ai.training import process, train as recipe
 from your_ai.memory import probe
 
 prepare, calls = recipe.prepare, []
@@ -480,7 +489,7 @@ def prepared(*args):
         return gradients(*given)
 
     engine = dataclasses.replace(found.engine, gradients=failing)
-    return dataclasses.replace(found, engine=engine)
+    return dataclasses.replace(found, built=dataclasses.replace(found.built, engine=engine))
 
 
 recipe.prepare = prepared
@@ -490,10 +499,10 @@ recipe.prepare = prepared
 def test_growth_of_python_memory_does_not_end_the_run(planned, monkeypatch):
     """The smallest plan fitted at the start of the run, so it must not be refused later."""
     budgets: list[Budget] = []
-    budget_of = preparing.budget_of
+    budget_of = planning.budget_of
     with monkeypatch.context() as patch:
         patch.setattr(
-            preparing, "budget_of", lambda *a, **k: budgets.append(budget_of(*a, **k)) or budgets[0]
+            planning, "budget_of", lambda *a, **k: budgets.append(budget_of(*a, **k)) or budgets[0]
         )
         whole = train(planned(run="whole"))
     demand = dataclasses.replace(budgets[0].demand, python_bytes=120 * MB + LATER_BYTES)
@@ -729,9 +738,9 @@ import sys
 if "your_ai.training" in sys.orig_argv:
     import time
 
-    from your_ai.training import prepare
+    from your_ai.training import job
 
-    read_data = prepare.read_data
+    read_data = job.read_data
 
     def reading(*args):
         found = read_data(*args)
@@ -739,7 +748,7 @@ if "your_ai.training" in sys.orig_argv:
         time.sleep(2)
         return found
 
-    prepare.read_data = reading
+    job.read_data = reading
 """
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -13,7 +12,16 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from tests.conftest import chat, events_of, losses_of, make_model, resume, train, write_rows
+from tests.conftest import (
+    chat,
+    events_of,
+    losses_of,
+    make_model,
+    resume,
+    train,
+    with_functions,
+    write_rows,
+)
 from tests.fault.processes import call, final_files
 from your_ai.errors import RunError
 from your_ai.objectives.objective import Sums
@@ -64,8 +72,7 @@ def spoil_steps(
             its_turn = batch.rows[0] == micro_batch * config.batch_size
             return spoil(result) if its_turn and step_of[seed] in spoiled else result
 
-        engine = dataclasses.replace(prepared.engine, gradients=gradients)
-        return dataclasses.replace(prepared, engine=engine)
+        return with_functions(prepared, gradients=gradients)
 
     monkeypatch.setattr(recipe, "prepare", prepare_spoiled)
 

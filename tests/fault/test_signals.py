@@ -28,6 +28,7 @@ from your_ai.config import TrainConfig
 from your_ai.evaluation import dataset_scores
 from your_ai.run import checkpoint, events, folder, stopping
 from your_ai.run.folder import RUNS, RunFolder
+from your_ai.training import process
 from your_ai.training import train as recipe
 
 
@@ -194,7 +195,7 @@ def test_signal_after_the_run_writes_to_no_other_file(configure, own_folder):
     """The event log is closed by then; files opened later may reuse its descriptor."""
     stop = stopping.Stop()
     config = configure(run="r", max_steps=1)
-    recipe.train_until_done(folder.create(config), config, stop)
+    process.train_until_done(folder.create(config), config, stop)
     with contextlib.ExitStack() as opened:
         others = [opened.enter_context((own_folder / str(i)).open("wb")) for i in range(9)]
         with contextlib.suppress(Exception):

@@ -19,7 +19,7 @@ SLACK_S = 2.0  # for the stack, the polling, and a busy machine
 TRAIN = """
 import os, signal, time
 from pathlib import Path
-from your_ai.training import train
+from your_ai.training import process, train
 
 whole = train.train_step
 
@@ -28,18 +28,18 @@ def wait_for_data_that_never_comes():
     time.sleep(1e6)
 
 
-def train_step(prepared, governor, update, state, log, rollouts):
+def train_step(loop, state):
     marker = Path(f"hung-{state.step}")
     if state.step in (5, 10) and not marker.exists():
         marker.touch()
         if state.step == 5:
             wait_for_data_that_never_comes()
         os.kill(os.getpid(), signal.SIGSTOP)
-    return whole(prepared, governor, update, state, log, rollouts)
+    return whole(loop, state)
 
 
 train.train_step = train_step
-train.main()
+process.main()
 """
 
 

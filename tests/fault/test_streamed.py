@@ -13,6 +13,7 @@ from your_ai.errors import RunError
 from your_ai.files import sha256
 from your_ai.run import folder
 from your_ai.run.stopping import Stop
+from your_ai.training import process
 from your_ai.training import train as recipe
 
 
@@ -25,10 +26,10 @@ def own_model(tmp_path: Path) -> Path:
 def spoil_after_step_2(monkeypatch: pytest.MonkeyPatch, spoil) -> None:
     step = recipe.train_step
 
-    def train_step(prepared, governor, update, state, log, rollouts):
+    def train_step(loop, state):
         if state.step == 2:
             spoil()
-        return step(prepared, governor, update, state, log, rollouts)
+        return step(loop, state)
 
     monkeypatch.setattr(recipe, "train_step", train_step)
 
@@ -49,7 +50,7 @@ def test_run_with_a_missing_or_cut_model_file_ends_and_resumes(
     with monkeypatch.context() as patch:
         spoil_after_step_2(patch, lambda: spoil(file))
         with pytest.raises(RunError, match="then resume the run") as caught:
-            recipe.train_until_done(run, run.read_config(), Stop())
+            process.train_until_done(run, run.read_config(), Stop())
     assert "\n" not in str(caught.value)
     shutil.move(own_model / "copy", file)
     assert resume(run) == 0

@@ -15,7 +15,6 @@ from your_ai.run import checkpoint, events
 from your_ai.run.folder import RunFolder, is_running
 from your_ai.session.tuning import TUNES, TuneFolder
 
-pytest.importorskip("optuna", reason="searches")
 STEPS = 60
 
 

@@ -14,7 +14,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from tests.architectures import write_model
-from tests.conftest import EXTRA, call, chat, make_model, write_rows
+from tests.conftest import EXTRA, call, chat, load_base, make_model, write_rows
 from your_ai.data.encode import Encoder
 from your_ai.engine.weights import stream_vocabulary, tensors_of
 from your_ai.errors import UserError
@@ -110,7 +110,7 @@ def test_cached_rows_of_a_larger_model_are_checked_again(own_folder, beyond, cap
 
 
 def test_prompts_with_invalid_token_ids_are_refused(beyond):
-    network, tokenizer = model.load_base(beyond, mx.float32)
+    network, tokenizer = load_base(beyond, mx.float32)
     sampling = generate.Sampling(max_tokens=1)
     ids = generate.prompt_tokens(tokenizer, [{"role": "user", "content": "Hello"}])
     assert list(generate.respond(network, tokenizer, ids, sampling))
@@ -122,7 +122,7 @@ def test_prompts_with_invalid_token_ids_are_refused(beyond):
 
 def test_a_head_with_more_rows_than_the_embedding_is_refused(tmp_path):
     folder = make_model(tmp_path / "m", "llama-untied", None)
-    network, tokenizer = model.load_base(folder, mx.float32)
+    network, tokenizer = load_base(folder, mx.float32)
     network.lm_head.weight = mx.zeros((800, 64))
     with pytest.raises(UserError, match="its head has 800 tokens, but its embedding 768"):
         generate.check_answers(network, tokenizer, folder)
@@ -141,7 +141,7 @@ def test_an_invalid_eos_token_id_is_refused(tmp_path, end):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": end}))
     with pytest.raises(UserError, match=r"eos_token_id .* is not a token id|cannot be loaded"):
-        model.load_base(folder, mx.float32)
+        load_base(folder, mx.float32)
 
 
 def test_a_row_longer_than_the_learned_positions_is_refused():

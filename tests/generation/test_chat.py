@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import make_model
+from tests.conftest import load_base, make_model
 from tests.generation.test_generate import Parrot, train_in
 from your_ai.config import build
 from your_ai.engine.weights import streams_vocabulary
@@ -30,7 +30,7 @@ def tokens_of(responses) -> list[int]:
 
 
 def talker_of(folder: Path, **more) -> ChatSession:
-    network, tokenizer = model.load_base(folder, mx.float32)
+    network, tokenizer = load_base(folder, mx.float32)
     return ChatSession(network, None, tokenizer, Sampling(max_tokens=9), **more)
 
 
@@ -112,8 +112,8 @@ def test_failed_answer_discards_the_cache(demo_tokenizer):
 def test_model_without_adapter_equals_its_base_bit_for_bit(tmp_path, architecture, bits, settings):
     folder = make_model(tmp_path / "m", architecture, bits)
     tokens = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
-    base, _ = model.load_base(folder, mx.float32)
-    network, _ = model.load_base(folder, mx.float32)
+    base, _ = load_base(folder, mx.float32)
+    network, _ = load_base(folder, mx.float32)
     values = {"model": str(folder), "data": "d", "lora_layers": "all", **settings}
     model.add_adapters(network, build(values, "test"))
     arrays = {n: mx.random.normal(a.shape) for n, a in model.adapter_arrays(network).items()}

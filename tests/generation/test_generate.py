@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlx_lm import generate as mlx_lm_generate
 from mlx_lm import load as mlx_lm_load
 
-from tests.conftest import chat, chat_prompt, make_model, train, write_rows
+from tests.conftest import chat, chat_prompt, load_base, make_model, train, write_rows
 from your_ai.config import build
 from your_ai.engine.weights import stream as stream_weights
 from your_ai.engine.weights import tensors_of
@@ -21,7 +21,6 @@ from your_ai.generation.generate import Sampling
 from your_ai.memory.estimate import weights_bytes
 from your_ai.memory.estimate_generation import generation_bytes
 from your_ai.memory.facts import facts_of
-from your_ai.nets.model import load_base
 from your_ai.nets.saved_adapter import open_trained
 from your_ai.run.folder import RunFolder
 

@@ -13,7 +13,8 @@ from huggingface_hub import constants
 from tests.headers import with_header
 from tests.hub.repos import Account, Repo
 from tests.hub.server import Hub
-from your_ai.hub import download
+from your_ai.hub import download as module
+from your_ai.hub.download import downloading, result_of
 
 REPO = "someone/some-model"
 NAME = REPO.split("/")[1]
@@ -24,6 +25,11 @@ def safetensors(data: bytes = bytes(range(24)), header: object = None, name: str
     """A safetensors file with one tensor of this name. header: replaces the right header."""
     own = {name: {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}
     return with_header(own if header is None else header, data)
+
+
+def download(name: str, revision: str | None = None, to: str | Path | None = None) -> Path:
+    """Download a model unless it is already on this machine. Returns its folder."""
+    return result_of(downloading(name, revision, to))
 
 
 @pytest.fixture
@@ -90,8 +96,8 @@ def hub(no_hub, monkeypatch) -> Iterator[Hub]:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         template = "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + template)
-        monkeypatch.setattr(download, "WAITS_S", (0.01,) * 5)
-        monkeypatch.setattr(download, "sync", lambda path: None)  # for speed
+        monkeypatch.setattr(module, "WAITS_S", (0.01,) * 5)
+        monkeypatch.setattr(module, "sync", lambda path: None)  # for speed
         yield hub
         huggingface_hub.close_session()
 

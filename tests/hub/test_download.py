@@ -17,12 +17,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.hub.conftest import LARGE_BYTES, NAME, REPO, model_files, safetensors
+from tests.hub.conftest import LARGE_BYTES, NAME, REPO, download, model_files, safetensors
 from tests.hub.server import Fault, Hub, Repo
 from your_ai.errors import UserError
 from your_ai.hub import download as module
 from your_ai.hub.check import check_model
-from your_ai.hub.download import download, downloading
+from your_ai.hub.download import downloading
 from your_ai.hub.find import Missing, find_model, models_root
 from your_ai.hub.record import RECORD, read_record, verify
 
@@ -519,7 +519,10 @@ def test_weights_truncated_on_the_hub_create_no_model(hub):
 
 # In processes: the client reads its environment when it is imported
 
-CODE = "import sys; from your_ai.hub.download import download; print(download(*sys.argv[1:]))"
+CODE = (
+    "import sys; from your_ai.hub.download import downloading, result_of; "
+    "print(result_of(downloading(*sys.argv[1:])))"
+)
 
 
 def start(hub: Hub, *arguments: str, code: str = CODE, **environment: str) -> subprocess.Popen:

@@ -19,17 +19,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.hub.conftest import NAME, REPO, model_files, safetensors
+from tests.hub.conftest import NAME, REPO, download, model_files, safetensors
 from tests.hub.repos import git_hash
 from tests.hub.server import Answerer, Hub, described
 from tests.hub.test_download import assert_whole
 from your_ai import cli
 from your_ai.errors import UserError
-from your_ai.hub import download, remote
+from your_ai.hub import download as module
+from your_ai.hub import remote
 from your_ai.hub.find import models_root
 
 MOST_S = 10.0
-WAITS_S = download.WAITS_S  # the real waits; the fixture `hub` shortens them
+WAITS_S = module.WAITS_S  # the real waits; the fixture `hub` shortens them
 CANARY = "/CANARY"  # a placeholder for the path of a file of the user
 CLOSED = "http://127.0.0.1:9"
 FIRST = "model-00001-of-00002.safetensors"
@@ -217,7 +218,7 @@ CONTENTS: dict[str, dict[str, bytes]] = {
 @pytest.fixture
 def canary(hub, own_folder, monkeypatch) -> Path:
     """A file of the user, in one of several folders inside and next to the store."""
-    monkeypatch.setattr(download, "WAITS_S", WAITS_S)
+    monkeypatch.setattr(module, "WAITS_S", WAITS_S)
     models_root().mkdir(parents=True)
     for place in (own_folder / "canary", models_root() / "canary", models_root() / "other"):
         place.mkdir()
@@ -262,7 +263,7 @@ def assert_refused(hub: Hub, canary: Path, capsys) -> str:
 def assert_mended(hub: Hub) -> None:
     """Check that the download succeeds once the hub is well-behaved again."""
     hub.odd.clear()
-    assert_whole(download.download(REPO))
+    assert_whole(download(REPO))
 
 
 @pytest.mark.parametrize("what", LISTINGS)
@@ -300,7 +301,7 @@ def drop_by_drop(answerer: Answerer) -> None:
     ],
 )
 def test_a_hub_that_does_not_answer_times_out(hub, canary, capsys, monkeypatch, answer, asking_s):
-    monkeypatch.setattr(download, "ASKING_S", asking_s)
+    monkeypatch.setattr(module, "ASKING_S", asking_s)
     hub.odd["api"] = answer
     error = assert_refused(hub, canary, capsys)
     assert "try again later" in error
@@ -336,7 +337,7 @@ def test_nothing_is_written_or_deleted_through_a_link(hub, canary, name):
     target = canary.parent if name in ("", "parts") else canary
     link.symlink_to(target)
     before = tree(canary.parent.parent)
-    assert_whole(download.download(REPO))
+    assert_whole(download(REPO))
     assert tree(canary.parent.parent) == before
     assert not any(path.is_symlink() for path in (models_root() / NAME).rglob("*"))
 
@@ -346,25 +347,25 @@ def test_a_dangling_link_creates_no_file_elsewhere(hub, canary):
     parts.mkdir(parents=True)
     made = canary.with_name("made")
     (parts / git_hash(model_files()["config.json"])).symlink_to(made)
-    assert_whole(download.download(REPO))
+    assert_whole(download(REPO))
     assert not made.exists()
 
 
 def test_a_lock_that_is_a_link_is_refused(hub, canary):
     (models_root() / f".lock-{NAME}").symlink_to(canary)
     with pytest.raises(UserError, match="cannot be written"):
-        download.download(REPO)
+        download(REPO)
     assert canary.read_text() == "kept"
 
 
 def test_a_damaged_model_behind_a_link_is_not_changed(hub, canary):
     elsewhere = canary.parent / "model"
-    shutil.move(download.download(REPO), elsewhere)
+    shutil.move(download(REPO), elsewhere)
     (models_root() / NAME).symlink_to(elsewhere)
     (elsewhere / "config.json").write_text("{}")
     before = tree(canary.parent)
     with pytest.raises(UserError, match="is a link"):
-        download.download(REPO)
+        download(REPO)
     assert tree(canary.parent) == before
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from your_ai.gates.untrusted import Entry
 from your_ai.hub.built_tensors import tensors_built
-from your_ai.hub.known_tensors import DATA, numbers, packed, quantization_of, ranges, unpacked
+from your_ai.hub.known_tensors import DATA, numbers, quantization_of, unpacked
 from your_ai.hub.registry import config_of, known
 
 TOOL = Path(__file__).parents[2] / "tools" / "make_known_tensors.py"
@@ -38,7 +38,7 @@ def test_unpacked_tensors_are_those_of_the_model(alias):
     assert {e.name: e.shape for e in entries} == {e.name: e.shape for e in model.tensors}
 
 
-def test_packing_keeps_shapes_dtypes_and_quantization():
+def test_packing_keeps_shapes_dtypes_and_quantization(tool):
     entries = [
         Entry("model.embed_tokens.weight", "BF16", (100, 64)),
         *(entry for i in (0, 1, 3) for entry in block(i)),
@@ -46,7 +46,7 @@ def test_packing_keeps_shapes_dtypes_and_quantization():
         Entry("model.ids", "I32", (3,)),
     ]
     own = {f"model.layers.{i}.up": {"bits": 8, "group_size": 32} for i in (0, 1, 3)}
-    parts = packed(entries, {"bits": 4, "group_size": 64, "mode": "mxfp4", **own})
+    parts = tool.packed(entries, {"bits": 4, "group_size": 64, "mode": "mxfp4", **own})
     assert parts[1][:2] == ("model.layers.", "0-1,3")
     assert sorted(unpacked(parts), key=str) == sorted(entries, key=str)
     settings = quantization_of(parts)
@@ -67,8 +67,8 @@ def block(index: int) -> list[Entry]:
 
 
 @pytest.mark.parametrize("text", ["0", "0-31", "0,2,4-6"])
-def test_ranges_are_the_reverse_of_numbers(text):
-    assert ranges(list(numbers(text))) == text
+def test_ranges_are_the_reverse_of_numbers(tool, text):
+    assert tool.ranges(list(numbers(text))) == text
 
 
 def test_no_mlx_is_needed():

@@ -10,10 +10,10 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from tests.hub.conftest import NAME, REPO, model_files
+from tests.hub.conftest import NAME, REPO, download, model_files
 from tests.hub.server import Fault, Repo
 from your_ai.errors import UserError
-from your_ai.hub.download import download, open_lock, taken
+from your_ai.hub.download import open_lock, taken
 from your_ai.hub.find import models_root
 from your_ai.hub.local import folder_to_remove, local_models, remove_model
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from tests.hub.conftest import REPO
+from tests.hub.conftest import REPO, download
 from your_ai.errors import UserError
-from your_ai.hub.download import download
 from your_ai.hub.record import RECORD, fault_of, hash_like, read_record, verify
 
 FIRST = "model-00001-of-00002.safetensors"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import json
 import math
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from tests.memory.test_facts import tensors_in, write_headers
 from your_ai.config import TrainConfig
 from your_ai.doctor import our_plans
 from your_ai.doctor.contest import Contest, contest_batches, contest_tokens
-from your_ai.doctor.fit_memory import errors, read_peaks
+from your_ai.doctor.fit_memory import errors, from_json
 from your_ai.doctor.shapes import SHAPES, make_shape
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
@@ -353,7 +354,8 @@ def test_optimizers_hold_what_is_estimated(tiny_model, name, bits):
 
 # On the CPU, every token trained: whole steps and evaluations of two shapes with 4-bit weights,
 # the gradients of small models of seven architectures, and what `doctor --fit-memory` measures.
-RECORDED = read_peaks(Path(__file__).parents[2] / "tools" / "memory_measurements.json")
+MEASUREMENTS = Path(__file__).parents[2] / "tools" / "memory_measurements.json"
+RECORDED = from_json(json.loads(MEASUREMENTS.read_text(encoding="utf-8")))
 # Per kind of peak: the lowest error of an estimate, and the highest of 90% of them. Plans add 12%
 # of the activations as a margin, and a run measures its own micro-batches near its limit.
 CLOSE_BY_KIND = {"step": (-0.05, 0.06), "evaluation": (-0.18, 0.14), "gradients": (-0.18, 0.16)}

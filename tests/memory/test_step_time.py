@@ -10,7 +10,7 @@ from tests.speeds import CORE
 from your_ai.memory.estimate_adapters import adapter_bytes, optimizer_bytes
 from your_ai.memory.facts import BlockFacts, ModelFacts
 from your_ai.memory.mixer_facts import ATTENTION, MAMBA2, SLIDING, MixerFacts
-from your_ai.memory.step_time import StepWork, head_bytes, mean_step, unpredicted
+from your_ai.memory.step_time import StepOperations, head_bytes, mean_step, unpredicted
 from your_ai.memory.workload import Kept, Plan, StepSizes, Training
 
 ATTENDS = MixerFacts(kind=ATTENTION, heads=4, kv_heads=2, key_dim=16, value_dim=16)
@@ -42,7 +42,7 @@ N = 256
 
 
 def terms(plan: Plan, training: Training = EVERY, facts: ModelFacts = MODEL, **sizes: object):
-    return StepWork(facts, training, StepSizes(**sizes)).of_step(plan, 1, N)
+    return StepOperations(facts, training, StepSizes(**sizes)).of_step(plan, 1, N)
 
 
 def test_fused_computes_each_block_once():
@@ -106,7 +106,7 @@ def test_spilled_block_inputs_are_written_and_read():
 
 def test_an_update_reads_gradients_and_sums_from_disk_and_writes_states_there():
     gradients, arrays = adapter_bytes(MODEL, EVERY), 2 * 4 * 7
-    work = StepWork(MODEL, EVERY, StepSizes())
+    work = StepOperations(MODEL, EVERY, StepSizes())
     assert "spilled" not in work.of_update(Plan("fused", N), 3)
     found = work.of_update(Plan("staged", N), 3)
     assert (found["spilled"], found["stored"]) == (3 * gradients, 3 * arrays)
@@ -145,7 +145,7 @@ def test_adapters_cost_their_inputs_and_outputs_at_any_rank_and_multiply_adds_by
 
 
 def test_micro_batches_share_an_update():
-    work = StepWork(MODEL, EVERY, StepSizes())
+    work = StepOperations(MODEL, EVERY, StepSizes())
     one, four = (work.of_step(Plan("fused", N), 1, N, count) for count in (1, 4))
     assert four["backward"] == {kind: 4 * n for kind, n in one["backward"].items()}
     assert one["update"]["parameters"] < four["update"]["parameters"]
@@ -167,7 +167,7 @@ def test_the_head_is_one_of_one_or_two_matrices():
 def test_the_mean_step_weighs_lengths_by_their_rows():
     def seconds(*rows: tuple[int, int]) -> float:
         sizes = StepSizes(rows_of_length=rows)
-        work = StepWork(MODEL, EVERY, sizes)
+        work = StepOperations(MODEL, EVERY, sizes)
         found = mean_step(work, Plan("fused", N), lambda tokens: N // tokens, 4, N)
         return sum(CORE.of(each) for each in found.values())
 

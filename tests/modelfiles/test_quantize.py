@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
-from tests.conftest import EXTRA, TINY, TOKENIZER_FILES, Killed, make_model
+from tests.conftest import EXTRA, TINY, TOKENIZER_FILES, Killed, load_base, make_model
 from tests.modelfiles.large import MB, make_large, watched
 from your_ai.errors import RunError, UserError
 from your_ai.files import sha256
@@ -27,7 +27,6 @@ from your_ai.modelfiles import shards, unfinished
 from your_ai.modelfiles.quantize import RECORD, interrupted_message, quantize, work_of
 from your_ai.modelfiles.shards import INDEX
 from your_ai.modelfiles.unfinished import locked
-from your_ai.nets.model import load_base
 
 
 def written(source: Path, target: Path, bits: int = 4, **options: Any) -> Path:

@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from tests.conftest import call, events_of, losses_of, make_model, train
+from tests.conftest import call, events_of, load_base, losses_of, make_model, train
 from your_ai.engine.weights import can_stream, tensors_of
 from your_ai.errors import UserError
 from your_ai.files import sha256
@@ -21,7 +21,6 @@ from your_ai.hub.find import store
 from your_ai.modelfiles import quantize, quantized_copies
 from your_ai.modelfiles.quantized_copies import KEEP_DAYS, make_copy, model_folder, place_of_copy
 from your_ai.modelfiles.unfinished import locked
-from your_ai.nets.model import load_base
 from your_ai.run import events
 
 DAY_S = 86_400

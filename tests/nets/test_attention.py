@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import generate_step
 
-from tests.conftest import SMALL, make_model
+from tests.conftest import SMALL, load_base, make_model
 from your_ai.config import TrainConfig
 from your_ai.nets import attention as blockwise
 from your_ai.nets import model
@@ -314,7 +314,7 @@ def test_short_rows_use_mlx_attention():
 
 def test_adapters_inside_attention_get_equal_gradients(everywhere, tmp_path):
     def gradients(put: bool) -> dict[str, mx.array]:
-        network, _ = model.load_base(tmp_path / "m", mx.float32)
+        network, _ = load_base(tmp_path / "m", mx.float32)
         model.add_adapters(network, TrainConfig(lora_layers=2, lora_targets=("all-linear",)))
         assert not put or replace_attention(network, lean=True) == 3
         mx.random.seed(1)

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm import load as mlx_lm_load
 from mlx_lm.models.bitlinear_layers import BitLinear
 
-from tests.conftest import call, change_json, make_model
+from tests.conftest import call, change_json, load_base, make_model
 from your_ai.config import ADDED, TrainConfig
 from your_ai.errors import UserError
 from your_ai.nets import model
@@ -27,7 +27,7 @@ TOKENS = mx.array([[5, 300, 17, 42, 99, 260, 700]])
 
 def adapted(folder, seed=3, **settings):
     """A model with nonzero adapters."""
-    network, _ = model.load_base(folder, mx.float32)
+    network, _ = load_base(folder, mx.float32)
     adapters = model.add_adapters(network, TrainConfig(**{"lora_layers": 2, **settings}))
     mx.random.seed(seed)
     arrays = tree_map(lambda p: p + 0.1 * mx.random.normal(p.shape), network.trainable_parameters())
@@ -74,25 +74,25 @@ STRETCHED = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq
 )
 def test_reads_rope_parameters_of_transformers_5(tmp_path, architecture, old, new):
     folder = make_model(tmp_path / "m", architecture, **old)
-    wanted = model.load_base(folder, mx.float32)[0](TOKENS)
+    wanted = load_base(folder, mx.float32)[0](TOKENS)
     path = folder / "config.json"
     config = {k: v for k, v in json.loads(path.read_text()).items() if k not in old}
     path.write_text(json.dumps(config))
-    assert not mx.allclose(model.load_base(folder, mx.float32)[0](TOKENS), wanted, atol=1e-3)
+    assert not mx.allclose(load_base(folder, mx.float32)[0](TOKENS), wanted, atol=1e-3)
     path.write_text(json.dumps({**config, "rope_parameters": new}))
-    assert mx.array_equal(model.load_base(folder, mx.float32)[0](TOKENS), wanted)
+    assert mx.array_equal(load_base(folder, mx.float32)[0](TOKENS), wanted)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_split_gives_the_logits_of_the_whole_model(tmp_path, architecture):
-    network, _ = model.load_base(make_model(tmp_path / "m", architecture), mx.float32)
+    network, _ = load_base(make_model(tmp_path / "m", architecture), mx.float32)
     split = split_in_two(network)
     assert split.hidden
     assert mx.array_equal(split.head(split.trunk(TOKENS)), network(TOKENS))
 
 
 def test_trunk_is_the_whole_model_if_it_cannot_be_split(tiny_model):
-    network, _ = model.load_base(tiny_model, mx.float32)
+    network, _ = load_base(tiny_model, mx.float32)
 
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -108,7 +108,7 @@ def test_trunk_is_the_whole_model_if_it_cannot_be_split(tiny_model):
 
 
 def test_new_adapters_do_not_change_the_logits(tiny_model):
-    network, _ = model.load_base(tiny_model, mx.float32)
+    network, _ = load_base(tiny_model, mx.float32)
     before = network(TOKENS)
     model.add_adapters(network, TrainConfig(lora_targets=("all-linear",), lora_layers="all"))
     assert mx.array_equal(network(TOKENS), before)
@@ -116,7 +116,7 @@ def test_new_adapters_do_not_change_the_logits(tiny_model):
 
 def test_adapter_initialization_depends_only_on_the_seed(tiny_model):
     def draw(seed: int) -> dict[str, mx.array]:
-        network, _ = model.load_base(tiny_model, mx.float32)
+        network, _ = load_base(tiny_model, mx.float32)
         model.add_adapters(network, TrainConfig(seed=seed, lora_layers=2))
         return model.adapter_arrays(network)
 
@@ -128,7 +128,7 @@ def test_adapter_initialization_depends_only_on_the_seed(tiny_model):
 
 
 def test_only_targets_in_the_last_blocks_are_trained(tiny_model):
-    network, _ = model.load_base(tiny_model, mx.float32)
+    network, _ = load_base(tiny_model, mx.float32)
     model.add_adapters(network, TrainConfig(lora_layers=1, lora_targets=("v_proj", "mlp.up_proj")))
     names = {n.rsplit(".", 1)[0] for n, _ in tree_flatten(network.trainable_parameters())}
     assert names == {"model.layers.2.self_attn.v_proj", "model.layers.2.mlp.up_proj"}
@@ -142,7 +142,7 @@ def test_only_targets_in_the_last_blocks_are_trained(tiny_model):
     ],
 )
 def test_impossible_adapters_are_refused(tiny_model, settings, message):
-    network, _ = model.load_base(tiny_model, mx.float32)
+    network, _ = load_base(tiny_model, mx.float32)
     with pytest.raises(UserError, match=message):
         model.add_adapters(network, TrainConfig(**{"lora_layers": 2, **settings}))
 
@@ -164,7 +164,7 @@ def test_adapters_patch_no_class(tiny_model):
     ("blocks", "layers", "adapted"), [(6, "auto", 6), (6, "all", 6), (6, 2, 2), (6, None, 4)]
 )
 def test_adapts_all_blocks_by_default_and_four_in_old_runs(tmp_path, blocks, layers, adapted):
-    network, _ = model.load_base(make_model(tmp_path / "m", num_hidden_layers=blocks), mx.float32)
+    network, _ = load_base(make_model(tmp_path / "m", num_hidden_layers=blocks), mx.float32)
     config = TrainConfig(lora_layers=layers)
     assert model.add_adapters(network, config).config["num_layers"] == adapted
 
@@ -174,12 +174,12 @@ def test_unknown_architecture_is_named_in_the_error(tmp_path):
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"llama"', '"lama9"'))
     with pytest.raises(UserError, match="lama9 not supported"):
-        model.load_base(folder, mx.float32)
+        load_base(folder, mx.float32)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_base_is_cast_to_dtype_but_adapters_stay_float32(tiny_model, dtype):
-    network, _ = model.load_base(tiny_model, dtype)
+    network, _ = load_base(tiny_model, dtype)
     model.add_adapters(network, TrainConfig(lora_layers=2))
     assert network.model.norm.weight.dtype == dtype
     assert network.model.layers[0].mlp.up_proj.scales.dtype == dtype
@@ -235,7 +235,7 @@ def test_dropout_without_keys_is_the_identity():
 
 def test_experts_support_adapters_but_not_dropout(tmp_path):
     folder = make_model(tmp_path / "m", "qwen3_moe")
-    network, _ = model.load_base(folder, mx.float32)
+    network, _ = load_base(folder, mx.float32)
     with pytest.raises(UserError, match="--lora-dropout: not supported on the expert layers"):
         model.add_adapters(network, TrainConfig(lora_layers=1, lora_experts=True, lora_dropout=0.1))
     config = TrainConfig(lora_layers=1, lora_targets=("up_proj",), lora_experts=True)
@@ -245,7 +245,7 @@ def test_experts_support_adapters_but_not_dropout(tmp_path):
 
 def test_experts_get_adapters_only_if_they_are_named(tmp_path):
     folder = make_model(tmp_path / "m", "qwen3_moe")
-    network, _ = model.load_base(folder, mx.float32)
+    network, _ = load_base(folder, mx.float32)
     attention = [f"self_attn.{letter}_proj" for letter in "kqvo"]
 
     def found(*targets: str, experts: bool = False) -> list[str]:
@@ -270,7 +270,7 @@ def test_ternary_layers_are_refused():
 
 def test_model_that_fails_on_a_short_row_is_refused(tiny_model):
     config = TrainConfig(lora_layers=1, lora_dropout=0.5)
-    network, _ = model.load_base(tiny_model, mx.float32)
+    network, _ = load_base(tiny_model, mx.float32)
     adapters = model.add_adapters(network, config)
     model.check_forward_pass(network, adapters, config)
     assert adapters.dropout_keys.current is None
@@ -339,7 +339,7 @@ def test_loading_a_tokenizer_runs_no_custom_code_and_never_prompts(
     change_json(foreign, "tokenizer_config.json", **changes)
     change_json(foreign, "config.json", auto_map=CODE)
     with pytest.raises(UserError, match=reason) as caught:
-        model.load_base(foreign, mx.float32)
+        load_base(foreign, mx.float32)
     assert "\n" not in str(caught.value)
     assert never_asked == []
     assert not (foreign.parent / "ran").exists()
@@ -349,7 +349,7 @@ def test_unused_code_next_to_a_known_model_is_ignored(foreign, never_asked):
     """As in many published models that transformers now supports itself."""
     change_json(foreign, "tokenizer_config.json", auto_map=CODE)
     change_json(foreign, "config.json", auto_map=CODE)
-    model.load_base(foreign, mx.float32)
+    load_base(foreign, mx.float32)
     assert never_asked == []
     assert not (foreign.parent / "ran").exists()
 
@@ -359,7 +359,7 @@ def test_model_with_custom_code_is_refused(foreign, never_asked):
     with pytest.raises(
         UserError, match=r"model_file code\.py: the model needs its own Python code"
     ):
-        model.load_base(foreign, mx.float32)
+        load_base(foreign, mx.float32)
     assert not (foreign.parent / "ran").exists()
 
 
@@ -380,7 +380,7 @@ def test_no_run_is_created_for_a_model_with_custom_code(
 
 @pytest.mark.parametrize("bits", [None, 4])
 def test_rank_above_every_dimension_is_refused_before_adding_adapters(tmp_path, bits):
-    network, _ = model.load_base(make_model(tmp_path / "m", bits=bits), mx.float32)
+    network, _ = load_base(make_model(tmp_path / "m", bits=bits), mx.float32)
     config = TrainConfig(lora_rank=129, lora_targets=("all-linear",))
     with pytest.raises(UserError, match=r"--lora-rank 129: .* at most 128 inputs or outputs"):
         model.add_adapters(network, config)

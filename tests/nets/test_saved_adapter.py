@@ -9,12 +9,11 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from tests.conftest import TINY, chat, make_model, train, write_rows
+from tests.conftest import TINY, chat, load_base, make_model, train, write_rows
 from your_ai.config import build
 from your_ai.errors import UserError
 from your_ai.files import sha256
 from your_ai.nets import saved_adapter
-from your_ai.nets.model import load_base
 from your_ai.nets.saved_adapter import open_trained
 from your_ai.run import checkpoint
 from your_ai.run.folder import RunFolder

@@ -37,7 +37,7 @@ from your_ai.objectives.orpo import ORPO
 from your_ai.objectives.reward import BradleyTerry, ScoreRegression
 from your_ai.objectives.sft import SUPERVISED
 from your_ai.objectives.simpo import SimPO
-from your_ai.training.train import accumulate
+from your_ai.training.steps import accumulate
 
 VOCABULARY = 160
 LENGTHS = [(9, 7, 3), (30, 1, 12), (5, 4, 6), (3, 2, 2)]  # tokens of a prompt and of its answers
@@ -244,9 +244,8 @@ def computed(name: str, made: Made, way: Way) -> tuple[list[float], Arrays]:
         accumulate(engine, weighed, 1 / denominator, 0, whole := HeldGradients())
         baseline = with_baseline(engine, batches)
         found = accumulate(engine, baseline, 1 / denominator, 0, total)
-        whole, grads = whole.tree(), total.tree()
-        for path, grad in tree_flatten(whole):
-            assert relative_error(dict(tree_flatten(grads))[path], grad) < TOLERANCE, path
+        for path, grad in whole.arrays.items():
+            assert relative_error(total.arrays[path], grad) < TOLERANCE, path
         assert found.means() == pytest.approx(sums.means(), rel=1e-4, abs=1e-5)
         losses = [sums.loss, found.loss]
     elif way.split and objective.rows_together > 1:
@@ -254,15 +253,13 @@ def computed(name: str, made: Made, way: Way) -> tuple[list[float], Arrays]:
         denominator = objective.denominator(batches)
         batches, sums = with_weights(engine, batches)
         accumulate(engine, batches, 1 / denominator, 0, total)
-        grads = total.tree()
         losses = [sums.loss]
     else:
         batches = schedule.batches_of(0)
         denominator = objective.denominator(batches)
         sums = accumulate(engine, batches, 1 / denominator, 0, total)
-        grads = total.tree()
         losses = [sums.loss, sum(engine.loss(batch).loss.item() for batch in batches)]
-    return [loss / denominator for loss in losses], dict(tree_flatten(grads))
+    return [loss / denominator for loss in losses], total.arrays
 
 
 @pytest.mark.parametrize(("objective", "way", "name"), cases())

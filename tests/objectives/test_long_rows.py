@@ -25,7 +25,7 @@ from your_ai.memory.tiles import tiles_of
 from your_ai.memory.workload import NOTHING, Kept
 from your_ai.nets import model
 from your_ai.objectives.grpo import GRPO
-from your_ai.training.train import accumulate
+from your_ai.training.steps import accumulate
 
 # Small, because the plain reading is in float64, with whole attention.
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 16,
@@ -145,5 +145,5 @@ def test_long_rows_have_the_gradients_of_a_plain_reading(folder, expected, case)
     assert [sums.loss / denominator, alone / denominator] == pytest.approx(
         [loss] * 2, rel=TOLERANCE
     )
-    for path, grad in tree_flatten(total.tree()):
+    for path, grad in total.arrays.items():
         assert relative_error(grad, grads[path]) < TOLERANCE, path

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx.optimizers import SGD
 
-from tests.conftest import write_rows
+from tests.conftest import load_base, write_rows
 from tests.engine.test_fused import chat, load, relative_error
 from your_ai.data.batches import Batch, make_schedule
 from your_ai.data.encode import Encoder
@@ -53,7 +53,7 @@ def test_update_lowers_the_loss_and_raises_the_margins(tiny_model, tmp_path):
     network, tokenizer, adapters = load(tiny_model)
     examples = encode(tokenizer, tmp_path)
     engine = build_engine(network, adapters.dropout_keys, "staged", objective=DPO()).engine
-    base, _ = model.load_base(tiny_model, mx.float32)
+    base, _ = load_base(tiny_model, mx.float32)
     (batch,) = make_schedule(examples, 6, 6, 0, rows_together=2).batches_of(0)
     batch = with_reference(batch, reference_engine(base))
     before, grads = engine.gradients(batch, 1 / 3, DROPOUT_SEED)

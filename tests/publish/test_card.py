@@ -57,7 +57,6 @@ SUBJECT = Subject(
     step=3,
     config=TrainConfig(lora_rank=16),
     figures=figures_of(RECORDS),
-    curves=("curves-loss.png", "curves-learning-rate.png"),
 )
 SIDE = {"value": 0.5, "low": 0.25, "high": 0.75}
 MEASURED = {
@@ -101,8 +100,6 @@ def test_a_base_that_is_not_on_the_hub_is_not_in_the_metadata():
         "| best validation loss | 1.2500 at step 3 |",
         "| exact match | 25% [5, 70] before, 75% [30, 95] after, on 4 test rows |",
         "| `lora_rank` | 16 |",
-        "![Loss](curves-loss.png)",
-        "![Learning rate](curves-learning-rate.png)",
         f"mlx_lm.generate --model {LLAMA} --adapter-path mine --prompt",
         "your_ai train --config mine/config.yaml --data YOUR-DATA",
         "That of the base model is llama3.1.",
@@ -119,8 +116,8 @@ def test_tokens_are_summed_over_all_steps():
     assert f"| tokens | {tokens:,}, {trained:,} of them trained on |" in card(SUBJECT)
 
 
-def test_a_table_replaces_missing_pictures_of_the_curve():
-    lines = card_of(curves=()).splitlines()
+def test_the_loss_is_a_table_with_the_validation_before_each_step():
+    lines = card(SUBJECT).splitlines()
     assert "| 1 | 3.0000 |  |" in lines
     assert "| 2 | 2.0000 | 2.5000 |" in lines
     assert "| 3 | 1.0000 | 1.2500 |" in lines
@@ -128,7 +125,7 @@ def test_a_table_replaces_missing_pictures_of_the_curve():
 
 def test_the_table_of_a_long_curve_is_short_and_ends_with_the_last_step():
     records = [record(event) for event in (started(), *(step(n) for n in range(1, 96)))]
-    text = card_of(curves=(), figures=figures_of(records))
+    text = card_of(figures=figures_of(records))
     rows = [
         line for line in text.split("| step |")[1].split("##")[0].splitlines() if "1.25" in line
     ]
@@ -179,7 +176,7 @@ def test_rows_of_an_evaluation_are_not_in_the_card():
 
 def test_a_loss_that_is_not_finite_is_shown():
     records = [record(started()), record(step(1, loss=math.nan)), record(validation(1, math.inf))]
-    text = card_of(figures=figures_of(records), curves=())
+    text = card_of(figures=figures_of(records))
     assert "best validation" not in text
     assert "| 1 | nan | inf |" in text
 
@@ -334,7 +331,7 @@ def test_card_of_a_run_that_trains_on_rewards_has_rewards_and_no_validation_loss
         "| `reward` | `exact_match` (weight 1), `score` (weight 0.5), `judge` (weight 1) |" in text
     )
     assert not any(word in text for word in ("cellar", "patients"))
-    assert "| 2 | 0.4 | 0.75 |" in card_of(curves=(), figures=figures)
+    assert "| 2 | 0.4 | 0.75 |" in card_of(figures=figures)
     assert "on rows with answers" in text
     assert "validation loss" not in text
     assert "| best validation reward | 0.75 at step 2 |" in text

@@ -16,7 +16,6 @@ from your_ai.evaluation import record as evaluation
 from your_ai.gates.yaml_files import read_yaml
 from your_ai.hub.registry import known
 from your_ai.nets.saved_adapter import Trained, open_trained, read_adapter
-from your_ai.publish import contents
 from your_ai.publish.card import CARD, Base
 from your_ai.publish.contents import (
     base_of,
@@ -44,14 +43,6 @@ def trained(finished) -> Trained:
     return open_trained(str(finished.path))
 
 
-@pytest.fixture(autouse=True)
-def without_pictures(monkeypatch):
-    """Only one test draws the curves, because drawing takes most of the time."""
-    drawn = contents.curves_of
-    monkeypatch.setattr(contents, "curves_of", lambda records: {})
-    return drawn
-
-
 @pytest.fixture
 def measured(finished):
     """Writes results of an evaluation for the run, and removes them after the test."""
@@ -64,26 +55,6 @@ def read(content: bytes | Path) -> bytes:
 
 
 def test_a_run_sends_adapter_settings_and_card(trained):
-    assert set(of_run(trained, REPO).files) == FILES
-
-
-def test_pictures_of_the_curves_are_sent(trained, without_pictures, monkeypatch):
-    pytest.importorskip("matplotlib", reason="draws the curves")
-    monkeypatch.setattr(contents, "curves_of", without_pictures)
-    files = of_run(trained, REPO).files
-    pictures = {name for name in files if name not in FILES}
-    drawn = ("loss", "gradient-norm", "memory", "speed", "learning-rate")
-    assert pictures == {f"curves-{key}.png" for key in drawn}
-    assert all(read(files[name]).startswith(b"\x89PNG") for name in pictures)
-    assert b"![Loss](curves-loss.png)" in files[CARD]
-
-
-def test_without_matplotlib_the_card_has_a_table(trained, without_pictures, monkeypatch):
-    def missing(*_: object) -> None:
-        raise UserError("reports need matplotlib")
-
-    monkeypatch.setattr(contents, "curves_of", without_pictures)
-    monkeypatch.setattr(contents, "write_plots", missing)
     sent = of_run(trained, REPO)
     assert set(sent.files) == FILES
     assert b"| step | loss | validation loss |" in sent.files[CARD]

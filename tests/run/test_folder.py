@@ -227,13 +227,13 @@ def test_find_fails_if_there_are_no_runs():
 
 
 def test_discarding_the_only_run_removes_the_runs_folder():
-    discard(create(CONFIG))
+    discard(create(CONFIG).path)
     assert not RUNS.exists()
 
 
 def test_discarding_a_run_keeps_the_other_runs():
     other = create(named("other"))
-    discard(create(CONFIG))
+    discard(create(CONFIG).path)
     assert [path.name for path in RUNS.iterdir()] == [other.name]
 
 
@@ -269,7 +269,7 @@ def test_a_released_run_can_be_locked_again():
 
 def test_a_deleted_folder_cannot_be_locked():
     run = create(CONFIG)
-    discard(run)
+    discard(run.path)
     with pytest.raises(UserError, match="runs/r: cannot be written"), locked(run):
         pass
 

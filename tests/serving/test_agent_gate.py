@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import chat, write_rows
-from your_ai.config import FIELDS, TYPES
+from your_ai.config import ABOUT, FIELDS, TYPES
 from your_ai.config import settings as declared
+from your_ai.config.setting import About
 from your_ai.errors import UserError
 from your_ai.serving import agent_gate as gates
 from your_ai.serving.agent_gate import AgentGate, Permissions
@@ -173,14 +174,16 @@ def test_settings_without_reach_are_allowed(gate):
 
 
 def test_every_setting_that_is_a_text_is_decided():
-    """A new setting that is a text must be added to DECISIONS, after thinking about its reach."""
+    """A new setting that is a text must say what it names, after thinking about its reach."""
     texts = {name for name, kind in TYPES.items() if gates.is_text(kind)}
-    assert texts == gates.DECISIONS.keys() - {"force", "supervise", "wired"}
-    assert gates.DECISIONS.keys() <= FIELDS.keys()
+    decided = {name for name, about in ABOUT.items() if about.agents is not None}
+    assert texts == decided - {"force", "supervise", "wired"}
+    assert {about.agents for about in ABOUT.values()} - {None} == gates.DECISIONS.keys()
 
 
 def test_new_setting_that_nobody_decided_is_refused(gate, monkeypatch):
     for kind in (str, str | None, tuple[str, ...], dict[str, str], Path, object):
+        monkeypatch.setitem(declared.ABOUT, "new", About(""))
         monkeypatch.setitem(declared.TYPES, "new", kind)
         assert fault(gate, "new", "x"), kind
     monkeypatch.setitem(declared.TYPES, "new", int | None)

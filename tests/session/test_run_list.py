@@ -36,6 +36,7 @@ from your_ai.session import run_list
 from your_ai.session.run_list import RunRow
 
 NOW = 1_800_000_000.0
+STATES = ("running", "paused", *run_list.ENDED)
 STAGE = events.Stage(text="loading m")
 STARTED = events.Started(
     step=0, steps=10, steps_per_epoch=5, model="org/m", rows=9, trainable_parameters=65536,
@@ -502,8 +503,8 @@ def test_cropped_name_has_the_given_length(most):
 def test_table_shows_states_without_color(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
-    console.print(run_list.table([row(state=state) for state in run_list.STATES], NOW))
-    assert all(state in console.file.getvalue() for state in run_list.STATES)
+    console.print(run_list.table([row(state=state) for state in STATES], NOW))
+    assert all(state in console.file.getvalue() for state in STATES)
     assert "\x1b[3" not in console.file.getvalue()
 
 
@@ -620,7 +621,7 @@ def test_incomplete_removal_names_what_is_left(monkeypatch):
 ROWS = st.builds(
     row,
     name=st.text("ab", min_size=1, max_size=3),
-    state=st.sampled_from(run_list.STATES),
+    state=st.sampled_from(STATES),
     changed_at=st.none() | st.floats(NOW - 100, NOW + 10),
 )
 
@@ -640,7 +641,7 @@ def test_prunable_filters_by_state_and_age(rows, states, older_than_s):
 
 
 def test_by_default_unfinished_runs_are_pruned():
-    rows = [row(state, state=state) for state in run_list.STATES]
+    rows = [row(state, state=state) for state in STATES]
     assert [r.state for r in run_list.prunable(rows)] == ["stopped", "died"]
 
 

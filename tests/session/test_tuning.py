@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import math
 import shutil
 import signal
@@ -13,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from optuna.study import Study
+from optuna.trial import Trial
 
 from tests.conftest import chat, write_rows
 from tests.fault.processes import call
@@ -26,7 +29,6 @@ from your_ai.run.folder import RunFolder, locked
 from your_ai.session import tune_study, tuning
 from your_ai.session.tuning import EndedRun, TrialStopped, TrialWatch, TuneFolder
 
-pytest.importorskip("optuna", reason="searches")
 STEPS = 4
 FULL_DISK = EndedRun(FAILED, "error: runs/r: cannot be written (No space left on device)")
 REFUSED = EndedRun(USER, "error: it does not fit into 0.1 GB")
@@ -98,7 +100,7 @@ def finished(reason: str = "done") -> events.Finished:
 class View:
     def progress(self, number, settings, state) -> None: ...
 
-    def ended(self, rows, row) -> None: ...
+    def ended(self, row) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -173,12 +175,14 @@ def test_trial_of_a_killed_tune_is_continued(folder, at):
 
 
 def test_trial_that_finished_before_the_kill_is_not_run_again(folder):
-    def kill(*_: object) -> None:
-        raise Killed
+    def kill(study: Study, trial: Trial, *end: object) -> None:
+        if trial.number == 1:
+            raise Killed
+        tell(study, trial, *end)
 
-    runner = Runner()
+    runner, tell = Runner(), tune_study.tell
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tune_study.TuneStudy, "tell", kill)
+        patch.setattr(tune_study, "tell", kill)
         with pytest.raises(Killed):
             tune(folder, runner)
     assert runner.calls == ["000", "001"]
@@ -269,9 +273,9 @@ def test_how_a_trial_ended(own_folder, ended, more, expected):
     assert not watch.read()
     if isinstance(expected, type):
         with pytest.raises(expected):
-            tuning.end_of(run, watch, ended)
+            tuning.end_of(watch, ended)
         return
-    end = tuning.end_of(run, watch, ended)
+    end = tuning.end_of(watch, ended)
     assert (end and end.state) == expected
     if expected == "finished":
         assert end.value == 1.5
@@ -287,9 +291,8 @@ def test_only_one_process_tunes_a_folder(folder, monkeypatch):
 
 
 def change_data(folder: TuneFolder) -> None:
-    study, _ = tuning.open_tune(folder)
-    study.change_about(inputs={**study.about.inputs, "data train": "0"})
-    study.close()
+    study, _ = tune_study.open_study(folder.study)
+    study.set_user_attr("inputs", {**study.user_attrs["inputs"], "data train": "0"})
 
 
 def change_first(folder: TuneFolder) -> None:
@@ -378,7 +381,7 @@ def test_the_name_of_the_run_in_a_file_of_settings_is_ignored(capsys, data_folde
 
 
 def test_missing_optuna_is_named(capsys, monkeypatch):
-    monkeypatch.setattr(tune_study.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     status, _, error = call(capsys, "tune")
     assert status == 2
     assert "pip install '.[tune]'" in error

@@ -22,7 +22,7 @@ from your_ai.run.events import Record
 from your_ai.run.stopping import Stop
 from your_ai.training import best_metric, validation
 from your_ai.training.best_metric import best_metric_of
-from your_ai.training.train import train_until_done
+from your_ai.training.process import train_until_done
 from your_ai.training.validation import after_validation
 
 VALUES = {1: 0.0, 2: 0.5, 3: 0.25, 4: 0.5}

@@ -43,7 +43,7 @@ from your_ai.training.distributed import (
     digest_of,
 )
 from your_ai.training.joining import join
-from your_ai.training.train import awake_elsewhere
+from your_ai.training.process import awake_elsewhere
 
 
 class Together:
@@ -145,7 +145,7 @@ def test_equal_arrays_are_not_exchanged():
 
 def test_a_stop_or_an_action_of_one_rank_is_that_of_all():
     def work(ranks: Ranks):
-        heard, stop = Stop(), ranks.agreed_stop(Stop())
+        heard, stop = Stop(), ranks.agreed
         if ranks.rank == 1:
             heard.received = signal.SIGTERM
         action = MemoryAction(kind=("larger_plan", "smaller_plan")[ranks.rank], cause="tight")
@@ -390,18 +390,18 @@ def left_of(run: RunFolder) -> list[str]:
 DYING = """
 import os, signal
 from pathlib import Path
-from your_ai.training import train
+from your_ai.training import process, train
 
 train_step, mark = train.train_step, Path({mark!r})
 
-def dying(prepared, governor, update, state, *rest):
+def dying(loop, state):
     if os.environ["MLX_RANK"] == "1" and state.step == 5 and not mark.exists():
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    return train_step(prepared, governor, update, state, *rest)
+    return train_step(loop, state)
 
 train.train_step = dying
-train.main()
+process.main()
 """
 
 

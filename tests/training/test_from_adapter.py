@@ -16,7 +16,7 @@ from your_ai.nets.saved_adapter import read_adapter
 from your_ai.run import events
 from your_ai.run.stopping import Stop
 from your_ai.session import new_run
-from your_ai.training.train import train_until_done
+from your_ai.training.process import train_until_done
 
 # Plain gradient descent over all rows in each step: its only state is the adapter.
 WHOLE = {"batch_size": 10, "optimizer": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0}

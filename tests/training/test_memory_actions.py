@@ -10,7 +10,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.conftest import chat, events_of, losses_of, notices_of, resume, train, write_rows
+from tests.conftest import (
+    chat,
+    events_of,
+    losses_of,
+    notices_of,
+    resume,
+    train,
+    with_functions,
+    write_rows,
+)
 from your_ai.memory import budget, governor, plan, probe
 from your_ai.memory.governor import KINDS, LARGE, MemoryAction, Observation, Watch
 from your_ai.memory.probe import Highest
@@ -18,8 +27,7 @@ from your_ai.memory.sample import MemorySample
 from your_ai.run import events, folder
 from your_ai.run.events import EventLog
 from your_ai.run.folder import RunFolder
-from your_ai.training import memory_actions, prepare
-from your_ai.training import train as recipe
+from your_ai.training import memory_actions, prepare, steps
 from your_ai.training.memory_actions import Governor, Replan, action_event
 
 pytestmark = pytest.mark.memory
@@ -64,8 +72,7 @@ def governed(configure, data_folder, monkeypatch) -> Callable[..., Governed]:
         closing.append(log)
         prepared = prepare.prepare(run.read_config(), log, run.path, level)
         calls: list[str] = []
-        engine = dataclasses.replace(prepared.engine, drop=lambda: calls.append("drop"))
-        prepared = dataclasses.replace(prepared, engine=engine)
+        prepared = with_functions(prepared, drop=lambda: calls.append("drop"))
         monkeypatch.setattr(probe, "read", lambda: SAMPLE)
 
         def free(collect: bool = True) -> None:
@@ -102,7 +109,7 @@ def decided(monkeypatch) -> Callable[..., list[Observation]]:
 
 
 def batches_of(governor: Governor, step: int = 0) -> list[Any]:
-    return governor.prepared.schedule.batches_of(step, governor.rows_at)
+    return governor.trainer.schedule.batches_of(step, governor.rows_at)
 
 
 def actions_of(run: RunFolder) -> list[events.Action]:
@@ -176,7 +183,7 @@ def test_policy_receives_the_latest_readings(governed, decided):
     (observation,) = seen
     assert (observation.step, observation.sample) == (5, SAMPLE)
     assert observation.highest_process_bytes == 350 * MB
-    assert observation.baseline_bytes == made.governor.prepared.budget.demand.python_bytes
+    assert observation.baseline_bytes == made.governor.trainer.budget.demand.python_bytes
     assert observation.kept_bytes == 0
 
 
@@ -203,7 +210,7 @@ def test_only_a_prefix_cache_in_memory_counts_as_kept_bytes(governed, decided, w
     made = governed(prefix_cache=where, lora_layers=1)
     batches = batches_of(made.governor)
     for batch in batches:
-        made.governor.prepared.engine.gradients(batch, 1.0, 0)
+        made.governor.trainer.engine.gradients(batch, 1.0, 0)
     made.governor.look()
     made.governor.after_step(1, batches)
     assert (seen[0].kept_bytes > 0) == counts
@@ -250,13 +257,13 @@ def test_resumed_run_has_the_corrections_learned_up_to_its_step(governed, decide
     assert [event.step for event in seen] == [1, 3]  # the second peak was not higher
 
     def ratios(step: int) -> dict[int, float]:
-        again = memory_actions.govern(governor.prepared, Sampler(), governor.log, Watch(), step)
+        again = memory_actions.govern(governor.trainer, Sampler(), governor.log, Watch(), step)
         return again.corrections.ratios
 
     assert ratios(3) == governor.corrections.ratios
     assert ratios(2) == {seen[0].tokens: seen[0].ratio}
     assert ratios(0) == {}
-    plan = governor.prepared.budget.choice.option.plan
+    plan = governor.trainer.budget.choice.option.plan
     other = dataclasses.replace(plan, micro_tokens=plan.micro_tokens + 1)
     planned = events_of(made.run, events.Planned)[-1]
     governor.log.write(dataclasses.replace(planned, micro_tokens=other.micro_tokens))
@@ -518,13 +525,13 @@ def uneven(configure, data_folder) -> Callable[..., Any]:
 def shapes(monkeypatch) -> list[tuple[int, int]]:
     """The shape of every trained micro-batch."""
     found: list[tuple[int, int]] = []
-    accumulate = recipe.accumulate
+    accumulate = steps.accumulate
 
     def watched(engine: Any, batches: list[Any], *args: Any) -> Any:
         found.extend(batch.tokens.shape for batch in batches)
         return accumulate(engine, batches, *args)
 
-    monkeypatch.setattr(recipe, "accumulate", watched)
+    monkeypatch.setattr(steps, "accumulate", watched)
     return found
 
 
@@ -564,7 +571,7 @@ def test_split_batches_contain_each_row_once(governed, decided):
     """For every step of an epoch, whatever the corrections are."""
     decided()
     made = governed(batch_size=4, grad_accumulation=2, max_memory=1.0)
-    plan_of_steps = made.governor.prepared.schedule
+    plan_of_steps = made.governor.trainer.schedule
     for peak_bytes in (100 * MB, 2 * GB, 9 * GB):
         made.governor.seen = dataclasses.replace(SAMPLE, peak_bytes=peak_bytes), None
         made.governor.after_step(1, batches_of(made.governor))

@@ -118,7 +118,7 @@ def test_a_limit_is_that_of_the_other_mac():
     assert planned_run(config, None, print, 8.0).limit.limit_bytes == 6 * 10**9
     with pytest.raises(UserError, match=r"this machine has 8\.58 GB of memory"):
         planned_run(replace(config, max_memory=9.0), None, print, 8.0)
-    with pytest.raises(UserError, match=r"^--memory: nothing fits into 0\.07 GB"):
+    with pytest.raises(UserError, match=r"^--memory: nothing fits into 0\.068 GB"):
         planned_run(replace(config, max_memory=None), None, print, 0.1)
     with pytest.raises(UserError, match="--memory -1: must be a number above 0"):
         planned_run(config, None, print, -1.0)

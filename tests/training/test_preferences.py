@@ -18,8 +18,8 @@ from your_ai.evaluation.dataset_scores import MeanLoss
 from your_ai.memory.calibration import Shape
 from your_ai.run import checkpoint, events
 from your_ai.training import measure_peaks, reference
+from your_ai.training.job import imbalance
 from your_ai.training.memory_actions import Governor
-from your_ai.training.prepare import imbalance
 
 PAIRS = [
     {
@@ -222,7 +222,7 @@ def test_an_adapter_that_a_run_starts_from_is_its_reference(pairs, configure):
     )  # fmt: skip
     run = new_run.create(config)
     from your_ai.run.stopping import Stop
-    from your_ai.training.train import train_until_done
+    from your_ai.training.process import train_until_done
 
     assert train_until_done(run, config, Stop()) == 0
     (step,) = events_of(run, events.Step)

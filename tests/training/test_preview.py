@@ -243,9 +243,9 @@ def test_plan_reads_no_weights(capsys, tmp_path, data_folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--max-memory", 0), "--max-memory 0.0: must be a number above 0"),
-        (("--max-memory", -1), "--max-memory -1.0: must be a number above 0"),
-        (("--max-memory", "nan"), "--max-memory nan: must be a number above 0"),
+        (("--max-memory", 0), "--max-memory 0.0: must be above 0"),
+        (("--max-memory", -1), "--max-memory -1.0: must be above 0"),
+        (("--max-memory", "nan"), "--max-memory nan: must be above 0"),
         (("--max-memory", "abc"), "--max-memory: expected a number of GB, such as 8 or"),
         (("--max-memory", ENOUGH), "this machine has 16 GB of memory; use at most 16, or --force"),
         (("--max-memory", 0.05), "nothing fits into 0.05 GB; at least 0."),

@@ -31,7 +31,7 @@ from your_ai.session import new_run
 from your_ai.training import prepare as preparing
 from your_ai.training import reward_models
 from your_ai.training.memory_actions import Governor
-from your_ai.training.train import train_until_done
+from your_ai.training.process import train_until_done
 
 PAIRS = [
     {
@@ -266,11 +266,14 @@ def test_a_reward_model_of_the_same_base_shares_its_weights(rated, rewarded, own
         mx.clear_cache()
         before = mx.get_active_memory()
         prepared = prepared_of(rewarded(reward=[reward]), folder)
-        mx.eval(prepared.model.parameters(), [twin.parameters() for twin in prepared.sharing])
+        mx.eval(
+            prepared.model.parameters(),
+            [twin.parameters() for twin in prepared.beside.sharing(prepared.job)],
+        )
         sizes[reward] = mx.get_active_memory() - before
         weights = sum(array.nbytes for _, array in tree_flatten(prepared.model.parameters()))
-        if prepared.sharing:
-            (twin,) = prepared.sharing
+        if prepared.beside.sharing(prepared.job):
+            (twin,) = prepared.beside.sharing(prepared.job)
             ours = {id(a) for _, a in tree_flatten(prepared.model.parameters())}
             own = sum(a.nbytes for _, a in tree_flatten(twin.parameters()) if id(a) not in ours)
             assert 0 < own < 0.5 * weights
@@ -289,7 +292,12 @@ def test_a_reload_gives_the_new_arrays_to_the_reward_model(rated, rewarded, own_
     rollout = Rollout("Ask", [], "Yes", 2, False, None, {}, "p:1", 0, ids=(3, 4, 5))
     scorer = prepared.rewards.models["run:rm"]
     before, active = scorer([rollout]), mx.get_active_memory()
-    assert reload_adapted(prepared.model, prepared.tensors, prepared.sharing) > 0
+    assert (
+        reload_adapted(
+            prepared.model, prepared.opened.tensors, prepared.beside.sharing(prepared.job)
+        )
+        > 0
+    )
     mx.clear_cache()
     assert scorer([rollout]) == before
     assert mx.get_active_memory() <= active + 10_000
@@ -304,7 +312,7 @@ def test_a_reward_model_of_another_base_reads_the_texts(rated, rewarded, own_fol
     assert all(reward is None or np.isfinite(reward) for reward in rewards)
     (folder := own_folder / "p").mkdir()
     prepared = prepared_of(rewarded(), folder)
-    assert prepared.sharing == ()
+    assert prepared.beside.sharing(prepared.job) == ()
     (sizes,) = prepared.budget.demand.reward_models
     assert sizes.facts is not None
     components = prepared.budget.choice.option.estimate.components

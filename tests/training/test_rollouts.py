@@ -33,9 +33,8 @@ from your_ai.run.rollout_files import read_rollouts, rollout_file, rollout_steps
 from your_ai.run.stopping import Stop
 from your_ai.session import new_run
 from your_ai.training import rollouts
-from your_ai.training import train as training
-from your_ai.training.prepare import have_answers
-from your_ai.training.train import train_until_done
+from your_ai.training.job import have_answers
+from your_ai.training.process import train_until_done
 
 CALLING = (
     "{% for m in messages %}{{ m.role ~ ': ' ~ m.content }}"
@@ -140,7 +139,7 @@ def test_a_run_killed_in_any_phase_ends_with_the_same_adapter(
         "generate": (generation, "run_wave"),
         "reward": (rollouts, "asked_of"),
         "score": (rollouts, "computed"),
-        "update": (training, "accumulate"),
+        "update": (rollouts, "accumulate"),
     }[phase]
     genuine, calls = getattr(owner, name), []
 

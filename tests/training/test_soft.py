@@ -33,10 +33,10 @@ from your_ai.run.stopping import Stop
 from your_ai.session import new_run
 from your_ai.soft import columns, sweeps
 from your_ai.training import prepare as preparing
-from your_ai.training import rollouts, soft_rollouts
+from your_ai.training import rollouts, soft_rollouts, trainer
 from your_ai.training import train as training
+from your_ai.training.process import train_until_done
 from your_ai.training.soft_rollouts import parts_of, temperature_at
-from your_ai.training.train import train_until_done
 
 
 @pytest.fixture
@@ -215,8 +215,8 @@ def test_all_roles_of_one_base_share_its_weights(reward_model, soft, own_folder)
     prepared = preparing.prepare(soft(), events.EventLog(folder / "e.jsonl"), folder)
     policy = {id(a) for _, a in tree_flatten(prepared.model.parameters())}
     weights = sum(a.nbytes for _, a in tree_flatten(prepared.model.parameters()))
-    assert len(prepared.sharing) == 2
-    for network in prepared.sharing:
+    assert len(prepared.beside.sharing(prepared.job)) == 2
+    for network in prepared.beside.sharing(prepared.job):
         own = [a for _, a in tree_flatten(network.parameters()) if id(a) not in policy]
         assert sum(a.nbytes for a in own) < 0.5 * weights
 
@@ -231,9 +231,9 @@ def test_the_reference_is_the_adapter_that_the_run_starts_from(reward_model, sof
 
 
 def test_the_reference_is_rounded_as_the_policy_is(reward_model, soft, configure, monkeypatch):
-    put, opened = preparing.put_first_adapter, []
+    put, opened = trainer.put_first_adapter, []
     monkeypatch.setattr(
-        preparing, "put_first_adapter", lambda *args: opened.append(args[0]) or put(*args)
+        trainer, "put_first_adapter", lambda *args: opened.append(args[0]) or put(*args)
     )
     reward_model()
     train_once(configure(run="sft"))

@@ -32,8 +32,9 @@ from your_ai.run.checkpoint import ADAPTERS, OPTIMIZER
 from your_ai.run.folder import RunFolder
 from your_ai.run.stopping import Stop
 from your_ai.session import new_run
-from your_ai.training.prepare import PREFIX, planned_budget
-from your_ai.training.train import train_until_done
+from your_ai.training.planned import planned_budget
+from your_ai.training.process import train_until_done
+from your_ai.training.trainer import PREFIX
 
 
 def final_files(run: RunFolder) -> dict[str, bytes]:

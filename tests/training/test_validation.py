@@ -31,7 +31,7 @@ from your_ai.run.checkpoint import TrainState
 from your_ai.run.folder import RunFolder
 from your_ai.run.stopping import Stop
 from your_ai.training import validation
-from your_ai.training.train import train_until_done
+from your_ai.training.process import train_until_done
 from your_ai.training.validation import after_validation, is_enough
 
 # Of the validations, in order; step 4 is the best. Repeated steps take theirs again.
@@ -43,7 +43,7 @@ def losses(monkeypatch) -> dict[int, float]:
     """The validation loss of each step, instead of the model's."""
     given, measure = dict(LOSSES), validation.validate
 
-    def validate(prepared, state, log, stop, rollouts=None):
+    def validate(prepared, state, log, stop, meter=None):
         def mean_loss(*_):
             return None if stop else MeanLoss(given[state.step], 9)
 

@@ -233,7 +233,8 @@ def checked_text(name: str, text: str) -> str:
     """A setting's text that TrainConfig accepts. Raises UserError."""
     if not text:
         raise UserError(f"{flag(name)}: is empty")
-    return getattr(build({name: text}, "init"), name)
+    found: str = getattr(build({name: text}, "init"), name)
+    return found
 
 
 def read_model(text: str) -> Chosen:
@@ -350,6 +351,7 @@ def read_memory(text: str) -> Chosen:
     if text == AUTO:
         return Chosen({})
     gb = build({"max_memory": text}, "init").max_memory
+    assert gb is not None
     requested(memory_here(), gb, force=False)
     return Chosen({"max_memory": gb})
 

@@ -102,6 +102,7 @@ def bench(
 ) -> None:
     """Compare memory and speed with mlx-lm or mlx-lm-lora here, on the same weights and tokens."""
     from your_ai.doctor import bench as measuring
+    from your_ai.doctor.contest import Contest
 
     if calibrate:
         if shape is not None or model is not None:
@@ -116,7 +117,7 @@ def bench(
     contenders = measuring.contenders_of(joined(plan or ["fused"]), peers, objective)
     if supervised is None:
         supervised = {"sft": 1.0, GRPO: 0.75}.get(objective, 0.5)
-    contest = measuring.Contest(
+    contest = Contest(
         folder=str(measuring.weights_of(shape, model, bits, dtype, echo_error)),
         dtype=dtype,
         seq_len=seq_len,
@@ -130,7 +131,8 @@ def bench(
         steps=steps,
         max_memory=max_memory,
         objective=objective,
-        **({"rollouts": rollouts, "kl_beta": kl_beta} if objective == GRPO else {}),
+        rollouts=rollouts if objective == GRPO else 1,
+        kl_beta=kl_beta if objective == GRPO else 0.0,
     )
     contest.train_config()  # raises UserError for invalid settings
     if processes > 1:

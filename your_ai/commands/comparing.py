@@ -62,7 +62,9 @@ def read_run(folder: RunFolder) -> ComparedRun:
     from your_ai.run.folder import is_running
     from your_ai.session.run_list import row_of
 
-    faults, config, records = [], None, []
+    faults: list[str] = []
+    records: list[events.Record] = []
+    config = None
     try:
         config = folder.read_config()
     except UserError as error:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from your_ai.config import (
+    ABOUT,
     FIELDS,
-    OBJECTIVES_WITH,
+    PANELS,
     TYPES,
     coerce,
     default_text,
@@ -33,39 +34,6 @@ METAVARS = {
     "a text": "TEXT",
     "a list of names": "NAMES",
     " or ": "|",
-}
-# Panels of the help, and the settings in them.
-OBJECTIVE = "Objective: all but --objective only with one other than sft"
-PANELS = {
-    "Model and data": (
-        *("model", "data", "valid", "columns", "prompt_template", "from_adapter"),
-        *("max_seq_length", "too_long", "max_row_bytes", "packing", "mask_prompt"),
-    ),
-    OBJECTIVE: ("objective", *OBJECTIVES_WITH),
-    "Adapters": (
-        *("lora_rank", "lora_alpha", "use_rslora", "lora_layers", "lora_targets", "lora_experts"),
-        *("lora_dropout", "use_dora", "adapter_dtype"),
-    ),
-    "Optimization": (
-        *("max_steps", "epochs", "batch_size", "grad_accumulation", "optimizer", "optimizer_bits"),
-        *("learning_rate", "loraplus_ratio", "layerwise_lr_decay", "lr_schedule", "lr_end"),
-        *("lr_decay_steps", "lr_decay_rate", "warmup_steps", "warmup_init", "weight_decay"),
-        *("adam_beta1", "adam_beta2", "adam_epsilon", "adam_bias_correction", "max_grad_norm"),
-        *("neftune_alpha", "seed"),
-    ),
-    "Memory": (
-        *("max_memory", "force", "plan", "spill", "prefix_cache", "prefix_cache_folder", "dtype"),
-        *("quantize", "reload_interval", "reload_at", "clear_cache_every", "leak_threshold_mb"),
-        *("leak_warmup", "wired"),
-    ),
-    "Validation and output": (
-        *("run", "eval_every", "save_every", "keep", "keep_best", "best_metric"),
-        *("patience", "samples", "exact_match", "supervise", "allow_sleep", "notify", "report_to"),
-        "push_to",
-    ),
-    "Several processes or machines": (
-        *("processes", "hosts", "hostfile", "sync", "heartbeat_timeout_s"),
-    ),
 }
 PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
 
@@ -101,7 +69,7 @@ MODEL = typer.Option(help="Folder of the run's model, if it was moved.")
 
 def text_of(name: str) -> str:
     """The help of a setting."""
-    return FIELDS[name].metadata["help"]
+    return ABOUT[name].help
 
 
 def choices_of(name: str) -> Callable[[str], list[str]] | None:
@@ -136,9 +104,7 @@ MAX_MEMORY = memory_option("Memory limit of this process, in GB.")
 # For commands that read rows of a run, or others.
 COLUMNS = typer.Option(
     "--columns",
-    help=FIELDS["columns"]
-    .metadata["help"]
-    .replace(
+    help=ABOUT["columns"].help.replace(
         "default: guessed from their names", "default: as the run's, or guessed from their names"
     ),
     metavar="NAMES",
@@ -147,7 +113,8 @@ COLUMNS = typer.Option(
 
 def columns_of(texts: Sequence[str] | None) -> tuple[str, ...]:
     """The value of --columns, which may be given several times."""
-    return coerce("columns", joined(texts or ()), "--columns")
+    columns: tuple[str, ...] = coerce("columns", joined(texts or ()), "--columns")
+    return columns
 
 
 def joined(texts: Sequence[str]) -> str:

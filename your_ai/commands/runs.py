@@ -60,7 +60,6 @@ def report(
             "--out", "-o", help="File to write; default: report.html in the run's folder."
         ),
     ] = None,
-    png: Annotated[bool, typer.Option("--png", help="Write the plots as PNG files too.")] = False,
 ) -> None:
     """Write an HTML report of a run in one file: curves, memory, plans, samples."""
     from your_ai.dashboard import report as reporting
@@ -76,9 +75,6 @@ def report(
     samples = rollout_samples(folder.path)
     reporting.write_report(records, folder.name, config, page, samples, folder.settings())
     echo(page)
-    if png:
-        for path in reporting.write_plots(records, page.parent, folder.name):
-            echo(path)
 
 
 @app.callback()

@@ -49,12 +49,13 @@ def score(
     from your_ai import api
 
     done = now_and_then(echo_error, lambda count: f"scored {count:,} rows")
-    options = {"too_long": too_long, "batch_size": batch_size, "max_memory": max_memory}
     rows = api.score(
         run_or_newest(run),
         file,
         columns=columns_of(columns),
-        **options,
+        too_long=too_long,
+        batch_size=batch_size,
+        max_memory=max_memory,
         checkpoint=checkpoint,
         model=model,
         on_note=lambda text: echo_error(f"note: {text}"),

@@ -45,10 +45,11 @@ def serve(
     from your_ai.nets.saved_adapter import check_generates
     from your_ai.run.stopping import recorded_signals
     from your_ai.serving import server as serving
+    from your_ai.serving.wire import Origins
 
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     named = joined(allowed_origins or ()).split(",")
-    origins = serving.Origins(tuple(o.strip() for o in named if o.strip()))
+    origins = Origins(tuple(o.strip() for o in named if o.strip()))
     trained = open_trained_with_note(run, checkpoint, model)
     check_generates(trained.adapter)
     log_to_stderr(log_level)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -47,7 +47,7 @@ def data(
     from your_ai.data import survey as surveying
     from your_ai.data.sources import checked_settings, find_splits
 
-    settings = {"data": path, "valid": valid, "prompt_template": prompt_template}
+    settings: dict[str, Any] = {"data": path, "valid": valid, "prompt_template": prompt_template}
     settings |= {"columns": columns_of(columns)}
     settings |= {"mask_prompt": mask_prompt, "max_seq_length": max_seq_length}
     settings |= {"objective": coerce("objective", objective, "--objective")}

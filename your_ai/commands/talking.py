@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from types import FrameType
 
 import typer
 from rich.console import Console
@@ -221,7 +222,7 @@ def compare(ours: Answer, base: Answer, screen: Screen) -> None:
 
 def collect(answer: Answer, interrupts: Interrupts) -> Iterator[str]:
     """Yield the pieces of an answer until it ends or the user stops it; add them to `answer`."""
-    if answer.ended:
+    if answer.ended or answer.responses is None:
         return
     interrupts.count = 0
     with contextlib.closing(answer.responses):
@@ -288,7 +289,8 @@ def signals(screen: Screen) -> Iterator[None]:
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
-    handlers: dict[int, Callable] = dict.fromkeys((signal.SIGTERM, signal.SIGHUP), leave)
+    handlers: dict[int, Callable[[int, FrameType | None], object]]
+    handlers = dict.fromkeys((signal.SIGTERM, signal.SIGHUP), leave)
     if screen.interactive:
         handlers[signal.SIGINT] = screen.interrupts.note
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}

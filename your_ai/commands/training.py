@@ -183,7 +183,7 @@ def plan(
         if memory is not None:
             raise UserError(f"--memory {memory:g}: cannot be combined with --shape")
         from your_ai.doctor.bench import weights_of
-        from your_ai.training.prepare import planned_budget
+        from your_ai.training.planned import planned_budget
 
         dtype = "float32" if settings.dtype == "auto" else settings.dtype
         folder = weights_of(shape, None, 4 if bits is None else bits, dtype, echo_note)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import dataclasses
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -16,6 +16,7 @@ from your_ai.commands.options import given_settings, option, with_settings
 from your_ai.config import AUTO, REWARD, TrainConfig, flag, negated, resolve
 from your_ai.errors import UserError
 from your_ai.gates.console import echo_error, echo_json, open_console
+from your_ai.run.folder import discard
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,13 +47,12 @@ def tune(
     **flags: Any,
 ) -> None:
     """Find a learning rate, rank, layers and schedule: train trials, keep the best adapter."""
-    from your_ai.session import tune_study, tuning
+    require_optuna()
+    from your_ai.session import tuning
 
-    tune_study.require_optuna()
     console, as_json = open_console(), bool(as_json)
     flags = given_settings(flags)
     check_numbers(trials, timeout)
-    new = resume is None
     if resume is not None:
         given = [("--config", config is not None), ("--name", name is not None)]
         given += [(flag(setting), True) for setting in flags]
@@ -64,9 +64,9 @@ def tune(
     else:
         settings = resolve(flags, config, on_note=training.echo_note)
         if "run" not in flags:  # the file may be that of a run
-            settings = replace(settings, run="")
+            settings = dataclasses.replace(settings, run="")
         if settings.samples == AUTO:  # nobody reads those of every trial
-            settings = replace(settings, samples=0)
+            settings = dataclasses.replace(settings, samples=0)
         check_settings(settings, flags)
         training.fetch_data(settings, console, bool(yes))
         settings = training.check(settings, detach=False)
@@ -76,15 +76,21 @@ def tune(
         with shown(console, as_json, folder) as view:
             rows, received = tuning.tune(folder, view, trials=trials, minutes=timeout)
     except BaseException:
-        if new and not folder.trial(0).checkpoints.exists():  # training never began
-            shutil.rmtree(folder.path, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                tuning.TUNES.rmdir()
+        if resume is None and not folder.trial(0).checkpoints.exists():  # training never began
+            discard(folder.path)
         raise
     if received:
         echo_error(f"stopped; continue with: your_ai tune --resume {folder.reference}")
         raise typer.Exit(128 + received)
     finish(folder, rows, console, as_json)
+
+
+def require_optuna() -> None:
+    """Raise UserError if optuna is not installed."""
+    if importlib.util.find_spec("optuna") is None:
+        raise UserError(
+            "tune needs the package optuna; in the checkout of your_ai, run: pip install '.[tune]'"
+        )
 
 
 def check_numbers(trials: int | None, timeout: float | None) -> None:
@@ -114,7 +120,7 @@ def check_settings(settings: TrainConfig, flags: Mapping[str, Any]) -> None:
 def finish(folder: TuneFolder, rows: Sequence[TrialRow], console: Console, as_json: bool) -> None:
     """Write the report; show the trials, the best settings, and what to do with them."""
     from your_ai.dashboard.trial_report import write_trial_report
-    from your_ai.dashboard.trials import best_of, settings_text, trials_json, trials_table
+    from your_ai.dashboard.trials import best_of, settings_text, trials_table
 
     report = None
     try:
@@ -128,7 +134,7 @@ def finish(folder: TuneFolder, rows: Sequence[TrialRow], console: Console, as_js
             {
                 "tune": folder.name,
                 "folder": str(folder.path),
-                "trials": trials_json(rows),
+                "trials": [dataclasses.asdict(row) for row in rows],
                 "best": None if best is None else best.number,
                 "preset": str(folder.best),
                 "report": report,
@@ -150,44 +156,36 @@ def finish(folder: TuneFolder, rows: Sequence[TrialRow], console: Console, as_js
         console.print(f"report: {report}", soft_wrap=True)
 
 
+@dataclasses.dataclass
 class TuneLines:
     """Prints a line for each trial, and on a terminal what the present one does."""
 
-    def __init__(self, console: Console, status: Status | None, folder: TuneFolder) -> None:
-        self.console, self.status, self.folder = console, status, folder
+    console: Console | None
+    """None prints nothing, for --json."""
+    status: Status | None = None
 
     def progress(self, number: int, settings: Mapping[str, Any], state: ViewState) -> None:
-        if self.status is not None:
-            from your_ai.dashboard.trials import progress_text
+        from your_ai.dashboard.trials import progress_text
 
+        if self.status is not None:
             self.status.update(progress_text(number, settings, state))
 
-    def ended(self, rows: Sequence[TrialRow], row: TrialRow) -> None:
+    def ended(self, row: TrialRow) -> None:
         from your_ai.dashboard.trials import line
 
-        self.console.print(line(row), soft_wrap=True)
-
-
-class Silent:
-    """Shows nothing, for --json."""
-
-    def progress(self, number: int, settings: Mapping[str, Any], state: ViewState) -> None: ...
-
-    def ended(self, rows: Sequence[TrialRow], row: TrialRow) -> None: ...
+        if self.console is not None:
+            self.console.print(line(row), soft_wrap=True)
 
 
 @contextlib.contextmanager
-def shown(console: Console, as_json: bool, folder: TuneFolder) -> Any:
+def shown(console: Console, as_json: bool, folder: TuneFolder) -> Iterator[TuneLines]:
     """Yield a view of the tune."""
     if as_json:
-        yield Silent()
+        yield TuneLines(None)
         return
     console.print(f"tune {folder.name}: {folder.path}", soft_wrap=True)
-    if console.is_terminal:
-        with console.status("starting") as status:
-            yield TuneLines(console, status, folder)
-    else:
-        yield TuneLines(console, None, folder)
+    with console.status("starting") if console.is_terminal else contextlib.nullcontext() as status:
+        yield TuneLines(console, status)
 
 
 tune.__signature__ = with_settings(  # type: ignore[attr-defined]

@@ -1,12 +1,13 @@
 """The settings of a run.
 
-`names.py` has values with a meaning; `settings.py` declares the settings; `checks.py` checks them;
+`names.py` has values with a meaning; `settings.py` declares the settings, with all that is known of
+each (`setting.py`); `checks.py` checks what they say together;
 `values.py` converts values to their types; `reading.py` reads them from YAML, presets and flags;
 `mlxlm.py` translates files of mlx-lm; `defaults.py` chooses those that are automatic.
 """
 
 from your_ai.config import defaults
-from your_ai.config.checks import BOUNDS, check, has_default, is_used
+from your_ai.config.checks import check, has_default
 from your_ai.config.names import (
     ALL_LINEAR,
     AUTO,
@@ -19,7 +20,6 @@ from your_ai.config.names import (
     GRPO,
     LOSS,
     NONE,
-    OBJECTIVES_WITH,
     REWARD,
     REWARD_METRICS,
     SFT,
@@ -37,25 +37,29 @@ from your_ai.config.reading import (
     to_yaml,
 )
 from your_ai.config.settings import (
+    ABOUT,
     ADAPTER_SETTINGS,
     ADDED,
     FIELDS,
+    OBJECTIVES_WITH,
+    PANELS,
     RESUMABLE,
     TYPES,
     TrainConfig,
     is_due,
+    is_used,
     last_step,
 )
 from your_ai.config.values import coerce, describe, gigabytes, parts_of, words_of
 from your_ai.gates.text import nearest
 
 __all__ = [
+    "ABOUT",
     "ADAPTER_SETTINGS",
     "ADDED",
     "ALL_LINEAR",
     "AUTO",
     "BETAS",
-    "BOUNDS",
     "DEMO",
     "DEMO_DATA",
     "EXACT_MATCH",
@@ -66,6 +70,7 @@ __all__ = [
     "LOSS",
     "NONE",
     "OBJECTIVES_WITH",
+    "PANELS",
     "RESUMABLE",
     "REWARD",
     "REWARD_METRICS",

@@ -11,7 +11,6 @@ from your_ai.config.names import (
     BETAS,
     EXACT_MATCH,
     LOSS,
-    OBJECTIVES_WITH,
     RANK_WAYS,
     REWARD,
     REWARD_METRICS,
@@ -19,60 +18,13 @@ from your_ai.config.names import (
     SOFT,
     flag,
 )
+from your_ai.config.setting import LARGEST, fault_of, settings_of
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, nearest, quoted, shortened
 
 TrainConfig = Any  # its module calls `check`
 
 TEXT_CHARACTERS, NAMES = 4096, 1000  # limits of a text, and of a list of names
-
-LARGEST = 1_000_000_000  # no setting needs a larger value
-
-
-BOUNDS = {
-    "max_steps": (1, LARGEST),
-    "epochs": (1, 1_000_000),
-    "batch_size": (1, 65_536),
-    "grad_accumulation": (1, 65_536),
-    "max_seq_length": (2, 1 << 24),
-    "max_row_bytes": (1, 1 << 32),
-    "lora_rank": (1, 65_536),
-    "loraplus_ratio": (1, 1_000_000),
-    "neftune_alpha": (0, 1_000_000),
-    "warmup_steps": (0, LARGEST),
-    "weight_decay": (0, LARGEST),
-    "max_grad_norm": (0, LARGEST),
-    "seed": (0, (1 << 64) - 1),
-    "eval_every": (0, LARGEST),
-    "save_every": (0, LARGEST),
-    "keep": (1, 1_000_000),
-    "simpo_gamma": (0, LARGEST),
-    "orpo_lambda": (0, LARGEST),
-    "kto_desirable_weight": (0, LARGEST),
-    "kto_undesirable_weight": (0, LARGEST),
-    "sft_weight": (0, LARGEST),
-    "center_rewards": (0, LARGEST),
-    "rollouts": (2, 4096),
-    "prompts_per_step": (1, 65_536),
-    "max_new_tokens": (1, 1 << 24),
-    "temperature": (0.01, 100),
-    "top_k": (0, LARGEST),
-    "updates_per_batch": (1, 1000),
-    "clip_low": (0, 1),
-    "clip_high": (0, LARGEST),
-    "kl_beta": (0, LARGEST),
-    "judge_concurrency": (1, 256),
-    "judge_max_calls": (1, LARGEST),
-    "judge_timeout_s": (0.01, 3600),
-    "patience": (0, LARGEST),
-    "samples": (0, 1_000_000),
-    "reload_interval": (0, LARGEST),
-    "clear_cache_every": (0, LARGEST),
-    "leak_warmup": (0, LARGEST),
-    "processes": (1, 256),
-    "heartbeat_timeout_s": (2, 86_400),
-}
-
 
 # Settings that do not fit completions which the run samples itself, with the only value allowed.
 NOT_WITH_ROLLOUTS: dict[str, tuple[Any, str]] = {
@@ -84,9 +36,6 @@ NOT_WITH_ROLLOUTS: dict[str, tuple[Any, str]] = {
 }
 
 
-LEAST_BETA = 1e-6
-
-
 @cache
 def types_of(kind: type) -> dict[str, Any]:
     """The types of the fields of a dataclass."""
@@ -95,26 +44,13 @@ def types_of(kind: type) -> dict[str, Any]:
 
 def check(config: TrainConfig) -> None:
     """Raise UserError for a value out of range or a contradiction."""
-    for name, (least, most) in BOUNDS.items():
-        value = getattr(config, name)
-        if isinstance(value, int | float) and not least <= value <= most:  # also true for NaN
-            bound = f"at most {most:,}" if value > most else f"at least {least}"
-            raise UserError(f"{flag(name)} {quoted(value)}: must be {bound}")
-    for name in ("learning_rate", "lora_alpha", "max_memory", "leak_threshold_mb"):
-        value = getattr(config, name)
-        if value is not None and not 0 < value <= LARGEST:
-            raise UserError(f"{flag(name)} {value}: must be a number above 0, up to {LARGEST:,}")
+    for name, about in settings_of(type(config)).items():
+        if fault := fault_of(about, getattr(config, name)):
+            raise UserError(f"{flag(name)} {fault}")
     for name, kind in types_of(type(config)).items():
         value = getattr(config, name)
         if kind in (str, tuple[str, ...]):
             check_texts(name, (value,) if kind is str else value)
-    if not 0 < config.reload_at <= 1:
-        raise UserError(f"--reload-at {config.reload_at}: must be above 0 and at most 1")
-    if not 0 < config.layerwise_lr_decay <= 1:
-        decay = config.layerwise_lr_decay
-        raise UserError(f"--layerwise-lr-decay {decay}: must be above 0 and at most 1")
-    if not 0 <= config.lora_dropout < 1:
-        raise UserError(f"--lora-dropout {config.lora_dropout}: must be at least 0 and under 1")
     if isinstance(config.lora_layers, int) and not 1 <= config.lora_layers <= LARGEST:
         number = quoted(config.lora_layers)
         raise UserError(f"--lora-layers {number}: must be at least 1, or all for every block")
@@ -197,12 +133,6 @@ def check_best_metric(config: TrainConfig) -> None:
 
 
 def check_adam(config: TrainConfig) -> None:
-    for name in ("adam_beta1", "adam_beta2"):
-        value = getattr(config, name)
-        if not 0 <= value < 1:
-            raise UserError(f"{flag(name)} {value}: must be at least 0 and under 1")
-    if not 0 < config.adam_epsilon <= 1:
-        raise UserError(f"--adam-epsilon {config.adam_epsilon}: must be above 0 and at most 1")
     for name in ("adam_beta1", "adam_beta2", "adam_epsilon", "adam_bias_correction"):
         if config.optimizer not in ("adam", "adamw") and not has_default(config, name):
             raise UserError(f"{flag(name)}: --optimizer {config.optimizer} does not use it")
@@ -210,15 +140,6 @@ def check_adam(config: TrainConfig) -> None:
 
 def check_schedule(config: TrainConfig) -> None:
     """Raise UserError for a learning rate out of range, or that the schedule does not use."""
-    for name in ("lr_end", "warmup_init"):
-        value = getattr(config, name)
-        if value is not None and not 0 <= value <= LARGEST:
-            raise UserError(f"{flag(name)} {value}: must be at least 0, up to {LARGEST:,}")
-    if not 0 < config.lr_decay_rate <= 1:
-        raise UserError(f"--lr-decay-rate {config.lr_decay_rate}: must be above 0 and at most 1")
-    if config.lr_decay_steps is not None and not 1 <= config.lr_decay_steps <= LARGEST:
-        number = quoted(config.lr_decay_steps)
-        raise UserError(f"--lr-decay-steps {number}: must be from 1 to {LARGEST:,}")
     users = {
         "lr_end": ("linear", "cosine"),
         "lr_decay_steps": ("linear", "cosine", "exponential", "step"),
@@ -244,33 +165,18 @@ def in_effect(config: TrainConfig, name: str) -> Any:
     return BETAS.get(config.objective) if name == "beta" and value is None else value
 
 
-def is_used(name: str, objective: str) -> bool:
-    """Whether an objective uses a setting."""
-    return objective in OBJECTIVES_WITH.get(name, (objective,))
-
-
-def check_used(names: typing.Iterable[str], objective: str) -> None:
-    """Raise UserError if one of the settings is only for other objectives."""
-    for name in names:
-        if not is_used(name, objective):
-            raise UserError(
-                f"{flag(name)}: --objective {objective} does not use it; it is for "
-                f"{', '.join(OBJECTIVES_WITH[name])}"
-            )
-
-
 def check_objective(config: TrainConfig) -> None:
     """Raise UserError for settings of another objective, or out of range."""
-    check_used((n for n in OBJECTIVES_WITH if not has_default(config, n)), config.objective)
-    if config.beta is not None and not LEAST_BETA <= config.beta <= LARGEST:
-        raise UserError(f"--beta {config.beta}: must be from {LEAST_BETA} to {LARGEST:,}")
+    for name, about in settings_of(type(config)).items():
+        used = not about.objectives or config.objective in about.objectives
+        if not used and not has_default(config, name):
+            users = ", ".join(about.objectives)
+            raise UserError(
+                f"{flag(name)}: --objective {config.objective} does not use it; it is for {users}"
+            )
     both = config.kto_desirable_weight + config.kto_undesirable_weight
     if config.objective == "kto" and not both:
         raise UserError("--kto-desirable-weight and --kto-undesirable-weight: one must be above 0")
-    if not 0 <= config.label_smoothing < 0.5:
-        raise UserError(
-            f"--label-smoothing {config.label_smoothing}: must be at least 0 and under 0.5"
-        )
     if config.objective == SFT:
         return
     if config.generates:
@@ -328,9 +234,6 @@ def check_soft(config: TrainConfig) -> None:
             f"--soft-credit {quoted(config.soft_credit)}: must be exact, a number of tokens, or a "
             "relative error between 0 and 1"
         )
-    end = config.temperature_end
-    if end is not None and not 0.01 <= end <= 100:
-        raise UserError(f"--temperature-end {end}: must be from 0.01 to 100")
     if config.spill:
         raise UserError("--spill: not supported with --objective soft")
     if config.plan == "staged":

@@ -9,10 +9,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from your_ai.config.checks import is_used
 from your_ai.config.names import LEARNING_RATES, PREFERENCE_LEARNING_RATE, SFT
 from your_ai.config.reading import quoting_dumper
-from your_ai.config.settings import FIELDS
+from your_ai.config.settings import ABOUT, FIELDS, is_used
 
 HEADER = """\
 # Settings of a run, for `your_ai train --config` and `your_ai plan --config`.
@@ -47,7 +46,7 @@ def commented_yaml(chosen: Mapping[str, Any]) -> str:
 
 
 def explained(name: str) -> str:
-    return f"# {FIELDS[name].metadata['help']}\n"
+    return f"# {ABOUT[name].help}\n"
 
 
 def default_of(name: str, objective: str) -> Any:

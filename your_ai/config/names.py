@@ -1,4 +1,4 @@
-"""Values of settings that have a meaning elsewhere, and which objective uses which setting."""
+"""Values of settings that have a meaning elsewhere, and the flags of settings."""
 
 from __future__ import annotations
 
@@ -35,35 +35,4 @@ def flag(name: str) -> str:
     return FLAGS.get(name, "--" + name.replace("_", "-"))
 
 
-# Settings of one kind of objective -> the objectives that use it.
-OBJECTIVES_WITH = {
-    "beta": ("dpo", "ipo", "simpo", "kto"),
-    "label_smoothing": ("dpo", "simpo"),
-    "simpo_gamma": ("simpo",),
-    "orpo_lambda": ("orpo",),
-    "kto_desirable_weight": ("kto",),
-    "kto_undesirable_weight": ("kto",),
-    "sft_weight": ("dpo", "ipo", "simpo", "orpo", "kto"),
-    "reference": ("dpo", "ipo"),
-    "reward_loss": (REWARD,),
-    "center_rewards": (REWARD,),
-    **dict.fromkeys(
-        (
-            *("rollouts", "top_p", "top_k", "updates_per_batch", "clip_low", "clip_high", "kl"),
-            *("advantage", "importance", "loss_normalization", "mask_truncated"),
-        ),
-        (GRPO,),
-    ),
-    **dict.fromkeys(
-        (
-            *("reward", "prompts_per_step", "max_new_tokens", "temperature", "kl_beta"),
-            *("judge_model", "judge_url", "judge_rubric", "judge_concurrency"),
-            *("judge_max_calls", "judge_timeout_s"),
-        ),
-        GENERATING,
-    ),
-    **dict.fromkeys(
-        ("reward_model", "soft_credit", "straight_through", "temperature_end"), (SOFT,)
-    ),
-}
 BETAS = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "kto": 0.1}  # what --beta None means

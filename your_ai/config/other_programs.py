@@ -1,4 +1,4 @@
-"""What options of mlx-lm, TRL, Unsloth and LLaMA-Factory are called here, for hints.
+"""What options of mlx-lm, TRL, Unsloth, LLaMA-Factory and our older versions are called here.
 
 A value that begins with `--` is an option of the same command; others are a few words.
 """
@@ -9,6 +9,9 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 
+from your_ai.config.names import flag
+from your_ai.config.settings import ABOUT
+
 CLOSE = 0.8  # similarity of the whole names; two dashes alone make short names alike
 PLANNED = "not needed: the memory plan decides what is computed again"
 EVERY_STEP = "not needed: every step is reported"
@@ -16,22 +19,17 @@ GIVE_RUN = "give the run: `your_ai {command} RUN`, or import the adapter with `y
 # Of `train`, `plan` and `tune`.
 TRAINING: dict[str, str] = {
     # mlx_lm.lora and mlx-lm-lora
+    **{f"--{a.mlxlm}".replace("_", "-"): flag(n) for n, a in ABOUT.items() if a.mlxlm},
     "-c": "--config",
-    "--iters": "--max-steps",
     "--train": "not needed: `your_ai train` trains",
     "--test": "measure the test rows afterwards with `your_ai eval`",
     "--test-batches": "`your_ai eval` measures all test rows",
-    "--fine-tune-type": "--use-dora",
     "--train-type": "--use-dora",
     "--train-mode": "--objective",
-    "--num-layers": "--lora-layers",
     "--val-batches": "--valid none, for none; else all validation rows are measured",
     "--steps-per-report": EVERY_STEP,
-    "--steps-per-eval": "--eval-every",
-    "--resume-adapter-file": "--from",
     "--adapter-path": "--run",
     "--adapter-file": "--run",
-    "--grad-accumulation-steps": "--grad-accumulation",
     "--grad-checkpoint": PLANNED,
     "--project-name": "--run: trackers get the name of the run",
     "--clear-cache-threshold": "--clear-cache-every",
@@ -147,6 +145,7 @@ HINTS: Mapping[str, Mapping[str, str]] = {
     "fuse": WRITING,
     "export": {**WRITING, "--save-path": "--out"},
     "quantize": CONVERTING,
+    "report": {"--png": "charts are in the page: `your_ai report -o page.html`"},
 }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from your_ai.config.beside import check_there, found_beside
-from your_ai.config.checks import check_used, in_effect
+from your_ai.config.checks import in_effect
 from your_ai.config.mlxlm import is_mlxlm, translated
 from your_ai.config.names import (
     ALL_LINEAR,
@@ -26,7 +26,14 @@ from your_ai.config.names import (
     SFT,
     flag,
 )
-from your_ai.config.settings import ADAPTER_SETTINGS, ADDED, FIELDS, RESUMABLE, TrainConfig
+from your_ai.config.settings import (
+    ADAPTER_SETTINGS,
+    ADDED,
+    FIELDS,
+    RESUMABLE,
+    TrainConfig,
+    check_used,
+)
 from your_ai.config.values import as_number, coerce
 from your_ai.errors import UserError
 from your_ai.files import packaged

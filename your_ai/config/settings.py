@@ -1,16 +1,18 @@
-"""The settings of a run: declared, given defaults and checked in this one place.
+"""The settings of a run: each is declared, given its default and described in this one place.
 
-Each setting is a field of `TrainConfig`. Its name is the YAML key, its name with dashes is the
-command-line flag (except those in FLAGS), and its help text serves both. This module does not
-import mlx.
+Each setting is a field of a component of `TrainConfig`. Its name is the YAML key, its name with
+dashes is the command-line flag (except those in FLAGS), and its help text serves both. What else is
+known of it (bounds, who uses it, whether a resume may change it) is beside its default; all tables
+of settings are made of that. This module does not import mlx.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 from your_ai.config.checks import check
 from your_ai.config.names import (
@@ -21,71 +23,331 @@ from your_ai.config.names import (
     LOSS,
     REWARD,
     SFT,
+    SOFT,
+    flag,
 )
+from your_ai.config.setting import ALWAYS, LARGEST, Bounds, setting, settings_of
+from your_ai.errors import UserError
 
 AUTO_SAMPLES = 3  # of --samples auto
 
 
-def setting(default: Any, help: str) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """All settings of a training run."""
+class DataSettings:
+    """What is trained, and on which rows."""
 
-    model: str = setting("llama-8b", "Model: an alias, a folder, or a Hugging Face id.")
+    PANEL: ClassVar[str] = "Model and data"
+
+    model: str = setting(
+        "llama-8b",
+        "Model: an alias, a folder, or a Hugging Face id.",
+        resumes=True,
+        agents="model",
+    )
     data: str = setting(
         "",
         "Training data: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, .md), or a "
         "folder with train.jsonl (and valid.jsonl, test.jsonl); several separated by commas, each "
         "with =SHARE for how often its rows are used; hf:OWNER/NAME is a dataset of the hub; - "
         "reads standard input.",
+        resumes=True,
+        agents="data",
     )
     valid: str = setting(
         "",
         "Validation data: a file, none, or folder for that in --data; default: that in --data, or "
         "else 2% of the rows are held out (20 to 500 rows).",
+        resumes=True,
+        before=FOLDER,
+        agents="data",
     )
     columns: tuple[str, ...] = setting(
         (),
         "What the columns are, e.g. prompt=question,completion=answer; the roles are prompt, "
         "completion, messages, text, system, weight, chosen and rejected (pairs), label (kto), "
         "score and margin (reward); default: guessed from their names.",
+        before=(),
+        agents="text",
     )
     prompt_template: str = setting(
-        "", "File with a Jinja template that makes the prompt from the columns of a row."
+        "",
+        "File with a Jinja template that makes the prompt from the columns of a row.",
+        resumes=True,
+        agents="file",
     )
-    run: str = setting("", "Name of the run; default: made of model, data and time.")
     from_adapter: str = setting(
         "",
         "Start from this adapter: a run, or a folder of your_ai, mlx-lm or PEFT. Its rank, alpha, "
         "blocks, layers and base model become the run's.",
+        before="",
+        agents="run or path",
+        mlxlm="resume_adapter_file",
+    )
+    max_seq_length: int = setting(
+        2048,
+        "Maximum sequence length, in tokens.",
+        bounds=Bounds(2, 1 << 24),
+        in_card=True,
+    )
+    too_long: Literal["error", "truncate", "split"] = setting(
+        "error", "What to do with a row that is longer than --max-seq-length."
+    )
+    max_row_bytes: int = setting(
+        16_000_000,
+        "Maximum size of a row in a data file, in bytes; larger rows are refused.",
+        bounds=Bounds(1, 1 << 32),
+        resumes=True,
+    )
+    packing: bool = setting(
+        False, "Pack short rows into one sequence; attention stays within each row.", in_card=True
+    )
+    mask_prompt: bool = setting(
+        True,
+        "Train on the completions only, in rows that have prompts.",
+        in_card=True,
     )
 
-    max_steps: int | None = setting(None, "Stop after this many steps (optimizer updates).")
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSettings:
+    """What is measured, saved and told."""
+
+    PANEL: ClassVar[str] = "Validation and output"
+
+    run: str = setting("", "Name of the run; default: made of model, data and time.", agents="name")
+    supervise: bool = setting(
+        True,
+        "Train in a separate process, restarted from its checkpoint if it dies.",
+        resumes=True,
+        agents="refused",
+    )
+    allow_sleep: bool = setting(
+        False,
+        "Let a Mac go to sleep while it trains; by default training keeps it awake.",
+        resumes=True,
+        before=False,
+    )
+    notify: bool = setting(
+        True,
+        "Show a notification of the system when a run ends that took more than a minute or is "
+        "detached.",
+        resumes=True,
+        before=True,
+    )
+    report_to: tuple[str, ...] = setting(
+        (),
+        "Trackers to send events to, separated by commas: wandb, swanlab, tensorboard.",
+        resumes=True,
+        agents="tracker",
+    )
+    push_to: str = setting(
+        "",
+        "Push the finished adapter to this repo on the hub, ORG/NAME; a new repo is private.",
+        resumes=True,
+        agents="network",
+    )
+    eval_every: int | Literal["auto"] = setting(
+        AUTO,
+        "Steps between validations; 0 = only at the end; auto: from 10 to 100, more the more rows "
+        "there are.",
+        bounds=Bounds(0, LARGEST),
+        resumes=True,
+        mlxlm="steps_per_eval",
+    )
+    save_every: int = setting(
+        100,
+        "Steps between checkpoints; 0 = only at the end.",
+        bounds=Bounds(0, LARGEST),
+        resumes=True,
+    )
+    keep: int = setting(
+        3,
+        "Number of checkpoints to keep, besides the best one.",
+        bounds=Bounds(1, 1_000_000),
+        resumes=True,
+    )
+    keep_best: bool = setting(
+        True,
+        "Use the checkpoint with the best validation as the result, not the last.",
+        resumes=True,
+        before=False,
+    )
+    best_metric: str = setting(
+        LOSS,
+        "What the best validation is: loss; exact_match, the share of rows answered exactly; your "
+        "own metric as module:function, higher is better, for which the first 64 rows are "
+        "answered; or, for pairs and labels, accuracy or margin of their rewards.",
+        before=LOSS,
+        agents="metric",
+    )
+    patience: int = setting(
+        0,
+        "Stop after this many validations without a better one; 0 = never.",
+        bounds=Bounds(0, LARGEST),
+        resumes=True,
+        before=0,
+    )
+    samples: int | Literal["auto"] = setting(
+        AUTO,
+        "Number of prompts to answer before and after training, from the test rows, or else from "
+        "the held-out rows; auto: 3, if answers are trained and the weights are in memory.",
+        bounds=Bounds(0, 1_000_000),
+        resumes=True,
+    )
+    exact_match: bool = setting(
+        False, "Measure exact match on the test rows before and after.", resumes=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizationSettings:
+    """How long it learns, and how fast."""
+
+    PANEL: ClassVar[str] = "Optimization"
+
+    max_steps: int | None = setting(
+        None,
+        "Stop after this many steps (optimizer updates).",
+        bounds=Bounds(1, LARGEST),
+        resumes=True,
+        mlxlm="iters",
+    )
     epochs: int | Literal["auto"] | None = setting(
         AUTO,
         "Stop after this many passes over the data; auto: 1 to 50, fewer the more rows there are, "
         "or as many as --max-steps needs.",
+        bounds=Bounds(1, 1_000_000),
+        resumes=True,
     )
     batch_size: int | Literal["auto"] = setting(
         AUTO,
         "Rows in a micro-batch, which is split where memory is short; auto: 4, or 8 from 5,000 "
         "rows, or 16 from 50,000.",
+        bounds=Bounds(1, 65_536),
+        in_card=True,
     )
-    grad_accumulation: int = setting(1, "Micro-batches in a step.")
-    max_seq_length: int = setting(2048, "Maximum sequence length, in tokens.")
-    too_long: Literal["error", "truncate", "split"] = setting(
-        "error", "What to do with a row that is longer than --max-seq-length."
+    grad_accumulation: int = setting(
+        1,
+        "Micro-batches in a step.",
+        bounds=Bounds(1, 65_536),
+        in_card=True,
+        mlxlm="grad_accumulation_steps",
     )
-    max_row_bytes: int = setting(
-        16_000_000, "Maximum size of a row in a data file, in bytes; larger rows are refused."
+    neftune_alpha: float = setting(
+        0.0,
+        "Noise on the embeddings in training (NEFTune), e.g. 5; 0 = none.",
+        bounds=Bounds(0, 1_000_000),
+        before=0.0,
+        in_card=True,
     )
-    packing: bool = setting(
-        False, "Pack short rows into one sequence; attention stays within each row."
+    optimizer: Literal["adamw", "adam", "sgd", "adafactor", "muon", "lion"] = setting(
+        "adamw", "Optimizer, from mlx.optimizers.", in_card=True
     )
-    mask_prompt: bool = setting(True, "Train on the completions only, in rows that have prompts.")
+    optimizer_bits: Literal[32, 8] = setting(
+        32,
+        "Bits of the optimizer's states. 8: a quarter of their memory; each is rounded to one of "
+        "256 numbers.",
+        before=32,
+    )
+    learning_rate: float = setting(
+        2e-4,
+        "Peak learning rate; if not given, 1e-4 for reward and 2e-5 for others but sft.",
+        bounds=Bounds(0, LARGEST, above=True),
+        in_card=True,
+    )
+    loraplus_ratio: float = setting(
+        1.0,
+        "The B matrices of the adapters learn this many times as fast (LoRA+), e.g. 16.",
+        bounds=Bounds(1, 1_000_000),
+        before=1.0,
+        in_card=True,
+    )
+    layerwise_lr_decay: float = setting(
+        1.0,
+        "Each block learns this many times as fast as the block above it, e.g. 0.9.",
+        bounds=Bounds(0, 1, above=True),
+        before=1.0,
+        in_card=True,
+    )
+    lr_schedule: Literal["constant", "linear", "cosine", "exponential", "step"] = setting(
+        "constant",
+        "Learning rate after the warm-up: constant, decaying to --lr-end (linear, cosine), or "
+        "multiplied by --lr-decay-rate (exponential; step: all at once).",
+        in_card=True,
+    )
+    lr_end: float = setting(
+        0.0,
+        "Learning rate at the end of a linear or cosine decay.",
+        bounds=Bounds(0, LARGEST),
+        before=0.0,
+    )
+    lr_decay_steps: int | None = setting(
+        None,
+        "Steps of a linear or cosine decay, or between two multiplications by --lr-decay-rate; "
+        "default: those from the warm-up to the last step.",
+        bounds=Bounds(1, LARGEST),
+        before=None,
+    )
+    lr_decay_rate: float = setting(
+        0.1,
+        "Factor on the learning rate for every --lr-decay-steps of exponential or step.",
+        bounds=Bounds(0, 1, above=True),
+        before=0.1,
+    )
+    warmup_steps: int | Literal["auto"] = setting(
+        AUTO,
+        "Steps over which the learning rate rises linearly; auto: a tenth of an epoch, at most 10.",
+        bounds=Bounds(0, LARGEST),
+        in_card=True,
+    )
+    warmup_init: float | None = setting(
+        None,
+        "Learning rate of the first warm-up step, the last one having the peak; default: it rises "
+        "from 0 just before the first step to the peak just after the last.",
+        bounds=Bounds(0, LARGEST),
+        before=None,
+    )
+    weight_decay: float = setting(0.0, "Weight decay.", bounds=Bounds(0, LARGEST), in_card=True)
+    adam_beta1: float = setting(
+        0.9,
+        "Decay of the mean of the gradients, for adam and adamw.",
+        bounds=Bounds(0, 1, under=True),
+        before=0.9,
+    )
+    adam_beta2: float = setting(
+        0.999,
+        "Decay of the mean of their squares, for adam and adamw.",
+        bounds=Bounds(0, 1, under=True),
+        before=0.999,
+    )
+    adam_epsilon: float = setting(
+        1e-8,
+        "Added to the denominator, for adam and adamw.",
+        bounds=Bounds(0, 1, above=True),
+        before=1e-08,
+    )
+    adam_bias_correction: bool = setting(
+        True, "Correct the bias of both means in the first steps, for adam and adamw.", before=True
+    )
+    max_grad_norm: float = setting(
+        1.0,
+        "Clip the gradient to this global norm; 0 = no clipping.",
+        bounds=Bounds(0, LARGEST),
+        in_card=True,
+    )
+    seed: int = setting(
+        0,
+        "Seed of all random choices.",
+        bounds=Bounds(0, (1 << 64) - 1),
+        in_card=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveSettings:
+    """What is learned, and how it is weighed."""
+
+    PANEL: ClassVar[str] = "Objective: all but --objective only with one other than sft"
 
     objective: Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "grpo", "reward", "soft"] = (
         setting(
@@ -94,262 +356,434 @@ class TrainConfig:
             "orpo), which answers are good and which are bad (kto), what earns a reward (grpo), to "
             "score answers (reward), or what a reward model scores highly, through the sampled "
             "tokens (soft).",
+            before="sft",
+            in_card=True,
         )
     )
     beta: float | None = setting(
         None,
         "How much a preference counts against staying near the reference (dpo, ipo, kto), or the "
         "scale of mean log-probabilities (simpo); default: 0.1, or 2 with simpo.",
+        bounds=Bounds(1e-6, LARGEST),
+        objectives=("dpo", "ipo", "simpo", "kto"),
+        before=None,
+        in_card=True,
     )
     label_smoothing: float = setting(
-        0.0, "Share of preferences that are taken to be wrong, for dpo and simpo."
+        0.0,
+        "Share of preferences that are taken to be wrong, for dpo and simpo.",
+        bounds=Bounds(0, 0.5, under=True),
+        objectives=("dpo", "simpo"),
+        before=0.0,
+        in_card=True,
     )
-    simpo_gamma: float = setting(0.5, "Margin between the two answers that simpo wants.")
-    orpo_lambda: float = setting(0.1, "Weight of the odds ratio in orpo.")
-    kto_desirable_weight: float = setting(1.0, "Weight of good answers in kto.")
-    kto_undesirable_weight: float = setting(1.0, "Weight of bad answers in kto.")
+    simpo_gamma: float = setting(
+        0.5,
+        "Margin between the two answers that simpo wants.",
+        bounds=Bounds(0, LARGEST),
+        objectives=("simpo",),
+        before=0.5,
+        in_card=True,
+    )
+    orpo_lambda: float = setting(
+        0.1,
+        "Weight of the odds ratio in orpo.",
+        bounds=Bounds(0, LARGEST),
+        objectives=("orpo",),
+        before=0.1,
+        in_card=True,
+    )
+    kto_desirable_weight: float = setting(
+        1.0,
+        "Weight of good answers in kto.",
+        bounds=Bounds(0, LARGEST),
+        objectives=("kto",),
+        before=1.0,
+        in_card=True,
+    )
+    kto_undesirable_weight: float = setting(
+        1.0,
+        "Weight of bad answers in kto.",
+        bounds=Bounds(0, LARGEST),
+        objectives=("kto",),
+        before=1.0,
+        in_card=True,
+    )
     sft_weight: float = setting(
         0.0,
         "Weight of the cross-entropy of the chosen or good answers, added to the loss of an "
         "objective other than sft.",
+        bounds=Bounds(0, LARGEST),
+        objectives=("dpo", "ipo", "simpo", "orpo", "kto"),
+        before=0.0,
+        in_card=True,
     )
     reference: Literal["start", "none"] = setting(
-        "start", "Reference of dpo and ipo: the model as the run starts, or none."
+        "start",
+        "Reference of dpo and ipo: the model as the run starts, or none.",
+        objectives=("dpo", "ipo"),
+        before="start",
+        in_card=True,
     )
-
     reward_loss: Literal["auto", "pairs", "scores"] = setting(
         AUTO,
         "Loss of a reward model: of a chosen and a rejected answer (pairs: Bradley-Terry), or of "
         "an answer with a score (scores: squared error); auto: what the rows are.",
+        objectives=(REWARD,),
+        before=AUTO,
+        in_card=True,
     )
     center_rewards: float = setting(
-        0.0, "Weight of the squared sum of the scores of a pair, which centers them at 0."
+        0.0,
+        "Weight of the squared sum of the scores of a pair, which centers them at 0.",
+        bounds=Bounds(0, LARGEST),
+        objectives=(REWARD,),
+        before=0.0,
+        in_card=True,
     )
-
     reward: tuple[str, ...] = setting(
         (),
         "Rewards of completions, separated by commas, each with =WEIGHT: exact_match, json_valid, "
         "json_fields, regex:PATTERN, length:TOKENS, contains:TEXT, judge, run:RUN (a "
         "reward model), or your own as module:function.",
+        objectives=GENERATING,
+        before=(),
+        agents="reward",
+        in_card=True,
     )
     reward_model: str = setting(
-        "", "Reward model that soft trains against, as run:RUN; --reward then is only shown."
+        "",
+        "Reward model that soft trains against, as run:RUN; --reward then is only shown.",
+        objectives=(SOFT,),
+        before="",
+        agents="reward",
+        in_card=True,
     )
     soft_credit: str = setting(
         "exact",
         "How far back gradients go through sampled tokens in soft: exact, a number of tokens, or "
         "the relative error (below 1) at which they end.",
+        objectives=(SOFT,),
+        before="exact",
+        agents="text",
+        in_card=True,
     )
     straight_through: bool = setting(
         True,
         "In soft, sample tokens, and relax only their gradient; relaxed: weighted means of token "
         "embeddings go forward, too.",
+        objectives=(SOFT,),
+        before=True,
+        in_card=True,
     )
     temperature_end: float | None = setting(
-        None, "Temperature at the last step of soft, which it changes to linearly."
+        None,
+        "Temperature at the last step of soft, which it changes to linearly.",
+        bounds=Bounds(0.01, 100),
+        objectives=(SOFT,),
+        before=None,
+        in_card=True,
     )
-    rollouts: int = setting(8, "Completions of each prompt, which are compared with each other.")
-    prompts_per_step: int = setting(4, "Prompts of which each step trains the completions.")
-    max_new_tokens: int = setting(256, "Maximum tokens of a completion.")
+    rollouts: int = setting(
+        8,
+        "Completions of each prompt, which are compared with each other.",
+        bounds=Bounds(2, 4096),
+        objectives=(GRPO,),
+        before=8,
+        in_card=True,
+    )
+    prompts_per_step: int = setting(
+        4,
+        "Prompts of which each step trains the completions.",
+        bounds=Bounds(1, 65_536),
+        objectives=GENERATING,
+        before=4,
+        in_card=True,
+    )
+    max_new_tokens: int = setting(
+        256,
+        "Maximum tokens of a completion.",
+        bounds=Bounds(1, 1 << 24),
+        objectives=GENERATING,
+        before=256,
+        in_card=True,
+    )
     temperature: float = setting(
-        1.0, "Temperature that completions are sampled with; in soft, of the relaxation."
+        1.0,
+        "Temperature that completions are sampled with; in soft, of the relaxation.",
+        bounds=Bounds(0.01, 100),
+        objectives=GENERATING,
+        before=1.0,
+        in_card=True,
     )
     top_p: float = setting(
-        1.0, "Sample from the most likely tokens whose total probability is this; 1 = all."
+        1.0,
+        "Sample from the most likely tokens whose total probability is this; 1 = all.",
+        objectives=(GRPO,),
+        before=1.0,
+        in_card=True,
     )
-    top_k: int = setting(0, "Sample from this many of the most likely tokens; 0 = all.")
-    updates_per_batch: int = setting(1, "Steps that train the same completions.")
+    top_k: int = setting(
+        0,
+        "Sample from this many of the most likely tokens; 0 = all.",
+        bounds=Bounds(0, LARGEST),
+        objectives=(GRPO,),
+        before=0,
+        in_card=True,
+    )
+    updates_per_batch: int = setting(
+        1,
+        "Steps that train the same completions.",
+        bounds=Bounds(1, 1000),
+        objectives=(GRPO,),
+        before=1,
+        in_card=True,
+    )
     clip_low: float = setting(
-        0.2, "A token that became less likely by more than this share is not pushed further."
+        0.2,
+        "A token that became less likely by more than this share is not pushed further.",
+        bounds=Bounds(0, 1),
+        objectives=(GRPO,),
+        before=0.2,
+        in_card=True,
     )
     clip_high: float = setting(
-        0.2, "A token that became more likely by more than this share is not pushed further."
+        0.2,
+        "A token that became more likely by more than this share is not pushed further.",
+        bounds=Bounds(0, LARGEST),
+        objectives=(GRPO,),
+        before=0.2,
+        in_card=True,
     )
     kl_beta: float = setting(
-        0.0, "Weight of the KL divergence from the model as the run starts; 0 = none."
+        0.0,
+        "Weight of the KL divergence from the model as the run starts; 0 = none.",
+        bounds=Bounds(0, LARGEST),
+        objectives=GENERATING,
+        before=0.0,
+        in_card=True,
     )
     kl: Literal["reverse", "k3"] = setting(
         "reverse",
         "Estimate of the KL divergence: one with the gradient of the reverse KL, or k3 as in the "
         "first papers.",
+        objectives=(GRPO,),
+        before="reverse",
+        in_card=True,
     )
     advantage: Literal["group", "dr", "rloo"] = setting(
         "group",
         "How much better than the others a completion is: reward - mean of its prompt's, divided "
         "by their standard deviation (group) or not (dr), or reward - mean of the others (rloo).",
+        objectives=(GRPO,),
+        before="group",
+        in_card=True,
     )
     importance: Literal["token", "sequence"] = setting(
-        "token", "Clip the ratio of each token, or that of the completion (GSPO)."
+        "token",
+        "Clip the ratio of each token, or that of the completion (GSPO).",
+        objectives=(GRPO,),
+        before="token",
+        in_card=True,
     )
     loss_normalization: Literal["dapo", "grpo", "dr"] = setting(
         "dapo",
         "All tokens of a step weigh the same (dapo), all completions do (grpo), or tokens do, "
         "divided by --max-new-tokens (dr).",
+        objectives=(GRPO,),
+        before="dapo",
+        in_card=True,
     )
     mask_truncated: bool = setting(
-        False, "Leave completions out that were cut off at --max-new-tokens."
+        False,
+        "Leave completions out that were cut off at --max-new-tokens.",
+        objectives=(GRPO,),
+        before=False,
+        in_card=True,
     )
-    judge_model: str = setting("", "Model that judges, for --reward judge.")
+    judge_model: str = setting(
+        "",
+        "Model that judges, for --reward judge.",
+        objectives=GENERATING,
+        before="",
+        agents="network",
+        in_card=True,
+    )
     judge_url: str = setting(
-        "", "Base URL of the judge, which speaks OpenAI's protocol; default: OpenAI's own."
+        "",
+        "Base URL of the judge, which speaks OpenAI's protocol; default: OpenAI's own.",
+        objectives=GENERATING,
+        resumes=True,
+        before="",
+        agents="network",
     )
     judge_rubric: str = setting(
-        "", "YAML file with what the judge looks for; default: a general one."
+        "",
+        "YAML file with what the judge looks for; default: a general one.",
+        objectives=GENERATING,
+        before="",
+        agents="file",
     )
-    judge_concurrency: int = setting(4, "Questions that the judge is asked at the same time.")
+    judge_concurrency: int = setting(
+        4,
+        "Questions that the judge is asked at the same time.",
+        bounds=Bounds(1, 256),
+        objectives=GENERATING,
+        resumes=True,
+        before=4,
+        in_card=True,
+    )
     judge_max_calls: int | None = setting(
-        None, "Maximum number of questions to the judge in a run; then its rewards are missing."
+        None,
+        "Maximum number of questions to the judge in a run; then its rewards are missing.",
+        bounds=Bounds(1, LARGEST),
+        objectives=GENERATING,
+        resumes=True,
+        before=None,
+        in_card=True,
     )
     judge_timeout_s: float = setting(
-        60.0, "How long to wait for an answer of the judge before it is asked again, in seconds."
+        60.0,
+        "How long to wait for an answer of the judge before it is asked again, in seconds.",
+        bounds=Bounds(0.01, 3600),
+        objectives=GENERATING,
+        resumes=True,
+        before=60.0,
+        in_card=True,
     )
 
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSettings:
+    """What is added to the model."""
+
+    PANEL: ClassVar[str] = "Adapters"
+
     lora_rank: int | Literal["auto"] = setting(
-        AUTO, "Rank of the adapters; auto: 16, or 8 or 4 if no plan fits into the memory limit."
+        AUTO,
+        "Rank of the adapters; auto: 16, or 8 or 4 if no plan fits into the memory limit.",
+        bounds=Bounds(1, 65_536),
+        in_card=True,
+        of_adapter=True,
     )
     lora_alpha: float = setting(
-        32.0, "Scale the adapters by alpha / rank; a smaller automatic rank keeps the scale."
+        32.0,
+        "Scale the adapters by alpha / rank; a smaller automatic rank keeps the scale.",
+        bounds=Bounds(0, LARGEST, above=True),
+        in_card=True,
+        of_adapter=True,
     )
     use_rslora: bool = setting(
-        False, "Scale the adapters by alpha / sqrt(rank) instead (rsLoRA), for high ranks."
+        False,
+        "Scale the adapters by alpha / sqrt(rank) instead (rsLoRA), for high ranks.",
+        before=False,
+        in_card=True,
+        of_adapter=True,
     )
     lora_layers: int | Literal["all", "auto"] | None = setting(
         AUTO,
         "Number of last blocks to adapt, or all; auto: all, or fewer if not even rank 4 fits into "
         "the memory limit.",
+        in_card=True,
+        of_adapter=True,
+        mlxlm="num_layers",
     )
     lora_targets: tuple[str, ...] = setting(
-        ("all-linear",), "Layers to adapt, separated by commas, or all-linear."
+        ("all-linear",),
+        "Layers to adapt, separated by commas, or all-linear.",
+        agents="text",
+        in_card=True,
+        of_adapter=True,
     )
     lora_experts: bool = setting(
         False,
         "Adapt the routed experts of a mixture of experts, too, where --lora-targets is all-linear "
         "or a name without a dot; their paths, such as mlp.switch_mlp.up_proj, always select them.",
+        before=True,
     )
-    lora_dropout: float = setting(0.0, "Dropout on the input of the adapters.")
-    use_dora: bool = setting(False, "Train weight-decomposed adapters (DoRA).")
+    lora_dropout: float = setting(
+        0.0, "Dropout on the input of the adapters.", bounds=Bounds(0, 1, under=True), in_card=True
+    )
+    use_dora: bool = setting(
+        False,
+        "Train weight-decomposed adapters (DoRA).",
+        in_card=True,
+        of_adapter=True,
+        mlxlm="fine_tune_type",
+    )
     adapter_dtype: Literal["float32", "bfloat16"] = setting(
         "float32",
         "Data type of the adapters' matrices and their gradients. bfloat16: half of their memory; "
         "each new value is rounded at random.",
+        before="float32",
     )
 
-    neftune_alpha: float = setting(
-        0.0, "Noise on the embeddings in training (NEFTune), e.g. 5; 0 = none."
-    )
 
-    optimizer: Literal["adamw", "adam", "sgd", "adafactor", "muon", "lion"] = setting(
-        "adamw", "Optimizer, from mlx.optimizers."
-    )
-    optimizer_bits: Literal[32, 8] = setting(
-        32,
-        "Bits of the optimizer's states. 8: a quarter of their memory; each is rounded to one of "
-        "256 numbers.",
-    )
-    learning_rate: float = setting(
-        2e-4, "Peak learning rate; if not given, 1e-4 for reward and 2e-5 for others but sft."
-    )
-    loraplus_ratio: float = setting(
-        1.0, "The B matrices of the adapters learn this many times as fast (LoRA+), e.g. 16."
-    )
-    layerwise_lr_decay: float = setting(
-        1.0, "Each block learns this many times as fast as the block above it, e.g. 0.9."
-    )
-    lr_schedule: Literal["constant", "linear", "cosine", "exponential", "step"] = setting(
-        "constant",
-        "Learning rate after the warm-up: constant, decaying to --lr-end (linear, cosine), or "
-        "multiplied by --lr-decay-rate (exponential; step: all at once).",
-    )
-    lr_end: float = setting(0.0, "Learning rate at the end of a linear or cosine decay.")
-    lr_decay_steps: int | None = setting(
-        None,
-        "Steps of a linear or cosine decay, or between two multiplications by --lr-decay-rate; "
-        "default: those from the warm-up to the last step.",
-    )
-    lr_decay_rate: float = setting(
-        0.1, "Factor on the learning rate for every --lr-decay-steps of exponential or step."
-    )
-    warmup_steps: int | Literal["auto"] = setting(
-        AUTO,
-        "Steps over which the learning rate rises linearly; auto: a tenth of an epoch, at most 10.",
-    )
-    warmup_init: float | None = setting(
-        None,
-        "Learning rate of the first warm-up step, the last one having the peak; default: it rises "
-        "from 0 just before the first step to the peak just after the last.",
-    )
-    weight_decay: float = setting(0.0, "Weight decay.")
-    adam_beta1: float = setting(0.9, "Decay of the mean of the gradients, for adam and adamw.")
-    adam_beta2: float = setting(0.999, "Decay of the mean of their squares, for adam and adamw.")
-    adam_epsilon: float = setting(1e-8, "Added to the denominator, for adam and adamw.")
-    adam_bias_correction: bool = setting(
-        True, "Correct the bias of both means in the first steps, for adam and adamw."
-    )
-    max_grad_norm: float = setting(1.0, "Clip the gradient to this global norm; 0 = no clipping.")
+@dataclass(frozen=True, kw_only=True)
+class MemorySettings:
+    """How memory is used."""
+
+    PANEL: ClassVar[str] = "Memory"
 
     max_memory: float | None = setting(
-        None, "Memory limit of training, in GB; default: what this machine can give."
+        None,
+        "Memory limit of training, in GB; default: what this machine can give.",
+        bounds=Bounds(0, LARGEST, above=True),
+        resumes=True,
     )
-    force: bool = setting(False, "Allow a --max-memory above the machine's memory.")
-    wired: bool = setting(
-        False, "Keep MLX's buffers in RAM up to the limit, so that macOS swaps none; from macOS 15."
+    force: bool = setting(
+        False, "Allow a --max-memory above the machine's memory.", resumes=True, agents="refused"
     )
     reload_interval: int = setting(
-        0, "Reload the weights of the adapted layers every N steps; 0 = only when memory is low."
+        0,
+        "Reload the weights of the adapted layers every N steps; 0 = only when memory is low.",
+        bounds=Bounds(0, LARGEST),
+        resumes=True,
     )
-    reload_at: float = setting(0.70, "Fraction of the limit above which memory is freed early.")
+    reload_at: float = setting(
+        0.70,
+        "Fraction of the limit above which memory is freed early.",
+        bounds=Bounds(0, 1, above=True),
+        resumes=True,
+    )
     clear_cache_every: int | None = setting(
         None,
         "Clear MLX's cache every N steps; default: 10, or 5 with a limit below 10 GB; 0 = never.",
+        bounds=Bounds(0, LARGEST),
+        resumes=True,
     )
     leak_threshold_mb: float = setting(
-        50.0, "Growth per step, in MB, that counts as a memory leak."
+        50.0,
+        "Growth per step, in MB, that counts as a memory leak.",
+        bounds=Bounds(0, LARGEST, above=True),
+        resumes=True,
     )
-    leak_warmup: int = setting(5, "Number of steps before the check for memory leaks begins.")
-    supervise: bool = setting(
-        True, "Train in a separate process, restarted from its checkpoint if it dies."
+    leak_warmup: int = setting(
+        5,
+        "Number of steps before the check for memory leaks begins.",
+        bounds=Bounds(0, LARGEST),
+        resumes=True,
     )
-    processes: int = setting(
-        1, "Train on this many processes of this machine, each under --max-memory."
+    wired: bool = setting(
+        False,
+        "Keep MLX's buffers in RAM up to the limit, so that macOS swaps none; from macOS 15.",
+        resumes=True,
+        before=False,
+        agents="refused",  # other programs get less memory
     )
-    hosts: tuple[str, ...] = setting(
-        (), "Train on these machines, separated by commas, this one first; see docs/machines.md."
-    )
-    hostfile: str = setting(
-        "", "Train on the machines in this JSON file, in the format of mlx.launch."
-    )
-    sync: Literal["off", "data", "all"] = setting(
-        "off", "Copy the data (data), or data and model (all), to the other hosts with rsync first."
-    )
-    heartbeat_timeout_s: float = setting(
-        30.0, "A process that is not heard of for so long is lost, in seconds; then all restart."
-    )
-    allow_sleep: bool = setting(
-        False, "Let a Mac go to sleep while it trains; by default training keeps it awake."
-    )
-    notify: bool = setting(
-        True,
-        "Show a notification of the system when a run ends that took more than a minute or is "
-        "detached.",
-    )
-    report_to: tuple[str, ...] = setting(
-        (), "Trackers to send events to, separated by commas: wandb, swanlab, tensorboard."
-    )
-    push_to: str = setting(
-        "", "Push the finished adapter to this repo on the hub, ORG/NAME; a new repo is private."
-    )
-
     plan: Literal["auto", "fused", "staged", "streamed"] = setting(
         "auto",
         "How gradients are computed; every plan gives the same gradients. fused: one graph, "
         "fastest. staged: one block at a time, recomputed in the backward pass as far as its "
         "outputs do not fit, with the vocabulary on disk. streamed: staged, with the weights "
         "on disk that do not fit. auto: the fastest that fits.",
+        resumes=True,
     )
     spill: bool = setting(
         False,
         "Offload the states of the optimizer to disk, beside the block inputs and gradients; not "
         "with --plan fused.",
+        resumes=True,
     )
     prefix_cache: Literal["off", "memory", "disk"] = setting(
         "off",
@@ -360,38 +794,81 @@ class TrainConfig:
         "",
         "Folder for --prefix-cache disk that runs share, one at a time; it is kept at the end. "
         "Default: in the run's folder.",
+        resumes=True,
+        before="",
+        agents="file",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "Data type to compute in; auto is float32 on the CPU and bfloat16 on a GPU."
+        "auto",
+        "Data type to compute in; auto is float32 on the CPU and bfloat16 on a GPU.",
+        in_card=True,
     )
     quantize: Literal[4, 8] | None = setting(
-        None, "Quantize the model to this many bits first; the copy is kept for later runs."
+        None,
+        "Quantize the model to this many bits first; the copy is kept for later runs.",
+        in_card=True,
     )
-    seed: int = setting(0, "Seed of all random choices.")
 
-    eval_every: int | Literal["auto"] = setting(
-        AUTO,
-        "Steps between validations; 0 = only at the end; auto: from 10 to 100, more the more rows "
-        "there are.",
+
+@dataclass(frozen=True, kw_only=True)
+class RankSettings:
+    """Which processes train together."""
+
+    PANEL: ClassVar[str] = "Several processes or machines"
+
+    processes: int = setting(
+        1,
+        "Train on this many processes of this machine, each under --max-memory.",
+        bounds=Bounds(1, 256),
+        resumes=True,
     )
-    save_every: int = setting(100, "Steps between checkpoints; 0 = only at the end.")
-    keep: int = setting(3, "Number of checkpoints to keep, besides the best one.")
-    keep_best: bool = setting(
-        True, "Use the checkpoint with the best validation as the result, not the last."
+    hosts: tuple[str, ...] = setting(
+        (),
+        "Train on these machines, separated by commas, this one first; see docs/machines.md.",
+        resumes=True,
+        agents="refused",
     )
-    best_metric: str = setting(
-        LOSS,
-        "What the best validation is: loss; exact_match, the share of rows answered exactly; your "
-        "own metric as module:function, higher is better, for which the first 64 rows are "
-        "answered; or, for pairs and labels, accuracy or margin of their rewards.",
+    hostfile: str = setting(
+        "",
+        "Train on the machines in this JSON file, in the format of mlx.launch.",
+        resumes=True,
+        agents="refused",
     )
-    patience: int = setting(0, "Stop after this many validations without a better one; 0 = never.")
-    samples: int | Literal["auto"] = setting(
-        AUTO,
-        "Number of prompts to answer before and after training, from the test rows, or else from "
-        "the held-out rows; auto: 3, if answers are trained and the weights are in memory.",
+    sync: Literal["off", "data", "all"] = setting(
+        "off",
+        "Copy the data (data), or data and model (all), to the other hosts with rsync first.",
+        resumes=True,
     )
-    exact_match: bool = setting(False, "Measure exact match on the test rows before and after.")
+    heartbeat_timeout_s: float = setting(
+        30.0,
+        "A process that is not heard of for so long is lost, in seconds; then all restart.",
+        bounds=Bounds(2, 86_400),
+        resumes=True,
+    )
+
+
+COMPONENTS = (
+    DataSettings,
+    ObjectiveSettings,
+    AdapterSettings,
+    OptimizationSettings,
+    MemorySettings,
+    OutputSettings,
+    RankSettings,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(
+    RankSettings,
+    MemorySettings,
+    AdapterSettings,
+    ObjectiveSettings,
+    OptimizationSettings,
+    OutputSettings,
+    DataSettings,
+):
+    """All settings of a training run."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -448,12 +925,10 @@ class TrainConfig:
 
     def fixed_on_resume(self) -> dict[str, str]:
         """The settings that must not change when a run is resumed, as text."""
-        free = (*RESUMABLE, "run")
-        values = dataclasses.asdict(self)
         return {
             name: repr(value)
-            for name, value in values.items()
-            if name not in free and (name not in ADDED or value != ADDED[name])
+            for name, value in dataclasses.asdict(self).items()
+            if not (ABOUT[name].resumes or name == "run" or value == ABOUT[name].before)
         }
 
 
@@ -470,88 +945,32 @@ def is_due(every: int, step: int) -> bool:
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
-TYPES = typing.get_type_hints(TrainConfig)
+TYPES = {name: kind for name, kind in typing.get_type_hints(TrainConfig).items() if name in FIELDS}
 
-# Settings that may change when a run is resumed. The number of steps only affects a learning
-# rate that decays. Model and data may have moved, but must have the same bytes. keep_best and
-# patience decide which step is the result and when the run ends, but not what a step computes.
-RESUMABLE = (
-    *("max_steps", "epochs", "eval_every", "save_every", "keep", "samples", "exact_match"),
-    *("model", "data", "spill", "plan", "max_memory", "force", "reload_interval", "reload_at"),
-    *("clear_cache_every", "leak_threshold_mb", "leak_warmup", "supervise", "report_to"),
-    *("push_to", "wired", "max_row_bytes", "valid", "prompt_template", "keep_best", "patience"),
-    *("prefix_cache_folder", "judge_url", "judge_concurrency", "judge_max_calls"),
-    *("judge_timeout_s", "allow_sleep", "notify", "processes", "hosts", "hostfile", "sync"),
-    "heartbeat_timeout_s",
-)
-
+ABOUT = settings_of(TrainConfig)
+RESUMABLE = tuple(name for name, about in ABOUT.items() if about.resumes)
 # Settings that old runs do not have, with the values that they trained with.
-ADDED: dict[str, Any] = {
-    "wired": False,
-    "valid": FOLDER,
-    "columns": (),
-    "keep_best": False,
-    "patience": 0,
-    "lr_end": 0.0,
-    "lr_decay_steps": None,
-    "lr_decay_rate": 0.1,
-    "warmup_init": None,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
-    "adam_bias_correction": True,
-    "from_adapter": "",
-    "prefix_cache_folder": "",
-    "best_metric": LOSS,
-    "objective": "sft",
-    "beta": None,
-    "label_smoothing": 0.0,
-    "simpo_gamma": 0.5,
-    "orpo_lambda": 0.1,
-    "kto_desirable_weight": 1.0,
-    "kto_undesirable_weight": 1.0,
-    "sft_weight": 0.0,
-    "reference": "start",
-    "use_rslora": False,
-    "adapter_dtype": "float32",
-    "lora_experts": True,
-    "optimizer_bits": 32,
-    "loraplus_ratio": 1.0,
-    "layerwise_lr_decay": 1.0,
-    "neftune_alpha": 0.0,
-    "reward_loss": AUTO,
-    "center_rewards": 0.0,
-    "reward": (),
-    "reward_model": "",
-    "soft_credit": "exact",
-    "straight_through": True,
-    "temperature_end": None,
-    "rollouts": 8,
-    "prompts_per_step": 4,
-    "max_new_tokens": 256,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "updates_per_batch": 1,
-    "clip_low": 0.2,
-    "clip_high": 0.2,
-    "kl_beta": 0.0,
-    "kl": "reverse",
-    "advantage": "group",
-    "importance": "token",
-    "loss_normalization": "dapo",
-    "mask_truncated": False,
-    "judge_model": "",
-    "judge_url": "",
-    "judge_rubric": "",
-    "judge_concurrency": 4,
-    "judge_max_calls": None,
-    "judge_timeout_s": 60.0,
-    "allow_sleep": False,
-    "notify": True,
+ADDED = {name: about.before for name, about in ABOUT.items() if about.before is not ALWAYS}
+# Settings that decide which adapter layers a model has.
+ADAPTER_SETTINGS = tuple(name for name, about in ABOUT.items() if about.of_adapter)
+# Settings of one kind of objective -> the objectives that use it.
+OBJECTIVES_WITH = {name: about.objectives for name, about in ABOUT.items() if about.objectives}
+# Panels of the help -> the settings in them.
+PANELS = {
+    kind.PANEL: tuple(name for name in FIELDS if name in settings_of(kind)) for kind in COMPONENTS
 }
 
-# Settings that decide which adapter layers a model has.
-ADAPTER_SETTINGS = (
-    *("lora_rank", "lora_alpha", "use_rslora", "lora_layers", "lora_targets", "use_dora"),
-)
+
+def is_used(name: str, objective: str) -> bool:
+    """Whether an objective uses a setting."""
+    return objective in (ABOUT[name].objectives or (objective,))
+
+
+def check_used(names: Iterable[str], objective: str) -> None:
+    """Raise UserError if one of the settings is only for other objectives."""
+    for name in names:
+        if not is_used(name, objective):
+            raise UserError(
+                f"{flag(name)}: --objective {objective} does not use it; it is for "
+                f"{', '.join(ABOUT[name].objectives)}"
+            )

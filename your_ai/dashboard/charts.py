@@ -1,7 +1,4 @@
-"""The charts of a run, as data: pure functions of its history.
-
-`chart_page` draws a Chart as HTML, `plots` as a PNG file.
-"""
+"""The charts of a run, as data: pure functions of its history. `chart_page` draws them as HTML."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from your_ai.dashboard.history import (
-    LARGEST,
     Points,
     RunHistory,
     finite,
@@ -25,6 +21,7 @@ from your_ai.dashboard.history import (
     thinned,
 )
 from your_ai.dashboard.metric_table import REWARD, is_charted
+from your_ai.dashboard.running_mean import LARGEST
 from your_ai.dashboard.view import duration
 from your_ai.gates.text import size_text
 from your_ai.run import events
@@ -100,8 +97,6 @@ class Chart:
     x_is_integer: bool = True
     breaks: Sequence[Curve] = ()
     """Vertical lines through all panels, at the x of each point."""
-    is_wide: bool = True
-    """Whether it takes the whole width of a page, or half of it."""
 
 
 def loss_chart(past: RunHistory) -> Chart | None:
@@ -141,7 +136,7 @@ def norm_chart(past: RunHistory) -> Chart | None:
         is_log=is_wide_ranged(y for _, y in points),
     )
     text = "Norm of the gradients of each step, before clipping (thin line), and running mean."
-    return by_step("Gradient norm", text, panel, is_wide=False) if points else None
+    return by_step("Gradient norm", text, panel) if points else None
 
 
 def rate_chart(past: RunHistory) -> Chart | None:
@@ -150,7 +145,7 @@ def rate_chart(past: RunHistory) -> Chart | None:
     curves = [Curve(points=thinned(points), color="orange")]
     panel = Panel(name="learning rate", curves=curves, text="{:.3g}".format, bottom=0)
     text = "Learning rate of each step."
-    return by_step("Learning rate", text, panel, is_wide=False) if points else None
+    return by_step("Learning rate", text, panel) if points else None
 
 
 def speed_chart(past: RunHistory) -> Chart | None:
@@ -266,7 +261,6 @@ def plans_chart(past: RunHistory) -> Chart | None:
         x_range=(0.0, 1.05 * max(x for curve in (*curves, *limit) for x, _ in curve.points)),
         x_is_integer=False,
         breaks=limit,
-        is_wide=False,
     )
 
 
@@ -331,8 +325,8 @@ def memory_tick(size_bytes: float) -> str:
     return size_text(size_bytes, 1).replace(".0 ", " ") if size_bytes else "0"
 
 
-def by_step(title: str, caption: str, panel: Panel, is_wide: bool = True) -> Chart:
-    return Chart(title=title, caption=caption, panels=[panel], x_name="step", is_wide=is_wide)
+def by_step(title: str, caption: str, panel: Panel) -> Chart:
+    return Chart(title=title, caption=caption, panels=[panel], x_name="step")
 
 
 def by_time(title: str, caption: str, panels: Sequence[Panel], past: RunHistory) -> Chart:

@@ -129,12 +129,12 @@ def bar(
         begin, end = end, min(width, round(width * total / scale))
         parts.append((glyph * (end - begin), style))
     parts.append((page.glyphs.free * (width - end), DIM))
-    for size, glyph, style in (
+    for place, glyph, style in (
         (planned, page.glyphs.planned, ""),
         (highest, page.glyphs.highest, "bold"),
     ):
-        if size is not None:
-            tick = min(width - 1, round(width * size / scale))
+        if place is not None:
+            tick = min(width - 1, round(width * place / scale))
             parts = marked(parts, tick, (glyph, style))
     if held > scale:
         parts = marked(parts, width - 1, (page.glyphs.over, WARN))

@@ -17,7 +17,7 @@ BUCKETS = 600  # of a curve; two points are drawn for each bucket
 AWAY_S = 60.0  # with no event for so long before a process loads, no process was running
 DECISIVE = attrgetter("plan", "micro_tokens", "spill", "level")  # a plan with others is a new one
 GAP = math.nan  # breaks a curve; the running mean restarts after it
-Points = list[tuple[float, ...]]  # x, then one or more y, the last of which is the highest
+Points = Sequence[tuple[float, ...]]  # x, then one or more y, the last of which is the highest
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,9 @@ class HistoryReader:
 
     @property
     def past(self) -> RunHistory:
-        in_order = ([found[n] for n in sorted(found)] for found in (self.steps, self.validations))
-        return RunHistory(self.state, self.timeline, *in_order)
+        steps = [self.steps[n] for n in sorted(self.steps)]
+        validations = [self.validations[n] for n in sorted(self.validations)]
+        return RunHistory(self.state, self.timeline, steps, validations)
 
 
 def read(records: Sequence[events.Record]) -> RunHistory:
@@ -156,7 +157,7 @@ def smoothed(points: Points) -> Points:
     return found
 
 
-def thinned(points: Points, *picks: Callable) -> Points:
+def thinned(points: Points, *picks: Callable[..., tuple[float, int]]) -> Points:
     """Keep a few points of each bucket: its highest and lowest (or `picks`), and its first gap."""
     kept = []
     for bucket in buckets(points):

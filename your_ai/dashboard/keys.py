@@ -28,45 +28,48 @@ class Keyboard:
     """The terminal's settings to restore; empty while they are unchanged."""
 
     @property
-    def in_foreground(self) -> bool:
-        if self.fd is None:
-            return False
-        try:
-            return os.tcgetpgrp(self.fd) == os.getpgrp()
-        except OSError:  # the terminal is closed
-            return False
+    def terminal(self) -> int | None:
+        """The terminal, if this process is in its foreground, else None."""
+        with contextlib.suppress(OSError):  # the terminal is closed
+            if self.fd is not None and os.tcgetpgrp(self.fd) == os.getpgrp():
+                return self.fd
+        return None
 
     @property
     def were_taken(self) -> bool:
         """Whether a shell has restored the terminal since, as it does when it stops a job."""
-        if not self.before or not self.in_foreground:
+        fd = self.terminal
+        if not self.before or fd is None:
             return False
         try:
-            return bool(termios.tcgetattr(self.fd)[3] & termios.ICANON)
+            return bool(termios.tcgetattr(fd)[3] & termios.ICANON)
         except termios.error:
             return False
 
     def take(self) -> None:
         """Receive keys one by one, without echo."""
-        if self.in_foreground and not self.before:
+        fd = self.terminal
+        if fd is not None and not self.before:
             with contextlib.suppress(termios.error):
-                self.before = termios.tcgetattr(self.fd)
-                tty.setcbreak(self.fd, termios.TCSADRAIN)
+                self.before = termios.tcgetattr(fd)
+                tty.setcbreak(fd, termios.TCSADRAIN)
 
     def give_back(self) -> None:
-        if self.before and self.in_foreground:
+        fd = self.terminal
+        if self.before and fd is not None:
             with contextlib.suppress(termios.error):
-                termios.tcsetattr(self.fd, termios.TCSADRAIN, self.before)
+                termios.tcsetattr(fd, termios.TCSADRAIN, self.before)
         self.before = []
 
     def read(self, timeout_s: float) -> str:
         """Return the keys pressed within `timeout_s` seconds; without a terminal, only wait."""
-        if not self.before or not self.in_foreground:
+        fd = self.terminal
+        if not self.before or fd is None:
             time.sleep(timeout_s)
             return ""
         try:
-            ready, _, _ = select.select([self.fd], [], [], timeout_s)
-            data = os.read(self.fd, 64) if ready else b""
+            ready, _, _ = select.select([fd], [], [], timeout_s)
+            data = os.read(fd, 64) if ready else b""
         except OSError:
             return ""
         if ready and not data:  # the terminal is closed, and would always be ready

@@ -134,8 +134,8 @@ class Follower:
         try:
             yield
         except (Exception, SystemExit) as error:  # rich raises SystemExit for a closed pipe
-            closed = isinstance(error, SystemExit)
-            self.failure = BrokenPipeError("its output was closed") if closed else error
+            closed = BrokenPipeError("its output was closed")
+            self.failure = closed if isinstance(error, SystemExit) else error
             with contextlib.suppress(Exception):
                 self.close()
 

@@ -56,8 +56,8 @@ class Glyphs(NamedTuple):
         return self.cut == UNICODE.cut
 
 
-UNICODE = Glyphs(*"█▓▒·┃▶━─×●○■–±·┆", "▁▂▃▄▅▆▇█", "…")
-ASCII = Glyphs(*"#=-.|>=-x*o#-~.:", ".:-=+*#@", "...")
+UNICODE = Glyphs(*(*"█▓▒·┃▶━─×●○■–±·┆", "▁▂▃▄▅▆▇█", "…"))
+ASCII = Glyphs(*(*"#=-.|>=-x*o#-~.:", ".:-=+*#@", "..."))
 
 
 class ScreenRow(NamedTuple):
@@ -138,7 +138,8 @@ def cut(page: Page, parts: Sequence[TextPart], width: int) -> list[TextPart]:
     if cells_of(parts) <= width:
         return list(parts)
     mark = page.glyphs.cut[: max(0, width)]
-    left, kept = max(0, width) - len(mark), []
+    left = max(0, width) - len(mark)
+    kept: list[TextPart] = []
     for text, style in parts:
         if cell_len(text) > left:
             return [*kept, (set_cell_size(text, left).rstrip() + mark, style)]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from your_ai.dashboard.gauge import known, level_color
-from your_ai.dashboard.page import Field, Page, ScreenRow, clean, in_fields, line
+from your_ai.dashboard.page import Field, Page, ScreenRow, TextPart, clean, in_fields, line
 from your_ai.dashboard.state import ViewState
 from your_ai.gates.text import size_text
 from your_ai.run import events
@@ -24,7 +23,7 @@ def rank_rows(page: Page, state: ViewState) -> list[ScreenRow]:
     return [ScreenRow("rank", rank_line(page, event, rank)) for rank in range(ranks)]
 
 
-def rank_line(page: Page, event: events.Ranks, rank: int) -> list:
+def rank_line(page: Page, event: events.Ranks, rank: int) -> list[TextPart]:
     held, limit = known(at(event.process_bytes, rank)), known(at(event.limit_bytes, rank))
     computed, waited = at(event.seconds, rank) or 0.0, at(event.waited, rank) or 0.0
     tokens, passed = at(event.tokens, rank), computed + waited
@@ -40,13 +39,14 @@ def rank_line(page: Page, event: events.Ranks, rank: int) -> list:
         fields.append(Field(0, size_text(held), style=""))
     if tokens is not None and passed > 0:
         fields.append(Field(1, f"{tokens / passed:,.0f}", after=" tokens/s", style=""))
-        share = f" ({waited / passed:.0%})"
-        fields.append(Field(2, f"{waited:.2g} s", "waited ", share, style=""))
+        after = f" ({waited / passed:.0%})"
+        fields.append(Field(2, f"{waited:.2g} s", "waited ", after, style=""))
     return line(page, f"rank {rank}", in_fields(page, fields, page.room), inline=False)
 
 
 def at(values: Sequence[float], rank: int) -> float | None:
     """The value of a rank; None if a damaged event has none."""
     value = values[rank] if rank < len(values) else None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) and 0 <= value < 1e18 else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return float(value) if 0 <= value < 1e18 else None

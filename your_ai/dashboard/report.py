@@ -34,7 +34,6 @@ from your_ai.dashboard.metric_table import (
     phases_of,
     plain,
 )
-from your_ai.dashboard.plots import png
 from your_ai.dashboard.routine import folded_actions
 from your_ai.dashboard.shares import match_share
 from your_ai.dashboard.view import (
@@ -235,31 +234,6 @@ def environment() -> Environment:
 
     folder = jinja2.FileSystemLoader(FOLDER)
     return jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-
-
-def write_plots(records: Sequence[events.Record], folder: Path, name: str) -> list[Path]:
-    """Write each chart that has data to `folder`, as <name>-<chart>.png; return the paths.
-
-    Raises UserError if matplotlib is not installed, or if `folder` cannot be written.
-    """
-    require_matplotlib()
-    past, written = read(records), []
-    for key, draw in CHARTS.items():
-        chart = draw(past)
-        if chart is not None:
-            written.append(folder / f"{name}-{key}.png")
-            write_atomically(written[-1], png(chart))
-    return written
-
-
-def require_matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            "plots as PNG files need matplotlib; in the checkout of your_ai, run: "
-            "pip install '.[report]'"
-        ) from error
 
 
 def write_atomically(path: Path, data: bytes) -> None:

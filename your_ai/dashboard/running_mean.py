@@ -44,8 +44,7 @@ class RunningMean:
         found = replace(self, newest=(*self.newest, value)[-WINDOW:], count=self.count + 1)
         mean = found.value
         assert mean is not None
-        # The first means are of few values, and noisy.
-        is_first = self.best is None or found.count <= WINDOW
-        if is_first or (mean > self.best if self.highest else mean < self.best):
+        early = found.count <= WINDOW  # the first means are of few values, and noisy
+        if early or self.best is None or (mean > self.best if self.highest else mean < self.best):
             return replace(found, best=mean, best_at=at)
         return found

@@ -133,7 +133,7 @@ def arranged(
     ranked = sorted(range(len(rows)), key=lambda i: (RANKS[rows[i].kind], not rows[i].parts))
     kept = sorted(ranked[:height])
     split = sum(i < len(top) for i in kept)
-    padding = [[] for _ in range(height - len(kept))] if low else []
+    padding: list[list[TextPart]] = [[] for _ in range(height - len(kept))] if low else []
     lines = [rows[i].parts for i in kept]
     return [*lines[:split], *padding, *lines[split:]]
 
@@ -154,8 +154,8 @@ def with_more(
         return groups
     at = next(i for i, row in enumerate(groups[2]) if row.kind == curve)
     others = [row for row in groups[2] if row.kind != curve]
-    chart = chart_rows(page, curve, "", chart, rows)
-    return [*groups[:2], [*others[:at], *chart, *others[at:]], *groups[3:]]
+    drawn = chart_rows(page, curve, "", chart, rows)
+    return [*groups[:2], [*others[:at], *drawn, *others[at:]], *groups[3:]]
 
 
 def loss_chart(state: ViewState, of_reward: bool) -> LineChart | None:
@@ -195,8 +195,8 @@ def sample_rows(page: Page, state: ViewState, room: int) -> list[ScreenRow]:
         if len(found) + len(parts) > min(room, MOST_SAMPLES):
             break
         for label, before, text in parts:
-            texts = [(before, DIM), (clean(page, text), "")]
-            found.append(ScreenRow("sample", line(page, label, texts)))
+            said = [(before, DIM), (clean(page, text), "")]
+            found.append(ScreenRow("sample", line(page, label, said)))
     return found
 
 
@@ -284,10 +284,9 @@ def loss_fields(page: Page, state: ViewState, step: events.Step) -> list[Field]:
 
 
 def validation_field(state: ViewState, validation: events.Validation) -> Field:
-    value = view.validation_text(validation, validation.loss)
-    best = state.best_validation
-    best = f", best {view.validation_text(validation, None if best is None else best.loss)}"
-    return Field(1, value, "validation ", best, "")
+    value, best = view.validation_text(validation, validation.loss), state.best_validation
+    after = f", best {view.validation_text(validation, None if best is None else best.loss)}"
+    return Field(1, value, "validation ", after, "")
 
 
 def validation_rows(page: Page, state: ViewState) -> list[ScreenRow]:
@@ -320,8 +319,8 @@ def reward_rows(page: Page, state: ViewState, step: events.Step) -> list[ScreenR
     finite = [reward for reward in rewards if math.isfinite(reward)]
     if finite:
         bounds = min(finite), max(finite)
-        texts = brief(bounds[0]), brief(bounds[1])
-        rows += curve_rows(page, "reward curve", rewards, bounds, texts)
+        ends = brief(bounds[0]), brief(bounds[1])
+        rows += curve_rows(page, "reward curve", rewards, bounds, ends)
     named = [
         (name, plain(mean) if std is None else f"{plain(mean)} {page.glyphs.spread}{plain(std)}")
         for name, (mean, std) in named_rewards(metrics).items()
@@ -399,8 +398,7 @@ def times(page: Page, state: ViewState, now: float) -> list[TextPart]:
         fields.append(Field(2, short_span(state.step_s), after="/step", style=""))
     if state.tokens_per_s is not None:
         fields.append(Field(1, f"{state.tokens_per_s:,.0f}", after=" tokens/s", style=""))
-    if state.step is not None and view.waits(state.step):
-        waited = view.wait_text(state.step.read_wait_s)
+    if state.step is not None and (waited := view.wait_text(state.step)):
         fields.append(Field(4, waited, "waited ", " for weights", ""))
     return in_fields(page, fields, page.room)
 
@@ -509,7 +507,7 @@ def note_rows(page: Page, state: ViewState) -> list[ScreenRow]:
 
 
 def warning_rows(page: Page, state: ViewState, now: float) -> list[ScreenRow]:
-    rows = []
+    rows: list[ScreenRow] = []
     for text in (*late(state, now), *state.warnings):
         label = "!" if page.narrow else "warning"
         parts = line(page, label, [(clean(page, text), WARN)], style=WARN)

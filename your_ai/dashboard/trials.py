@@ -1,10 +1,11 @@
-"""The trials of a tune as lines, a table, and JSON. Pure: uses no terminal."""
+"""The trials of a tune as lines and a table. Pure: uses no terminal."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rich.table import Table
@@ -12,10 +13,15 @@ from rich.text import Text
 
 from your_ai.dashboard.metric_table import plain
 from your_ai.dashboard.state import ViewState
-from your_ai.dashboard.view import duration, validation_name, validation_text
-from your_ai.gates.text import loss_text, printable, size_text
+from your_ai.dashboard.view import (
+    duration,
+    known,
+    peak_of_limit,
+    validation_name,
+    validation_text,
+)
+from your_ai.gates.text import loss_text, printable
 
-UNKNOWN = "-"
 GAP = 2  # between columns
 TO_THE_LEFT = ("trial", "state")
 STYLES = {"pruned": "dim", "failed": "red"}
@@ -103,11 +109,6 @@ def settings_text(settings: dict[str, Any]) -> str:
     return ", ".join(f"{HEADS[name]} {value_text(name, v)}" for name, v in settings.items())
 
 
-def peak_of_limit(row: TrialRow) -> str:
-    peak = known(row.peak_bytes, size_text)
-    return peak if row.limit_bytes is None else f"{peak} of {size_text(row.limit_bytes)}"
-
-
 def line(row: TrialRow) -> str:
     """One line about a trial that has ended."""
     parts = [f"{row.state} ({row.reason})" if row.reason else row.state]
@@ -117,43 +118,43 @@ def line(row: TrialRow) -> str:
     if row.seconds is not None:
         parts.append(duration(row.seconds))
     if row.peak_bytes is not None:
-        parts.append(f"peak {peak_of_limit(row)}")
+        parts.append(f"peak {peak_of_limit(row.peak_bytes, row.limit_bytes)}")
     name = f"trial {row.number:03}" + (" (the default)" if row.number == 0 else "")
     return f"{name}: {settings_text(row.settings)}: {', '.join(parts)}"
 
 
+def columns_of(rows: Sequence[TrialRow]) -> dict[str, list[str]]:
+    """The cells of the trials by column, in the order of the rows."""
+    columns = {
+        "trial": [f"{row.number:03}" for row in rows],
+        "state": ["best" if row.is_best else row.state for row in rows],
+        measure_name(rows): [measure_text(row) for row in rows],
+    }
+    for name, head in HEADS.items():
+        if any(name in row.settings for row in rows):
+            columns[head] = [
+                known(row.settings.get(name), partial(value_text, name)) for row in rows
+            ]
+    columns["step"] = [f"{known(row.step, str)}/{known(row.steps, str)}" for row in rows]
+    columns["time"] = [known(row.seconds, duration) for row in rows]
+    columns["peak of limit"] = [peak_of_limit(row.peak_bytes, row.limit_bytes) for row in rows]
+    return columns
+
+
 def trials_table(rows: Sequence[TrialRow], width: int = 80) -> Table:
     """A table of the trials, the best ones first, with the columns that fit into `width`."""
-    names = [name for name in HEADS if any(name in row.settings for row in rows)]
     ordered = by_loss(rows)
-    columns = {
-        "trial": [f"{row.number:03}" for row in ordered],
-        "state": ["best" if row.is_best else row.state for row in ordered],
-        measure_name(rows): [measure_text(row) for row in ordered],
-    }
-    for name in names:
-        columns[HEADS[name]] = [
-            value_text(name, row.settings[name]) if name in row.settings else UNKNOWN
-            for row in ordered
-        ]
-    columns["step"] = [f"{known(row.step, str)}/{known(row.steps, str)}" for row in ordered]
-    columns["time"] = [known(row.seconds, duration) for row in ordered]
-    columns["peak of limit"] = [peak_of_limit(row) for row in ordered]
+    columns = columns_of(ordered)
     for head in ("step", "time", "peak of limit"):
         if sum(GAP + max(map(len, [name, *cells])) for name, cells in columns.items()) > width:
             columns.pop(head)
-
     drawn = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
     for head in columns:
         drawn.add_column(head, justify="left" if head in TO_THE_LEFT else "right", no_wrap=True)
-    for index, row in enumerate(ordered):
+    for row, *cells in zip(ordered, *columns.values(), strict=True):
         style = "bold" if row.is_best else STYLES.get(row.state, "")
-        drawn.add_row(*(Text(cells[index], style) for cells in columns.values()))
+        drawn.add_row(*(Text(cell, style) for cell in cells))
     return drawn
-
-
-def known(value: Any, text: Callable[[Any], str]) -> str:
-    return UNKNOWN if value is None else text(value)
 
 
 def by_loss(rows: Sequence[TrialRow]) -> list[TrialRow]:
@@ -165,10 +166,6 @@ def by_loss(rows: Sequence[TrialRow]) -> list[TrialRow]:
         return order.get(row.state, 2), value, row.number
 
     return sorted(rows, key=key)
-
-
-def trials_json(rows: Sequence[TrialRow]) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(row) for row in rows]
 
 
 def progress_text(number: int, settings: Mapping[str, Any], state: ViewState) -> str:

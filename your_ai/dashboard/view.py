@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -25,6 +27,19 @@ from your_ai.run.events import Event
 SAMPLE_CHARACTERS = 200
 SAMPLE_LINES = 6
 SCHEDULED = ("clear_cache", "drop_compiled", "reload_lora")  # too many to show line by line
+UNKNOWN = "-"
+T = TypeVar("T")
+
+
+def known(value: T | None, text: Callable[[T], str]) -> str:
+    """Format a value that may be unknown."""
+    return UNKNOWN if value is None else text(value)
+
+
+def peak_of_limit(peak_bytes: int | None, limit_bytes: int | None) -> str:
+    """Format as `5.2 GB of 7.0 GB`."""
+    peak = known(peak_bytes, size_text)
+    return peak if limit_bytes is None else f"{peak} of {size_text(limit_bytes)}"
 
 
 def duration(seconds: float) -> str:
@@ -50,19 +65,18 @@ def step_text(step: events.Step, tokens_per_s: float, seconds_left: float | None
             f"loss {loss_text(step.loss)}",
             *line_texts(step.metrics),
             f"{tokens_per_s:.0f} tokens/s",
-            *([f"waited {wait_text(step.read_wait_s)} for weights"] if waits(step) else []),
+            *([f"waited {waited} for weights"] if (waited := wait_text(step)) else []),
             *([f"{duration(max(1.0, seconds_left))} left"] if seconds_left is not None else []),
             *([", ".join(known)] if known else []),
         ]
     )
 
 
-def waits(step: events.Step) -> bool:
-    """Whether a step read weights from files and waited for them."""
-    return step.read_wait_s is not None and 0 <= step.read_wait_s < math.inf
-
-
-def wait_text(seconds: float) -> str:
+def wait_text(step: events.Step) -> str:
+    """How long a step waited for weights from files; empty if it read none."""
+    seconds = step.read_wait_s
+    if seconds is None or not 0 <= seconds < math.inf:
+        return ""
     return f"{seconds:.1f} s" if seconds >= 0.95 else f"{1000 * seconds:.0f} ms"
 
 

@@ -24,11 +24,6 @@ class Notes:
         count, first = self.found.get(text, (0, where))
         self.found[text] = count + 1, first
 
-    def add_all(self, others: Notes) -> None:
-        for text, (count, first) in others.found.items():
-            known, place = self.found.get(text, (0, first))
-            self.found[text] = known + count, place
-
     def lines(self) -> list[str]:
         """`answers without text are not trained: 3 rows, the first in data.jsonl:1`"""
         return [

@@ -224,7 +224,8 @@ def run_alone(contest: Contest, contender: str) -> dict[str, Any]:
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise RunError(f"{contender}: {lines[-1]}")
-    return json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def combine(contest: Contest, name: str, rounds: list[dict[str, Any]]) -> BenchRow:

@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -252,7 +253,7 @@ def describe_machine(folder: Path) -> Outcome:
     shared = {name: getattr(found, name) for name in SHARED}
     shared |= {"blas": found.blas and Path(found.blas).parent.name}
     shared |= {
-        "release": re.match(r"[\d.]*", found.release or "")[0]
+        "release": re.split(r"[^\d.]", found.release or "", maxsplit=1)[0]
     }  # its owner may name a kernel
     text = ", ".join(str(part) for part in (found.gpu or found.chip, found.device) if part)
     return Outcome(found.mlx_fault is None, found.mlx_fault or text, shared)
@@ -307,7 +308,8 @@ def compare_adapters(folder: Path) -> Outcome:
     files = [folder / "runs" / run / "adapter" / ADAPTERS for run in ("whole", "killed")]
     if files[0].read_bytes() == files[1].read_bytes():
         return Outcome(True, "the adapter has the same bytes", {"differs": 0.0})
-    ours, theirs = (mx.load(str(file)) for file in files)
+    loaded: list[Any] = [mx.load(str(file)) for file in files]
+    ours, theirs = loaded
     worst = max(relative(ours[name], theirs[name]) for name in ours)
     exact = device() == "cpu"  # sums on a GPU may depend on the order
     return Outcome(
@@ -316,7 +318,7 @@ def compare_adapters(folder: Path) -> Outcome:
     )  # fmt: skip
 
 
-CHECKS = {
+CHECKS: dict[str, Callable[..., Outcome]] = {
     "machine": describe_machine,
     "model": make_model,
     "counters": count_memory,
@@ -395,7 +397,7 @@ def step_of(found: MadeModel) -> LossAndGradients:
     (batch,) = found.batches
     sums, grads = found.engine.gradients(batch, 1 / batch.weight, 3)
     mx.eval(sums, grads)
-    return sums.loss.item() / batch.weight, dict(tree_flatten(grads))
+    return float(sums.loss) / batch.weight, dict(tree_flatten(grads))
 
 
 class Updated(NamedTuple):
@@ -441,8 +443,8 @@ def difference(ours: LossAndGradients, theirs: LossAndGradients) -> float:
 def relative(ours: mx.array, theirs: mx.array) -> float:
     """The norm of the difference divided by the norm of `theirs`."""
     ours, theirs = ours.astype(mx.float32), theirs.astype(mx.float32)
-    size = mx.linalg.norm(theirs.reshape(-1)).item()
-    difference = mx.linalg.norm((ours - theirs).reshape(-1)).item()
+    size = float(mx.linalg.norm(theirs.reshape(-1)))
+    difference = float(mx.linalg.norm((ours - theirs).reshape(-1)))
     return difference / max(size, 1e-12) if math.isfinite(difference) else math.inf
 
 

@@ -78,8 +78,8 @@ class Contest:
             max_grad_norm=0,
             batch_size=self.batch_size * self.rollouts,
             max_memory=self.max_memory,
-            plan=plan,
-            objective=self.objective,
+            plan=coerce("plan", plan, "--plan"),
+            objective=coerce("objective", self.objective, "--objective"),
             **grpo,
         )
 
@@ -122,6 +122,6 @@ def contest_prompts(contest: Contest, tokens: np.ndarray) -> np.ndarray:
     return tokens[:: contest.rollouts, : -contest.targets]
 
 
-def contest_reward(tokens: Sequence[int]) -> float:
+def contest_reward(tokens: Sequence[int] | np.ndarray) -> float:
     """The reward of a completion: the share of even tokens."""
     return 1 - float(np.mean(np.asarray(tokens) % 2))

@@ -38,11 +38,14 @@ LEVELS = ("risk", "note", "ok")
 STYLES = {"risk": "red", "note": "yellow", "ok": "green"}
 
 
+Level = Literal["ok", "note", "risk"]
+
+
 @dataclass(frozen=True)
 class Finding:
     """A fact about the machine, good or bad."""
 
-    level: Literal["ok", "note", "risk"]
+    level: Level
     """ok, note (it could be better) or risk (a run may fail or be slow)."""
     what: str
     command: str = ""
@@ -148,7 +151,7 @@ def of_memory(machine: MachineInfo) -> Iterator[Finding]:
         yield Finding("ok", "memory pressure is normal")
     swap = machine.swap_bytes or 0
     if swap >= SOME_SWAP_BYTES:
-        level = "risk" if swap >= ram / MUCH_SWAP_SHARE else "note"
+        level: Level = "risk" if swap >= ram / MUCH_SWAP_SHARE else "note"
         what = f"{roughly(swap)} of memory is swapped out: runs will be slow"
         yield Finding(level, what, who)
     most = min(ram, machine.recommended_bytes or ram, machine.container_bytes or ram)
@@ -198,7 +201,7 @@ def of_disk(machine: MachineInfo) -> Iterator[Finding]:
         return
     what = f"{roughly(free)} free on the disk of {machine.store}"
     if free < DISK_NOTE_BYTES:
-        level = "risk" if free < DISK_RISK_BYTES else "note"
+        level: Level = "risk" if free < DISK_RISK_BYTES else "note"
         what += "; an 8B model at 4 bits takes 4.5 GB"
         yield Finding(level, what, "your_ai runs prune")
     else:
@@ -250,11 +253,11 @@ def facts(machine: MachineInfo) -> dict[str, str]:
     card = machine.gpu if machine.device == "cuda" else None  # a Mac's GPU is named as its chip
     versions = (("Python", machine.python), ("MLX", machine.mlx), ("mlx-lm", machine.mlx_lm),
                 ("your_ai", machine.your_ai))  # fmt: skip
-    lines = {
+    lines: dict[str, list[str | None]] = {
         "machine": [machine.chip, cores, f"{system} {machine.release or ''}".strip()],
         "device": [DEVICES.get(machine.device or "", machine.device), card],
         "memory": [f"{roughly(size)} {name}" for size, name in sizes if size is not None],
-        "a run": [limit and limits.text(limit)],
+        "a run": [limits.text(limit) if limit else None],
         "store": [machine.store],
         "versions": [f"{name} {version}" for name, version in versions if version],
     }

@@ -7,20 +7,18 @@ of the machine it runs on (`measure_memory.py` measures its peaks).
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from your_ai.memory.coefficients import Coefficients
-from your_ai.memory.estimate import Plan, Training, Workload, estimate
+from your_ai.memory.estimate import estimate
 from your_ai.memory.estimate_tiles import is_tiled
 from your_ai.memory.facts import BlockFacts, ModelFacts
 from your_ai.memory.mixer_facts import MixerFacts
-from your_ai.memory.workload import NOTHING, Kept
+from your_ai.memory.workload import NOTHING, Kept, Plan, Training, Workload
 
 # The tables that measured peaks can decide, by the engine and kind of the peaks that need them.
 FITTED: dict[tuple[str, str], tuple[str, ...]] = {
@@ -42,6 +40,9 @@ FACTORS = (1.0, 0.25, 0.35, 0.5, 0.7, 1.4, 2.0, 2.8, 4.0)
 STEP = 1e-3  # of a coefficient, for its derivative
 
 
+PeakKind = Literal["step", "gradients", "evaluation"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Peak:
     """MLX's measured peak memory over one micro-batch, or over whole steps of one each."""
@@ -51,7 +52,7 @@ class Peak:
     engine: str
     rows: int
     tokens: int
-    kind: Literal["step", "gradients", "evaluation"]
+    kind: PeakKind
     """step: of whole steps, everything included; gradients: what the gradients of a micro-batch
     need in addition to weights, adapters and optimizer; evaluation: of scored rows, everything
     included."""
@@ -79,7 +80,8 @@ def errors(peaks: Sequence[Peak], coefficients: Coefficients) -> np.ndarray:
     """(n,) estimated over measured bytes, minus 1. Differences far below 2 MB count less."""
     estimates = np.array([estimated_bytes(peak, coefficients) for peak in peaks], float)
     measured = np.array([peak.peak_bytes for peak in peaks], float)
-    return (estimates - measured) / (measured + SMALL_BYTES)
+    relative: np.ndarray = (estimates - measured) / (measured + SMALL_BYTES)
+    return relative
 
 
 def fit(peaks: Sequence[Peak], start: Coefficients) -> Coefficients:
@@ -213,7 +215,3 @@ def block_from_json(block: dict[str, Any]) -> BlockFacts:
     mixers = tuple(MixerFacts(**mixer) for mixer in block.get("mixers", ()))
     dense = tuple(block.get("dense", ()))
     return BlockFacts(**(block | sizes | {"mixers": mixers, "dense": dense}))
-
-
-def read_peaks(path: Path) -> list[Peak]:
-    return from_json(json.loads(path.read_text(encoding="utf-8")))

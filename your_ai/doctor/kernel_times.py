@@ -38,8 +38,8 @@ from your_ai.memory.step_time import (
     weight_work,
 )
 from your_ai.nets.attention import attention
+from your_ai.nets.block_calls import Arrays
 from your_ai.nets.head import Function, LayerRows, LinearHead
-from your_ai.nets.parts import Arrays
 from your_ai.objectives.objective import Targets
 from your_ai.objectives.sft import SUPERVISED
 from your_ai.training.measure_peaks import batch_of
@@ -48,6 +48,7 @@ REPEATS = 3  # after one that may compile
 SEVERAL = 8  # products
 SPILLED_BYTES = 8_000_000
 FILE_ARRAYS = 64  # with little in them
+Clock = Callable[[], float]  # in seconds
 
 
 @dataclass(frozen=True)
@@ -90,18 +91,16 @@ SLOW = Kernels(
 )
 
 
-def kernel_times(
-    kernels: Kernels, dtype: mx.Dtype, now: Callable[[], float]
-) -> Iterator[TimedWork]:
+def kernel_times(kernels: Kernels, dtype: mx.Dtype, now: Clock) -> Iterator[TimedWork]:
     """Time each part."""
     on_cpu = mx.default_device().type == mx.cpu
     for sizes in kernels.products:
         for quantized in (False, True):
             yield product_time(*sizes, quantized, dtype, now)
-    for sizes in kernels.adapters:
-        yield adapter_time(*sizes, dtype, now)
-    for shape in kernels.attentions if on_cpu else ():
-        yield from attention_times(*shape, dtype, now)
+    for adapter in kernels.adapters:
+        yield adapter_time(*adapter, dtype, now)
+    for attended in kernels.attentions if on_cpu else ():
+        yield from attention_times(*attended, dtype, now)
     for sizes in kernels.heads:
         for quantized in (False, True):
             yield head_time(*sizes, quantized, dtype, now)
@@ -110,12 +109,7 @@ def kernel_times(
 
 
 def product_time(
-    rows: int,
-    inputs: int,
-    outputs: int,
-    quantized: bool,
-    dtype: mx.Dtype,
-    now: Callable[[], float],
+    rows: int, inputs: int, outputs: int, quantized: bool, dtype: mx.Dtype, now: Clock
 ) -> TimedWork:
     """Time products with frozen weights."""
     on_cpu = mx.default_device().type == mx.cpu
@@ -135,7 +129,7 @@ def product_time(
 
 
 def adapter_time(
-    rows: int, inputs: int, outputs: int, rank: int, dtype: mx.Dtype, now: Callable[[], float]
+    rows: int, inputs: int, outputs: int, rank: int, dtype: mx.Dtype, now: Clock
 ) -> TimedWork:
     """Time the forward pass of adapters."""
 
@@ -149,7 +143,7 @@ def adapter_time(
     return TimedWork(f"adapter {rows} x {inputs} x {outputs}", work, found)
 
 
-def several(layers: Sequence[Function], x: mx.array, now: Callable[[], float]) -> float:
+def several(layers: Sequence[Function], x: mx.array, now: Clock) -> float:
     """The seconds of all layers in one graph, as in a step, where no weight is in a cache already;
     to run a graph of its own takes as long as a small product."""
     return time_of(lambda: [layer(x) for layer in layers], now)
@@ -162,7 +156,7 @@ def random_numbers(rows: int, columns: int, dtype: mx.Dtype) -> mx.array:
 
 
 def attention_times(
-    tokens: int, heads: int, keys: int, size: int, lean: bool, dtype: mx.Dtype, now: Callable
+    tokens: int, heads: int, keys: int, size: int, lean: bool, dtype: mx.Dtype, now: Clock
 ) -> Iterator[TimedWork]:
     """Time attention in blocks of queries, forward, and forward with backward."""
     q = mx.random.normal((1, heads, tokens, size), key=mx.random.key(0)).astype(dtype)
@@ -177,7 +171,7 @@ def attention_times(
         return attention(q, k, v, size**-0.5, queries=queries).sum()
 
     mixer = MixerFacts(kind=ATTENTION, heads=heads, kv_heads=keys, key_dim=size, value_dim=size)
-    passes = BlockPasses(BlockRole(0, True, False, False), 1, tokens, lean)
+    passes = BlockPasses(BlockRole(0, True, False, (False, False, False)), 1, tokens, lean)
     both: Work = dict(attention_work(mixer, passes, on_cpu=True))
     name = f"attention {tokens} x {heads} x {keys} x {size}"
     compiled, gradients = mx.compile(forward), mx.compile(mx.grad(forward, argnums=(0, 1, 2)))
@@ -187,12 +181,7 @@ def attention_times(
 
 
 def head_time(
-    targets: int,
-    hidden: int,
-    vocabulary: int,
-    quantized: bool,
-    dtype: mx.Dtype,
-    now: Callable[[], float],
+    targets: int, hidden: int, vocabulary: int, quantized: bool, dtype: mx.Dtype, now: Clock
 ) -> TimedWork:
     """Time the loss and its gradient, over the vocabulary."""
     layer: Any = nn.Embedding(vocabulary, hidden)
@@ -212,7 +201,7 @@ def head_time(
     return TimedWork(f"head {targets} x {hidden} x {vocabulary}", work, time_of(run, now))
 
 
-def spill_time(now: Callable[[], float]) -> TimedWork:
+def spill_time(now: Clock) -> TimedWork:
     """Time writing block inputs to the disk and reading them back."""
     states = mx.zeros(SPILLED_BYTES // 4)
     mx.eval(states)
@@ -226,7 +215,7 @@ def spill_time(now: Callable[[], float]) -> TimedWork:
         return TimedWork("spilled inputs", {"spilled": 2 * SPILLED_BYTES}, time_of(run, now))
 
 
-def file_times(now: Callable[[], float]) -> Iterator[TimedWork]:
+def file_times(now: Clock) -> Iterator[TimedWork]:
     """Time reading arrays of a block from a file, and storing and taking gradients."""
     few = {str(place): mx.zeros(16) for place in range(FILE_ARRAYS)}
     one = {"0": mx.zeros(SPILLED_BYTES // 4)}
@@ -235,7 +224,7 @@ def file_times(now: Callable[[], float]) -> Iterator[TimedWork]:
             file, count = Path(place, f"{len(arrays)}.safetensors"), len(arrays)
             size = sum(array.nbytes for array in arrays.values())
             mx.save_safetensors(str(file), arrays)
-            work = {"read": size, "opened": count}
+            work: Work = {"read": size, "opened": count}
             yield TimedWork(f"{count} arrays read", work, time_of(partial(read_arrays, file), now))
             gradients = gradients_in(Path(place))
 
@@ -251,7 +240,7 @@ def read_arrays(file: Path) -> Arrays:
     return mx.load(str(file), stream=mx.cpu)  # type: ignore[return-value]
 
 
-def time_of(run: Callable[[], Any], now: Callable[[], float]) -> float:
+def time_of(run: Callable[[], Any], now: Clock) -> float:
     """The median seconds of `run`, whose result is evaluated; the first call is left out."""
     found = []
     for _ in range(1 + REPEATS):

@@ -17,6 +17,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +32,6 @@ from your_ai.memory.limit import MemoryLimit
 PACKAGES = {  # the packages of each extra
     "judge": ("openai",),
     "mcp": ("mcp",),
-    "report": ("matplotlib",),
     "swanlab": ("swanlab",),
     "tensorboard": ("tensorboardX",),
     "tune": ("optuna",),
@@ -166,9 +166,9 @@ def read_machine() -> MachineInfo:
         openblas=attempt(installed_openblas),
         wired_limit_bytes=attempt(lambda: MIB * int(sysctl("iogpu.wired_limit_mb"))),
         **(attempt(memory) or {"ram_bytes": attempt(lambda: psutil.virtual_memory().total)}),
-        disk_free_bytes=parent and attempt(lambda: shutil.disk_usage(parent).free),
-        store=place and str(place),
-        store_writable=parent and os.access(parent, os.W_OK),
+        disk_free_bytes=attempt(lambda: shutil.disk_usage(parent).free) if parent else None,
+        store=str(place) if place else None,
+        store_writable=os.access(parent, os.W_OK) if parent else None,
         python=platform.python_version(),
         mlx=attempt(lambda: metadata.version("mlx")),
         mlx_package=mlx_package(),
@@ -275,7 +275,7 @@ def output_of(*command: str) -> str:
 def mlx_package() -> str | None:
     """`mlx-cuda-13 0.32.4`; None if no such package is installed."""
     for name in MLX_PACKAGES:
-        if version := attempt(lambda name=name: metadata.version(name)):
+        if version := attempt(partial(metadata.version, name)):
             return f"{name} {version}"
     return None
 

@@ -20,7 +20,7 @@ import mlx.nn as nn
 
 from your_ai.config import TrainConfig
 from your_ai.doctor import fit_memory
-from your_ai.doctor.fit_memory import Peak
+from your_ai.doctor.fit_memory import Peak, PeakKind
 from your_ai.doctor.shapes import make_shape
 from your_ai.engine.build import build_engine
 from your_ai.engine.gradients import gradients_in
@@ -34,10 +34,10 @@ from your_ai.hub.find import store
 from your_ai.memory import budget, coefficients
 from your_ai.memory.calibration import FAR, Shape
 from your_ai.memory.coefficients import Fitted
-from your_ai.memory.estimate import Plan, Training, Workload, estimate
+from your_ai.memory.estimate import estimate
 from your_ai.memory.estimate_kept import everything
 from your_ai.memory.facts import ModelFacts, facts_of
-from your_ai.memory.workload import NOTHING, Kept
+from your_ai.memory.workload import NOTHING, Kept, Plan, Training, Workload
 from your_ai.nets import model
 from your_ai.training import optimizer
 from your_ai.training.measure_peaks import batch_of
@@ -144,7 +144,7 @@ def measure_engine(
     engine: str,
     limit: int,
     kept: Kept = NOTHING,
-    cases: Sequence[tuple[str, Shape]] | None = None,
+    cases: Sequence[tuple[PeakKind, Shape]] | None = None,
 ) -> Iterator[Peak]:
     """The peaks of one engine; cases that could exceed `limit` bytes are left out.
 
@@ -170,7 +170,7 @@ def measure_engine(
     if built.notices:
         raise RunError(built.notices[-1])
 
-    def peak(kind: str, shape: Shape, peak_bytes: int) -> Peak:
+    def peak(kind: PeakKind, shape: Shape, peak_bytes: int) -> Peak:
         rows, tokens = shape
         return Peak(
             facts=facts, training=training, engine=engine, rows=rows, tokens=tokens, kind=kind,
@@ -178,8 +178,8 @@ def measure_engine(
         )  # fmt: skip
 
     if cases is None:
-        cases = [("gradients", shape) for shape in TRAINED]
-        cases += [("evaluation", shape) for shape in EVALUATED if not kept]
+        scored = () if kept else EVALUATED
+        cases = [*(("gradients", s) for s in TRAINED), *(("evaluation", s) for s in scored)]
     update: optimizer.Update | None = None
     for kind, shape in cases:
         workload = Workload(facts=facts, training=training, forward=kind == "evaluation")

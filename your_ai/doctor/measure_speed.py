@@ -38,7 +38,7 @@ from your_ai.memory import budget, speed
 from your_ai.memory.calibration import Shape
 from your_ai.memory.facts import facts_of
 from your_ai.memory.speed import MachineSpeed
-from your_ai.memory.step_time import StepWork, Work, add
+from your_ai.memory.step_time import StepOperations, Work, add
 from your_ai.memory.workload import Kept, Plan, StepSizes, Training
 from your_ai.nets import model
 from your_ai.rng import derive_seed
@@ -175,7 +175,7 @@ def times_of(
     """Time the gradients and the updates of one case; about `left_s` seconds."""
     training = Training(blocks=case.blocks, rank=case.rank, targets=case.targets)
     sizes = StepSizes(on_cpu=mx.default_device().type == mx.cpu)
-    of_run = StepWork(facts_of(folder, dtype.size), training, sizes)
+    of_run = StepOperations(facts_of(folder, dtype.size), training, sizes)
     updates: list[float] = []
     stepper = prepared(folder, dtype, case)
     for shape in case.shapes:
@@ -189,14 +189,6 @@ def times_of(
     yield TimedWork(
         f"{folder.name} update", of_run.of_update(case.plan), statistics.median(updates)
     )
-
-
-def steps_of(
-    folder: Path, dtype: mx.Dtype, case: SpeedCase, repeats: int, now: Callable[[], float]
-) -> list[tuple[float, float]]:
-    """As `TimedSteps.steps`, of a case with one shape."""
-    (shape,) = case.shapes
-    return prepared(folder, dtype, case).steps(shape, repeats, now)
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def table(found: Sequence[ModelRow], width: int = 80) -> Table:
         fits = row.fits or "?"
         trains = Text(row.fault, "red") if row.fault else Text(fits, STYLES.get(fits, ""))
         bits = "-" if row.bits is None else str(row.bits)
-        cells = [Text(row.name), size_text(row.size_bytes), bits, row.where or "-", trains]
-        cells += [Text(row.licence or "-"), *([Text(row.repo or "-")] if width > 100 else [])]
-        drawn.add_row(*cells)
+        where = [Text(row.licence or "-"), *([Text(row.repo or "-")] if width > 100 else [])]
+        size = size_text(row.size_bytes)
+        drawn.add_row(Text(row.name), size, bits, row.where or "-", trains, *where)
     return drawn

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -39,7 +38,6 @@ from your_ai.gates.token_ids import vocabulary_of
 from your_ai.generation.rollouts import RolloutPrompt, complete, sampler_of
 from your_ai.memory import allocator
 from your_ai.memory.budget import budget_of, demand_of
-from your_ai.memory.estimate import Plan
 from your_ai.memory.estimate_kept import everything
 from your_ai.memory.facts import facts_of
 from your_ai.memory.plan import (
@@ -50,7 +48,7 @@ from your_ai.memory.plan import (
     fastest,
     rows_of,
 )
-from your_ai.memory.workload import NOTHING
+from your_ai.memory.workload import NOTHING, Plan
 from your_ai.nets import model
 from your_ai.objectives.chosen import needs_reference, objective_of
 from your_ai.objectives.grpo import advantages_of, completion_weights
@@ -59,6 +57,7 @@ from your_ai.training import optimizer
 from your_ai.training.optimizer import Update
 from your_ai.training.reference import computed
 from your_ai.training.rollouts import completion_examples
+from your_ai.training.steps import accumulate
 
 MLX_ROOM = "@"
 SHORT = ("unpacked", "packed")
@@ -77,19 +76,6 @@ def mlx_room(contender: str) -> int | None:
     if name != "auto" or not re.fullmatch(r"\d{1,4}(\.\d{1,3})?", size):
         return None
     return round(1e9 * float(size))
-
-
-class Steps(Protocol):
-    """One of our plans, ready for the steps of the task."""
-
-    contest: Contest
-    network: nn.Module
-    engine: Engine
-    estimated_bytes: int | None
-    """The estimate of MLX's peak memory, if there is one for this plan."""
-
-    def step(self) -> tuple[float, float, int]:
-        """Do a step; return (loss, seconds, tokens), or with grpo the mean reward for the loss."""
 
 
 def examples_for(contest: Contest, contender: str, vocabulary: int) -> Examples:
@@ -127,6 +113,7 @@ class PreparedSteps:
     update: Update
     gradients: Gradients
     estimated_bytes: int | None
+    """The estimate of MLX's peak memory, if there is one for this plan."""
     updates: list[list[Batch]]
     """The micro-batches of each update of a step."""
 
@@ -161,6 +148,7 @@ class RolloutSteps:
     counter: Iterator[int]
 
     def step(self) -> tuple[float, float, int]:
+        """Do a step; return (mean reward, seconds, tokens)."""
         began = time.perf_counter()
         texts = self.generated(next(self.counter))
         mx.clear_cache()
@@ -200,6 +188,9 @@ class RolloutSteps:
         return found
 
 
+Steps = PreparedSteps | RolloutSteps
+
+
 def run_ours(contest: Contest, contender: str) -> Iterator[tuple[float, float, int]]:
     """Yield (loss, seconds, tokens) of each step of one of our plans."""
     ready = prepare_ours(contest, contender)
@@ -207,9 +198,7 @@ def run_ours(contest: Contest, contender: str) -> Iterator[tuple[float, float, i
         yield ready.step()
 
 
-def prepare_ours(
-    contest: Contest, contender: str, beside: Steps | None = None
-) -> PreparedSteps | RolloutSteps:
+def prepare_ours(contest: Contest, contender: str, beside: Steps | None = None) -> Steps:
     """Load the model for one of our plans. From here on, MLX's peak memory is counted.
 
     auto: the fastest plan that fits --max-memory or the machine; auto@GB: as `mlx_room` says.
@@ -321,10 +310,6 @@ def one_update(
 ) -> float:
     """Do one update and return the mean loss before it. gradients: for the sums of the step."""
     denominator = engine.objective.denominator(batches)
-    loss = 0.0
-    for batch in batches:
-        sums = engine.add_gradients(batch, 1 / denominator, 0, gradients)
-        mx.eval(sums)
-        loss += sums.loss.item() / denominator
+    sums = accumulate(engine, batches, 1 / denominator, 0, gradients)
     update(gradients, 1.0, contest.learning_rate)
-    return loss
+    return sums.loss / denominator

@@ -24,6 +24,8 @@ from your_ai.gates.token_ids import vocabulary_of
 from your_ai.memory import probe
 from your_ai.nets import model
 from your_ai.objectives.chosen import objective_of
+from your_ai.objectives.dpo import DPO, IPO
+from your_ai.objectives.orpo import ORPO
 
 CHECKPOINT = "-checkpoint"  # ends the name of a peer that computes activations again
 MLX_LM, MLX_LM_LORA = "mlx-lm", "mlx-lm-lora"
@@ -68,7 +70,7 @@ class Collect(TrainingCallback):
         if contest.objective == GRPO:
             self._tokens, self._value = contest.rows * contest.targets, "train_total_rewards_mean"
 
-    def on_train_loss_report(self, train_info: dict) -> None:
+    def on_train_loss_report(self, train_info: dict[str, Any]) -> None:
         seconds = 1 / train_info["iterations_per_second"]
         self.steps.append((train_info[self._value], seconds, self._tokens))
 
@@ -113,10 +115,10 @@ def run_mlx_lm_lora(contest: Contest, checkpointing: bool) -> Steps:
         own |= sampling_of(contest)
     else:
         more["train_dataset"] = pairs_of(contest, tokens)
-    if name == "dpo":
+    if isinstance(objective, DPO | IPO):
         more |= {"loss_type": {"dpo": "sigmoid", "ipo": "ipo"}[contest.objective]}
         own |= {"beta": objective.beta}
-    elif name == "orpo":
+    elif isinstance(objective, ORPO):
         own |= {"beta": objective.odds_weight}
     report = Collect(contest)
     with options_of(contest, checkpointing) as options, working_set_named():

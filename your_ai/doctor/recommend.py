@@ -18,20 +18,19 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from your_ai.config import FIELDS, SFT, TrainConfig, defaults
+from your_ai.config import FIELDS, SFT, TrainConfig, coerce, defaults
 from your_ai.doctor.machine import MachineInfo, limit_of
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, size_text
 from your_ai.hub.registry import Known, known
 from your_ai.memory import limit as limits
 from your_ai.memory.demand import PYTHON_BYTES, SCORED_FIRST, WHOLE
-from your_ai.memory.estimate import Training
 from your_ai.memory.facts import ModelFacts, facts_of_known
 from your_ai.memory.limit import MemoryLimit
 from your_ai.memory.plan import Choice, Demand, DoesNotFit, choose, options
 from your_ai.memory.plan_words import words
 from your_ai.memory.speed import UNKNOWN, KnownSpeed
-from your_ai.memory.workload import StepSizes
+from your_ai.memory.workload import StepSizes, Training
 
 DATA = "my-data/"
 COMFORT_SHARE = 0.9  # of the limit, because estimates for an unmeasured device are rough
@@ -53,8 +52,10 @@ class Profile:
     @property
     def texts_together(self) -> int:
         """Texts of a row that go through the model together: 2 for pairs."""
-        scored_first = self.objective in SCORED_FIRST
-        return 1 if scored_first else TrainConfig(objective=self.objective).texts_together
+        if self.objective in SCORED_FIRST:
+            return 1
+        objective = coerce("objective", self.objective, "--objective")
+        return TrainConfig(objective=objective).texts_together
 
 
 USUAL, LONG = Profile("full", 2048, 4), Profile("long", 8192, 1)
@@ -165,6 +166,7 @@ def demands(
     seq_len = profile.seq_len if model is None else min(profile.seq_len, model.context)
     is_whole = model is not None and model.model_type in WHOLE
     for config in defaults.adapters(TrainConfig(), facts.blocks):
+        assert config.lora_rank != "auto"
         yield Demand(
             facts=facts,
             training=Training(
@@ -327,8 +329,8 @@ def continued(command: str, width: int = WIDTH) -> str:
 def rows_of(shown: list[Recommendation]) -> Table:
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for head, width in COLUMNS.items():
-        justify = "left" if head in ("model", "targets", "plan") else "right"
-        drawn.add_column(head, justify=justify, no_wrap=True, min_width=width)
+        left = head in ("model", "targets", "plan")
+        drawn.add_column(head, justify="left" if left else "right", no_wrap=True, min_width=width)
     for each in shown:
         drawn.add_row(
             each.known.alias,

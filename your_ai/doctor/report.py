@@ -92,8 +92,8 @@ def train_demo(
                     "eval_every": 0, "samples": 0}  # fmt: skip
         done(command("train", settings), folder, preset, deadline)
     logged = [record.event for record in events.tail(run.events)[0]]
-    steps = [event for event in logged if isinstance(event, events.Step)]
-    deaths = [event.reason for event in logged if isinstance(event, events.Died)]
+    steps = events.of(events.Step, logged)
+    deaths = [event.reason for event in events.of(events.Died, logged)]
     losses = [step.loss for step in steps]
     figures = {
         "losses": losses,
@@ -107,7 +107,7 @@ def train_demo(
         raise Failed("the run ended without a step")
     ok = len(steps) == DEMO_STEPS and all(map(math.isfinite, losses)) and not deaths
     text = f"{counted(len(steps), 'step')}, loss {losses[0]:.4f} to {losses[-1]:.4f}, "
-    text += f"{min(figures['seconds']):.2f} s for the fastest"
+    text += f"{min(step.seconds for step in steps):.2f} s for the fastest"
     text += f"; the training process died: {'; '.join(deaths)}" if deaths else ""
     return {"ok": ok, "measured": text, "figures": figures}
 

@@ -117,7 +117,8 @@ def run_ranks(contest: Contest, plan: str, processes: int) -> dict[str, Any]:
     if started[0].returncode:
         lines = errors.decode("utf-8", "replace").strip().splitlines()
         raise RunError(f"--processes {processes}: {lines[-1] if lines else 'a process failed'}")
-    return json.loads(output)
+    found: dict[str, Any] = json.loads(output)
+    return found
 
 
 def run_rank(contest: Contest, plan: str, ranks: Ranks) -> dict[str, Any]:

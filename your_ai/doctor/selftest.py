@@ -68,7 +68,8 @@ class ReportLine:
     figures: dict[str, Any] = field(default_factory=dict)
 
 
-T, U = TypeVar("T"), TypeVar("U")
+T = TypeVar("T")
+U = TypeVar("U")
 Work = Callable[[Path, dict[str, Any], float], dict[str, Any]]
 """(folder, figures of the model, deadline) -> the outcome of a check."""
 
@@ -268,9 +269,10 @@ def asked(check: str, folder: Path, deadline: float, *more: str) -> dict[str, An
     arguments = ["-m", "your_ai.doctor.checks", check, str(folder), *more]
     output = done(arguments, folder, check, deadline)
     try:
-        return json.loads(output.splitlines()[-1])
+        outcome: dict[str, Any] = json.loads(output.splitlines()[-1])
     except (ValueError, IndexError) as error:
         raise Failed("its process ended without a result") from error
+    return outcome
 
 
 def command(name: str, settings: dict[str, Any]) -> list[str]:
@@ -320,7 +322,7 @@ def survive(folder: Path, model: dict[str, Any], deadline: float) -> dict[str, A
     at = steps_of(killed)
     done([*command("train", {"resume": "killed"}), *unsupervised], folder, "resumed", deadline)
     logged = [record.event for record in events.tail(killed.events)[0]]
-    start = [event.step for event in logged if isinstance(event, events.Started)][-1]
+    start = events.of(events.Started, logged)[-1].step
     outcome = asked("adapters", folder, deadline)
     text = f"killed at step {at} of {RUN_STEPS}, resumed from step {start}: {outcome['measured']}"
     return {**outcome, "ok": outcome["ok"] and start > 0, "measured": text}
@@ -330,7 +332,7 @@ def steps_of(run: RunFolder) -> int:
     """The last step in a run's events."""
     with contextlib.suppress(OSError):
         logged = [record.event for record in events.tail(run.events)[0]]
-        return max((event.step for event in logged if isinstance(event, events.Step)), default=0)
+        return max((step.step for step in events.of(events.Step, logged)), default=0)
     return 0
 
 
@@ -362,9 +364,9 @@ def hold_budget(folder: Path, model: dict[str, Any], deadline: float) -> dict[st
     if process.returncode != 0:
         raise Failed(describe_end(folder, "held", process.returncode))
     logged = [record.event for record in events.tail(RunFolder(folder / "runs" / "held").events)[0]]
-    plans = [event.text for event in logged if isinstance(event, events.Planned)]
-    ratios = [event.ratio for event in logged if isinstance(event, events.Measured)]
-    steps = [event for event in logged if isinstance(event, events.Step)]
+    plans = [event.text for event in events.of(events.Planned, logged)]
+    ratios = [event.ratio for event in events.of(events.Measured, logged)]
+    steps = events.of(events.Step, logged)
     of_mlx = [step.peak_bytes or 0 for step in steps]
     if model["device"] == "cuda":  # seen from outside, a process has nothing of the card's memory
         peak = max((step.highest_bytes or 0 for step in steps), default=0)

@@ -28,7 +28,9 @@ LLAMA3_ROPE = {
 }
 
 
-def llama(hidden: int, blocks: int, heads: int, kv: int, mlp: int, vocabulary: int, **more: Any):
+def llama(
+    hidden: int, blocks: int, heads: int, kv: int, mlp: int, vocabulary: int, **more: Any
+) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "hidden_size": hidden,
@@ -101,7 +103,7 @@ def write_shape(
         config["quantization"] = {"group_size": GROUP_SIZE, "bits": bits, "mode": "affine"}
         nn.quantize(model, GROUP_SIZE, bits)
     shards: dict[str, dict[str, mx.array]] = {}
-    for path, array in tree_flatten(model.parameters()):
+    for path, array in dict(tree_flatten(model.parameters())).items():
         block = path.split("layers.")[1].split(".")[0] if "layers." in path else "rest"
         shards.setdefault(block, {})[path] = array
     size = sum(array.nbytes for arrays in shards.values() for array in arrays.values())

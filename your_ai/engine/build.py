@@ -129,14 +129,14 @@ def build_engine(
     store = None
     if make_store is not None and parts is None:
         notices.append(f"--prefix-cache: {NO_PARTS} ({found.reason}); training without it")
-    elif make_store is not None:
+    elif make_store is not None and parts is not None:
         store = make_store(parts.features(first_trained(parts.blocks)))
     if store is not None and plan == "fused":
         joined = FusedAboveCache(
             model, parts, dropout_keys, objective, head, store=store, graphs=graphs
         )
         return Built(joined.engine(), plan, tuple(notices), store)
-    if plan == "fused":
+    if parts is None or plan == "fused":
         replace_attention(model)
         replace_mixers(model)
         engine = fused_engine(model, halves, dropout_keys, objective, parts, head, graphs, neftune)
@@ -182,7 +182,7 @@ def split_model(model: nn.Module, blocks: list[nn.Module] | None) -> SplitModel:
     score = score_layer(model)
     if score is not None:
         return SplitModel(halves, parts, ScoreHead(score), reason)
-    if not halves.hidden:
+    if not isinstance(halves.head, nn.Module):  # the trunk returns logits
         return SplitModel(halves, parts, halves.head, reason)
     hidden = halves.trunk(mx.zeros((1, 2), mx.int32))  # only its shape is used; never evaluated
     head = linear_head(halves.head, hidden.shape[-1], hidden.dtype) or halves.head
@@ -199,4 +199,4 @@ def packing_is_exact(parts: Parts, model: nn.Module) -> bool:
     segments = mx.array([[0, 0, 0, 1, 1, 1, 1, 1]])
     packed = parts.finished_head(parts.run_blocks(tokens, segments))
     alone = mx.concatenate([model(tokens[:, :3]), model(tokens[:, 3:])], axis=1)
-    return mx.allclose(packed, alone, rtol=1e-3, atol=1e-3).item()
+    return bool(mx.allclose(packed, alone, rtol=1e-3, atol=1e-3))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,8 +19,15 @@ from your_ai.data.batches import Batch
 from your_ai.nets.dora import NORMS, dora_layers, use_norms
 from your_ai.nets.parts import skeleton
 
+P = ParamSpec("P")
 T = TypeVar("T")
 TRIED_TOKENS = 4  # length of the row that tests whether a model can be compiled
+
+
+class Compile(Protocol):
+    """Compiles a function, if the model can be compiled."""
+
+    def __call__(self, function: Callable[P, T], /) -> Callable[P, T]: ...
 
 
 class GraphShape(NamedTuple):
@@ -39,7 +46,8 @@ class GraphShape(NamedTuple):
 
 
 def shape_of(batch: Batch, trained: bool = False) -> GraphShape:
-    return GraphShape(*batch.tokens.shape, len(batch.targets), batch.max_segment_tokens, trained)
+    rows, tokens = batch.tokens.shape
+    return GraphShape(rows, tokens, len(batch.targets), batch.max_segment_tokens, trained)
 
 
 class Graphs:
@@ -72,9 +80,10 @@ class Graphs:
         held = self._held[shape]
         if key not in held:
             held[key] = make()
-        return held[key]
+        found: T = held[key]
+        return found
 
-    def compile(self, function: Callable, inputs: Any = None) -> Callable:
+    def compile(self, function: Callable[P, T], inputs: Any = None) -> Callable[P, T]:
         """`mx.compile`, unless this model cannot be compiled."""
         return mx.compile(function, inputs=inputs) if self.compiles else function
 

@@ -10,8 +10,9 @@ Shapes: N tokens, D inputs, O outputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,12 +20,14 @@ from mlx.utils import tree_unflatten
 
 from your_ai.memory.sizes import DEQUANTIZED_SLICE_BYTES
 from your_ai.nets.head import rows_at_once
+from your_ai.nets.mlx_types import custom_function
 
 FEW_TOKENS = 4  # up to this many, as in generation, dequantizing costs more than it saves
+Layer = TypeVar("Layer", bound=nn.Module)
 
 
 @lru_cache
-def sliced_matmul(group_size: int, bits: int, mode: str = "affine") -> Any:
+def sliced_matmul(group_size: int, bits: int, mode: str = "affine") -> Callable[..., mx.array]:
     """Make f(x, weight, scales, biases) = x @ dequantize(weight).T; x: (N, D) -> (N, O).
 
     Omit `biases` if the mode has none. Differentiable only in x: quantized weights are frozen.
@@ -41,11 +44,11 @@ def sliced_matmul(group_size: int, bits: int, mode: str = "affine") -> Any:
 
         Without `dtype`, modes of 4-bit and 8-bit floats give bfloat16, and a product a copy of it.
         """
-        packed = mx.depends([array[part] for array in weights], after)
-        how = {"group_size": group_size, "bits": bits, "mode": mode}
-        return mx.dequantize(*packed, **how, dtype=dtype)
+        weight, scales, *biases = mx.depends([array[part] for array in weights], after)
+        how = (biases[0] if biases else None, group_size, bits, mode)
+        return mx.dequantize(weight, scales, *how, dtype=dtype)
 
-    @mx.custom_function
+    @custom_function
     def matmul(x: mx.array, *weights: mx.array) -> mx.array:
         outputs: list[mx.array] = []
         for part in slices(weights[0], x.shape[-1]):
@@ -61,6 +64,7 @@ def sliced_matmul(group_size: int, bits: int, mode: str = "affine") -> Any:
             w = dequantize(part, tuple(weights), [cotangent if grad is None else grad], x.dtype)
             piece = cotangent[:, part] @ w
             grad = piece if grad is None else grad + piece
+        assert grad is not None
         return grad, *(mx.zeros_like(array) for array in weights)
 
     return matmul
@@ -71,8 +75,8 @@ def multiply(x: mx.array, layer: nn.Module) -> mx.array:
     weights = [layer[name] for name in ("weight", "scales", "biases") if name in layer]
     tokens = x.size // x.shape[-1]
     if tokens <= FEW_TOKENS:
-        options = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
-        return mx.quantized_matmul(x, *weights, transpose=True, **options)
+        how = (layer.get("biases"), True, layer.group_size, layer.bits, layer.mode)
+        return mx.quantized_matmul(x, layer.weight, layer.scales, *how)
     product = sliced_matmul(layer.group_size, layer.bits, layer.mode)
     y = product(x.reshape(tokens, -1), *weights)
     return y.reshape(*x.shape[:-1], -1)
@@ -82,7 +86,7 @@ class DequantizedLinear(nn.Module):
     """An nn.QuantizedLinear with the same parameters."""
 
     @staticmethod
-    def from_base(base: nn.QuantizedLinear) -> DequantizedLinear:
+    def from_base(base: nn.Module) -> DequantizedLinear:
         return _with_parameters_of(base, DequantizedLinear())
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -94,7 +98,7 @@ class DequantizedEmbedding(nn.Module):
     """An nn.QuantizedEmbedding with the same parameters."""
 
     @staticmethod
-    def from_base(base: nn.QuantizedEmbedding) -> DequantizedEmbedding:
+    def from_base(base: nn.Module) -> DequantizedEmbedding:
         return _with_parameters_of(base, DequantizedEmbedding())
 
     def __call__(self, tokens: mx.array) -> mx.array:
@@ -105,7 +109,7 @@ class DequantizedEmbedding(nn.Module):
         return multiply(x, self)
 
 
-def _with_parameters_of(base: nn.Module, layer: nn.Module) -> nn.Module:
+def _with_parameters_of(base: nn.Module, layer: Layer) -> Layer:
     for name, array in base.items():
         layer[name] = array
     layer.group_size, layer.bits, layer.mode = base.group_size, base.bits, base.mode
@@ -113,7 +117,7 @@ def _with_parameters_of(base: nn.Module, layer: nn.Module) -> nn.Module:
     return layer
 
 
-REPLACEMENTS = {
+REPLACEMENTS: dict[type[nn.Module], type[DequantizedLinear] | type[DequantizedEmbedding]] = {
     nn.QuantizedLinear: DequantizedLinear,
     nn.QuantizedEmbedding: DequantizedEmbedding,
 }

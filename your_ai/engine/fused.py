@@ -6,7 +6,7 @@ It is the fastest engine if memory allows. Tests compare the other engines with 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,14 +16,19 @@ from your_ai.data.batches import Batch
 from your_ai.engine import target_pass
 from your_ai.engine.compiled import Graphs, shape_of
 from your_ai.engine.protocol import Engine
+from your_ai.nets.block_calls import Arrays
 from your_ai.nets.dora import dora_layers, norms_of, use_norms
 from your_ai.nets.head import Head
 from your_ai.nets.model import DropoutKeys, TokenKeys
 from your_ai.nets.neftune import Neftune, noise_added
-from your_ai.nets.parts import Arrays, Parts, arrays_of, put
+from your_ai.nets.parts import Parts, arrays_of, put
 from your_ai.nets.split import Split
 from your_ai.objectives.objective import Objective, Sums, Targets
 from your_ai.rng import derive_seed
+
+R = TypeVar("R")
+Inputs = tuple[mx.array, mx.array | None, int | None]
+"""Tokens, segments and the maximum tokens of a segment."""
 
 
 def fused_engine(
@@ -47,10 +52,10 @@ def fused_engine(
     graphs = Graphs() if graphs is None else graphs
     dora = dora_layers(model)
 
-    def with_norms(function: Callable) -> Callable:
+    def with_norms(function: Callable[..., R]) -> Callable[..., R]:
         """Make f(norms, *args), which gives the DoRA layers their norms and calls `function`."""
 
-        def run(norms: Arrays, *args: Any) -> Any:
+        def run(norms: Arrays, *args: Any) -> R:
             with use_norms(dora, norms):
                 return function(*args)
 
@@ -65,7 +70,11 @@ def fused_engine(
             raise ValueError("a packed batch needs the parts of the model, but they are missing")
         return parts.finish(parts.run_blocks(tokens, segments, max_segment_tokens))
 
-    def trainable_loss(inputs, targets, rows, places, lengths, scale):
+    @with_norms
+    def trainable_loss(
+        inputs: Inputs, targets: Targets, rows: mx.array, places: mx.array,
+        lengths: mx.array | None, scale: mx.array,
+    ) -> Sums:  # fmt: skip
         model.train()
         keys = TokenKeys(rows, places)
         dropout_keys.set(keys)
@@ -76,29 +85,35 @@ def fused_engine(
         model.eval()
         return sums
 
-    def loss_only(inputs, targets):
+    @with_norms
+    def loss_only(inputs: Inputs, targets: Targets) -> Sums:
         return target_pass.loss(trunk(*inputs), Targets(*targets), objective, head)
 
-    def scored(inputs, targets):
+    @with_norms
+    def scored(inputs: Inputs, targets: Targets) -> mx.array:
         return target_pass.log_probabilities(trunk(*inputs), Targets(*targets), head)
 
-    def most_likely(inputs, targets):
+    @with_norms
+    def most_likely(inputs: Inputs, targets: Targets) -> mx.array:
         return target_pass.predictions(trunk(*inputs), Targets(*targets), head)
 
-    def losses_and_predictions(inputs, targets):
+    @with_norms
+    def losses_and_predictions(inputs: Inputs, targets: Targets) -> tuple[mx.array, mx.array]:
         return target_pass.score(trunk(*inputs), Targets(*targets), head)
 
     state = [model.state]
 
-    def compiled(function: Callable, batch: Batch, trained: bool = False) -> Callable:
+    def compiled(
+        function: Callable[..., R], batch: Batch, trained: bool = False
+    ) -> Callable[..., R]:
         shape = shape_of(batch, trained)
         return graphs.get(shape, function, lambda: restoring(graphs.compile(function, state)))
 
-    def restoring(function: Callable) -> Callable:
+    def restoring(function: Callable[..., R]) -> Callable[..., R]:
         """Restore the arrays of the model after each call: tracing puts placeholders in their
         place, and a function is traced again for arguments of another structure."""
 
-        def run(*args: Any) -> Any:
+        def run(*args: Any) -> R:
             before = arrays_of(model)
             result = function(*args)
             put(model, before)
@@ -106,10 +121,7 @@ def fused_engine(
 
         return run
 
-    loss_and_gradients = nn.value_and_grad(model, with_norms(trainable_loss))
-    loss_only, scored, most_likely, losses_and_predictions = map(
-        with_norms, (loss_only, scored, most_likely, losses_and_predictions)
-    )
+    loss_and_gradients = nn.value_and_grad(model, trainable_loss)
 
     def gradients(batch: Batch, scale: float, step_seed: int) -> tuple[Sums, Any]:
         keys = mx.array(row_keys(step_seed, batch.rows)), mx.array(batch.places)
@@ -120,7 +132,7 @@ def fused_engine(
         )  # fmt: skip
         return Sums(*sums), grads
 
-    def run(function: Callable, batch: Batch) -> Any:
+    def run(function: Callable[..., R], batch: Batch) -> R:
         return compiled(function, batch)(norms_of(dora), _inputs(batch), Targets.of(batch))
 
     def loss(batch: Batch) -> Sums:
@@ -138,9 +150,8 @@ def fused_engine(
     return Engine(objective, gradients, loss, log_probabilities, predictions, score, graphs.drop)
 
 
-def _inputs(batch: Batch) -> tuple[mx.array, mx.array | None, int | None]:
-    segments = batch.segments
-    segments = None if segments is None else mx.array(segments)
+def _inputs(batch: Batch) -> Inputs:
+    segments = None if batch.segments is None else mx.array(batch.segments)
     return mx.array(batch.tokens), segments, batch.max_segment_tokens
 
 

@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from your_ai.engine.spill import NamedArrays
-from your_ai.nets.parts import Arrays
+from your_ai.nets.block_calls import Arrays
 
 FLOAT32_BYTES = mx.float32.size
 
@@ -73,10 +73,6 @@ class HeldGradients:
 
     def clear(self) -> None:
         self.arrays.clear()
-
-    def tree(self) -> Any:
-        """All gradients as a tree like the model's parameters."""
-        return tree_unflatten(list(self.arrays.items()))
 
 
 class SpilledGradients:

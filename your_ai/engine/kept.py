@@ -35,6 +35,7 @@ from your_ai.engine.mlp import INWARD, OUTWARD, is_separable
 from your_ai.memory.workload import Kept
 from your_ai.nets.attention import BlockwiseAttention, attention_results
 from your_ai.nets.dora import DoRA
+from your_ai.nets.mlx_types import custom_function
 from your_ai.nets.model import DropoutKeys
 from your_ai.nets.parts import put, skeleton
 
@@ -95,7 +96,7 @@ class Results:
             self._found += results
             self._is_output = is_output
 
-    def of_layer(self, layer: nn.Module, base: type, x: mx.array) -> mx.array:
+    def of_layer(self, layer: nn.Module, base: type[nn.Module], x: mx.array) -> mx.array:
         """The output of a linear layer, whose class was `base`, for x."""
         found = self._next(1)
         if found:
@@ -108,27 +109,28 @@ class Results:
         """The output of attention; inputs: as of `attention`."""
         found = self._next(2)
         if found:
-            return attention_results(*inputs, known=tuple(found))[0]
+            return attention_results(*inputs, known=(found[0], found[1]))[0]
         results = attention_results(*inputs)
         self._note(*results)
         return results[0]
 
-    def of_mlp(self, mlp: nn.Module, base: type, x: mx.array) -> mx.array:
+    def of_mlp(self, mlp: nn.Module, base: type[nn.Module], x: mx.array) -> mx.array:
         """The output of a gated MLP, whose class was `base`, for x; (B, T, D) -> (B, T, D)"""
         inward = [mlp[name] for name in INWARD]
+        outward: nn.Module = mlp[OUTWARD]
         found = self._next(3)
         if found:  # what the inward layers returned is not known, and not used
             empty = mx.zeros_like(found[0])
             outputs = [self._known_output(layer, type(layer), x, empty) for layer in inward]
-            return mlp[OUTWARD](known_product(*outputs, *found))
+            return outward(known_product(*outputs, *found))
         gate, up = (layer(x) for layer in inward)
         activation, derivative = with_derivative(activation_of(mlp, base), gate)
         product = activation * up
         self._note(activation, derivative * up, product)
-        return mlp[OUTWARD](product)
+        return outward(product)
 
     def _known_output(
-        self, layer: nn.Module, base: type, x: mx.array, output: mx.array
+        self, layer: nn.Module, base: type[nn.Module], x: mx.array, output: mx.array
     ) -> mx.array:
         """The output, which was computed before; differentiable in x and the layer's parameters."""
         trained = dict(tree_flatten(layer.trainable_parameters()))
@@ -140,7 +142,7 @@ class Results:
 
         forward = self.dropout_keys.kept(forward)
 
-        @mx.custom_function
+        @custom_function
         def known(output: mx.array, x: mx.array, *values: mx.array) -> mx.array:
             return output
 
@@ -153,7 +155,7 @@ class Results:
         return known(output, x, *trained.values())
 
 
-@mx.custom_function
+@custom_function
 def known_product(
     gate: mx.array, up: mx.array, activation: mx.array, slope: mx.array, product: mx.array
 ) -> mx.array:
@@ -168,7 +170,7 @@ def known_product_vjp(primals: Any, cotangent: mx.array, product: Any) -> tuple[
     return slope * cotangent, activation * cotangent, *unused
 
 
-def activation_of(mlp: nn.Module, base: type) -> Callable[[mx.array], mx.array]:
+def activation_of(mlp: nn.Module, base: type[nn.Module]) -> Callable[..., mx.array]:
     """Make f(gate): what an MLP of class `base` multiplies with the output of `up_proj`."""
     twin = skeleton(mlp)
 
@@ -203,7 +205,7 @@ def is_gated(module: Any) -> bool:
     shape = (1, 1, TRIED)
     gate, up, x = 3 * mx.random.normal((3, *shape), key=mx.random.key(0))
     product = function(gate) * up
-    return mx.allclose(function(gate, up, x), product, rtol=1e-5, atol=1e-6).item()
+    return bool(mx.allclose(function(gate, up, x), product, rtol=1e-5, atol=1e-6))
 
 
 def keep_results(module: nn.Module, dropout_keys: DropoutKeys, keeps: Keeps) -> Results:
@@ -240,11 +242,11 @@ def keeping(module: nn.Module, results: Results) -> nn.Module:
 
 
 @lru_cache
-def keeping_class(base: type) -> type:
+def keeping_class(base: type[nn.Module]) -> type[nn.Module]:
     """A subclass of a class of layers or of gated MLPs whose calls go through `Results`."""
 
     def call(self: Any, x: mx.array) -> mx.array:
-        (results,) = self.results_of_block
+        results: Results = self.results_of_block[0]
         if isinstance(self, LAYERS):
             return results.of_layer(self, base, x)
         return results.of_mlp(self, base, x)

@@ -22,9 +22,11 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from your_ai.engine.dequantized import DequantizedLinear
 from your_ai.memory.layer_sizes import backward_features, forward_features, slice_width
+from your_ai.nets.block_calls import Arrays
 from your_ai.nets.dora import NORMS, DoRA
+from your_ai.nets.mlx_types import custom_function
 from your_ai.nets.model import DropoutKeys, KeyedDropout
-from your_ai.nets.parts import Arrays, arrays_of, put, skeleton
+from your_ai.nets.parts import arrays_of, put, skeleton
 
 INWARD = ("gate_proj", "up_proj")
 OUTWARD = "down_proj"
@@ -35,6 +37,9 @@ LINEAR = (nn.Linear, nn.QuantizedLinear, DequantizedLinear)
 
 class SlicedMLP(nn.Module):
     """An MLP of gate_proj, up_proj and down_proj, with the same children as the original."""
+
+    _base: type[nn.Module]
+    _dropout_keys: DropoutKeys
 
     @staticmethod
     def from_base(base: nn.Module, dropout_keys: DropoutKeys) -> SlicedMLP:
@@ -88,25 +93,26 @@ class SlicedMLP(nn.Module):
                 total = total.astype(mx.float32) + share.astype(mx.float32)
             return total.astype(first.dtype)
 
-        forward = mx.custom_function(output)
+        forward = custom_function(output)
 
         @forward.vjp
         def backward(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, ...]:
             # MLX gives a lone argument itself, not a list of one.
             x, *trained = primals = list(primals) if names else [primals]
             done = [cotangent]  # prevents mx.compile from reusing arrays of the forward pass
-            grads = [
+            grads: list[mx.array | None] = [
                 gradient_to_fill(name, primal) for name, primal in zip(every, primals, strict=True)
             ]
             for part, function in zip(slices, functions, strict=True):
                 given = [x, *of(part, trained), cotangent]
                 *given, now = mx.depends(given, done)
                 _, more = mx.vjp(function, given, [now])
-                done = grads = [
+                done = [
                     gathered(name, grad, new, part, inner)
                     for name, grad, new in zip(every, grads, more, strict=True)
                 ]
-            return tuple(g.astype(primal.dtype) for g, primal in zip(grads, primals, strict=True))
+                grads = [*done]
+            return tuple(g.astype(primal.dtype) for g, primal in zip(done, primals, strict=True))
 
         return forward(x, *(arrays[name] for name in names))
 
@@ -154,7 +160,8 @@ def is_separable(mlp: nn.Module) -> bool:
 
     Tested on random projections; the weights are not needed.
     """
-    inner, twin = inner_features(mlp), skeleton(mlp)
+    inner = inner_features(mlp)
+    twin: nn.Module = skeleton(mlp)
     gate, up = 3 * mx.random.normal((2, 1, 1, inner), key=mx.random.key(0))
 
     def product(part: slice) -> mx.array:
@@ -165,13 +172,13 @@ def is_separable(mlp: nn.Module) -> bool:
     try:
         halves = [product(slice(inner // 2)), product(slice(inner // 2, inner))]
         whole = product(slice(inner))
-        return mx.allclose(mx.concatenate(halves, -1), whole, rtol=1e-5, atol=1e-6).item()
+        return bool(mx.allclose(mx.concatenate(halves, -1), whole, rtol=1e-5, atol=1e-6))
     except (AttributeError, TypeError, ValueError):  # the MLP uses its layers in another way
         return False
 
 
 def inner_features(mlp: nn.Module) -> int:
-    return base_of(mlp[INWARD[0]]).weight.shape[0]
+    return int(base_of(mlp[INWARD[0]]).weight.shape[0])
 
 
 def is_quantized(mlp: nn.Module) -> bool:
@@ -240,6 +247,7 @@ def gathered(
     if axis is None:
         grad = grad.astype(mx.float32) if path else grad
         return grad if before is None else before + grad
+    assert before is not None
     before[(slice(None),) * axis + (of_features(before.shape[axis], part, inner),)] = grad
     return before
 
@@ -256,5 +264,5 @@ def replace_mlps(block: nn.Module, dropout_keys: DropoutKeys) -> None:
     """Replace the MLPs of a block with SlicedMLPs, where possible."""
     for name in ("mlp", "feed_forward"):
         child = block.get(name)
-        if can_be_sliced(child):
+        if child is not None and can_be_sliced(child):
             block[name] = SlicedMLP.from_base(child, dropout_keys)

@@ -39,6 +39,7 @@ from your_ai.data.batches import MULTIPLE, PADDING, round_up
 from your_ai.errors import RESUME, RunError, UserError
 from your_ai.files import open_to_append, read_at, remedy_of, write_at
 from your_ai.gates.text import counted
+from your_ai.nets.mlx_types import memory_of
 from your_ai.run.folder import LOCK_WAIT_S
 
 FORMAT = "2"  # version of the files and of the computation of hidden states
@@ -72,7 +73,7 @@ class Store(Protocol):
 
 
 def digest_of(tokens: np.ndarray) -> bytes:
-    return blake2b(np.ascontiguousarray(tokens, "<i4"), digest_size=16).digest()
+    return blake2b(np.ascontiguousarray(tokens, "<i4").data, digest_size=16).digest()
 
 
 class MemoryStore:
@@ -174,7 +175,7 @@ class DiskStore:
         digest = digest_of(tokens)
         if digest in self._places or not self.keeps:
             return
-        data = memoryview(mx.contiguous(hidden).view(mx.uint8).reshape(-1))
+        data = memory_of(mx.contiguous(hidden).view(mx.uint8).reshape(-1))
         place = (self._data_bytes, len(tokens), zlib.crc32(data))
         try:
             write_at(self._data.fileno(), data, self._data_bytes)

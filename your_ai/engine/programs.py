@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from your_ai.engine.compiled import Graphs, GraphShape
+from your_ai.engine.compiled import Compile, Graphs, GraphShape
 from your_ai.engine.kept import Keeps, keep_results
 from your_ai.engine.mlp import replace_mlps
 from your_ai.nets.attention import replace_attention
@@ -27,6 +27,9 @@ from your_ai.nets.model import DropoutKeys, TokenKeys
 from your_ai.nets.parts import Parts, arrays_of, empty, filled, skeleton, structure
 
 Extras = dict[str, mx.array]  # inputs of a block in addition to the hidden states, by name
+Run = Callable[..., mx.array]
+"""(frozen, trained, hidden, extras) -> hidden"""
+T = TypeVar("T")
 
 
 def trained_arrays(block: nn.Module) -> Arrays:
@@ -47,10 +50,9 @@ def first_trained(blocks: list[nn.Module]) -> int:
 class Program:
     """The functions of blocks that have the same structure and are called in the same way."""
 
-    run: Callable[..., mx.array]
+    run: Run
     """`forward`, not compiled."""
-    forward: Callable[..., mx.array]
-    """(frozen, trained, hidden, extras) -> hidden"""
+    forward: Run
     backward: Callable[..., tuple[Arrays, mx.array]]
     """(frozen, trained, hidden, extras, cotangent) -> (gradients, cotangent of hidden)"""
     lowest: Callable[..., Arrays]
@@ -74,7 +76,7 @@ def program(
     call: Call,
     max_segment_tokens: int | None,
     dropout_keys: DropoutKeys,
-    compiled: Callable[[Callable], Callable],
+    compiled: Compile,
     takes_text: Callable[[nn.Module], bool],
     lean: bool,
 ) -> Program:
@@ -91,9 +93,8 @@ def program(
     if lean:
         replace_mlps(template, dropout_keys)
     run = runner(template, call, max_segment_tokens, dropout_keys, as_text)
-
-    passes = run, partial(vjp_of, run), partial(lowest_vjp_of, run)
-    return Program(run, *map(compiled, passes))
+    backward, lowest = partial(vjp_of, run), partial(lowest_vjp_of, run)
+    return Program(run, compiled(run), compiled(backward), compiled(lowest))
 
 
 def keeping_program(
@@ -101,7 +102,7 @@ def keeping_program(
     call: Call,
     max_segment_tokens: int | None,
     dropout_keys: DropoutKeys,
-    compiled: Callable[[Callable], Callable],
+    compiled: Compile,
     takes_text: Callable[[nn.Module], bool],
     keeps: Keeps,
 ) -> KeepingProgram:
@@ -118,25 +119,27 @@ def keeping_program(
     results = keep_results(template, dropout_keys, keeps)
     run = runner(template, call, max_segment_tokens, dropout_keys, as_text)
 
-    def forward(frozen, trained, hidden, extras):
+    def forward(
+        frozen: Arrays, trained: Arrays, hidden: mx.array, extras: Extras
+    ) -> tuple[mx.array, list[mx.array]]:
         results.record()
         hidden = run(frozen, trained, hidden, extras)
         return hidden, results.recorded()
 
-    def with_results(given: list[mx.array]) -> Callable[..., mx.array]:
+    def with_results(given: list[mx.array]) -> Run:
         def known(*args: Any) -> mx.array:
             results.use(given)
             return run(*args)
 
         return known
 
-    def backward(given, *args):
+    def backward(given: list[mx.array], *args: Any) -> tuple[Arrays, mx.array]:
         return vjp_of(with_results(given), *args)
 
-    def lowest(given, *args):
+    def lowest(given: list[mx.array], *args: Any) -> Arrays:
         return lowest_vjp_of(with_results(given), *args)
 
-    return KeepingProgram(*map(compiled, (forward, backward, lowest)))
+    return KeepingProgram(compiled(forward), compiled(backward), compiled(lowest))
 
 
 def runner(
@@ -145,7 +148,7 @@ def runner(
     max_segment_tokens: int | None,
     dropout_keys: DropoutKeys,
     as_text: Callable[[Mask], TextMask] | None,
-) -> Callable[..., mx.array]:
+) -> Run:
     """Make f(frozen, trained, hidden, extras) -> hidden, which runs `template` on these arrays."""
     empty(template)
 
@@ -163,7 +166,7 @@ def runner(
 
 
 def vjp_of(
-    run: Callable, frozen: Arrays, trained: Arrays, hidden: mx.array, extras: Extras, cotangent: Any
+    run: Run, frozen: Arrays, trained: Arrays, hidden: mx.array, extras: Extras, cotangent: Any
 ) -> tuple[Arrays, mx.array]:
     """The gradients of the trained arrays, and the cotangent of `hidden`."""
     names = list(trained)
@@ -176,7 +179,7 @@ def vjp_of(
 
 
 def lowest_vjp_of(
-    run: Callable, frozen: Arrays, trained: Arrays, hidden: mx.array, extras: Extras, cotangent: Any
+    run: Run, frozen: Arrays, trained: Arrays, hidden: mx.array, extras: Extras, cotangent: Any
 ) -> Arrays:
     """The gradients of the trained arrays."""
     names = list(trained)
@@ -203,10 +206,10 @@ class Programs:
         """The program of a block that keeps results."""
         return self._of_kind(keeps, partial(keeping_program, keeps=keeps), index, shape)
 
-    def _of_kind(self, name: Hashable, make: Callable, index: int, shape: GraphShape) -> Any:
+    def _of_kind(self, name: Hashable, make: Callable[..., T], index: int, shape: GraphShape) -> T:
         call = self.parts.calls(shape.tokens)[index]
 
-        def made() -> Any:
+        def made() -> T:
             return make(
                 self.parts.blocks[index],
                 call,

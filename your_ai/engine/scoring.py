@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
@@ -55,9 +55,11 @@ def weigh(objective: Objective, scored: Sequence[ScoredTexts]) -> Weighed:
 
 def as_targets(scored: Sequence[ScoredTexts]) -> tuple[Scores, Targets]:
     """All targets, in the order of `scored`, with their log-probabilities."""
-    current, texts, weights, *optional = map(joined, zip(*scored, strict=True))
+    columns = list(zip(*scored, strict=True))
+    current, texts, weights = map(np.concatenate, columns[:3])
     texts = np.unique(texts, return_inverse=True)[1]  # without gaps, so below the targets' number
     empty = mx.zeros(len(current), mx.int32)
+    optional = map(joined, columns[3:])
     reference, good, ratings = (None if a is None else mx.array(a) for a in optional)
     targets = Targets(
         empty, empty, mx.array(weights), mx.array(texts.astype(np.int32)),
@@ -88,7 +90,8 @@ def with_weights(engine: Engine, batches: Sequence[Batch]) -> tuple[list[Batch],
     ]
     totals = Totals()
     totals.add(weighed.sums)
-    return [batch for batch in found if batch.given.any()] or found[:1], totals
+    used = [batch for batch, part in zip(found, parts, strict=True) if part.any()]
+    return used or found[:1], totals
 
 
 def with_baseline(
@@ -103,7 +106,7 @@ def with_baseline(
     whole: all texts of the step, if `batches` are only those of this process.
     summed: adds (n,) values of all processes.
     """
-    objective: ObjectiveWithBaseline = engine.objective
+    objective = cast(ObjectiveWithBaseline, engine.objective)
     together = objective.rows_together
     firsts = [batch for batch in batches if is_of_first_texts(batch, together)]
     others = [batch for batch in batches if not is_of_first_texts(batch, together)]
@@ -111,7 +114,7 @@ def with_baseline(
     if whole is not None:
         every = [batch for batch in whole if not is_of_first_texts(batch, together)]
         scored = scored_by_all(scored, every, summed)
-    baseline = objective.baseline(*as_targets(scored)).item()
+    baseline = float(objective.baseline(*as_targets(scored)))
     return [
         replace(batch, baseline=np.full(len(batch.targets), baseline, np.float32))
         for batch in firsts
@@ -119,7 +122,7 @@ def with_baseline(
 
 
 def is_of_first_texts(batch: Batch, rows_together: int) -> bool:
-    return batch.text_ids[0] % rows_together == 0
+    return bool(batch.text_ids[0] % rows_together == 0)
 
 
 def scored_by_all(
@@ -154,4 +157,5 @@ def slots(texts: np.ndarray, starts: np.ndarray) -> np.ndarray:
     _, firsts, counts = np.unique(texts[order], return_index=True, return_counts=True)
     within = np.empty(len(texts), np.int64)
     within[order] = np.arange(len(texts)) - np.repeat(firsts, counts)
-    return starts[texts] + within
+    found: np.ndarray = starts[texts] + within
+    return found

@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from your_ai.errors import RESUME, RunError
 from your_ai.files import read_into, remedy_of, write_at
+from your_ai.nets.mlx_types import memory_of
 
 COPIED_BYTES = 1 << 20  # of a file, at a time
 ALIGNMENT = 8  # of a safetensors header
@@ -69,7 +70,7 @@ class ArrayFile:
 
     def read(self, shape: tuple[int, ...], dtype: mx.Dtype, offset: int) -> mx.array:
         data = mx.zeros(dtype.size * math.prod(shape), mx.uint8)
-        self.read_into(memoryview(data), offset)
+        self.read_into(memory_of(data), offset)
         return data.view(dtype).reshape(shape)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
@@ -96,10 +97,10 @@ class ArrayFile:
 def bytes_of(array: mx.array) -> memoryview:
     """The bytes of an array; without a copy if it was evaluated and is contiguous."""
     if array.dtype != mx.bfloat16:  # of which no memoryview can be made
-        data = memoryview(array)
+        data = memory_of(array)
         if data.c_contiguous and array.ndim and array.size:
             return data.cast("B")
-    return memoryview(mx.contiguous(array).reshape(-1).view(mx.uint8))
+    return memory_of(mx.contiguous(array).reshape(-1).view(mx.uint8))
 
 
 class Spilled:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,6 +25,8 @@ from your_ai.engine.kept import Keeps
 from your_ai.engine.prefix import Span, Store, assemble, missing, padded, spans_of
 from your_ai.engine.programs import (
     Extras,
+    KeepingProgram,
+    Program,
     Programs,
     first_trained,
     frozen_arrays,
@@ -37,15 +39,17 @@ from your_ai.engine.tiles import TiledBlock, TiledBlocks, cut, joined, settings_
 from your_ai.engine.weights import Streamed, streams_vocabulary
 from your_ai.memory.tiles import tiles_of
 from your_ai.memory.workload import NOTHING, Kept, KeptAt
+from your_ai.nets.block_calls import Arrays
 from your_ai.nets.dora import dora_layers, norms_of
 from your_ai.nets.head import Head, LinearHead
 from your_ai.nets.model import DropoutKeys, KeyedDropout, TokenKeys
 from your_ai.nets.neftune import Neftune, noise_added
-from your_ai.nets.parts import Arrays, Parts
+from your_ai.nets.parts import Parts
 from your_ai.nets.score_head import ScoreHead
 from your_ai.objectives.objective import Objective, Scores, Sums, Targets
 
 FEWEST_BYTES = 16 << 20  # minimum bytes of hidden states per read of the frozen blocks
+R = TypeVar("R")
 
 
 class Weights(Protocol):
@@ -124,6 +128,7 @@ class Staged:
         store: Store | None = None,
         inputs: Inputs | None = None,
         graphs: Graphs | None = None,
+        *,
         lean: bool = True,
         neftune: Neftune | None = None,
         kept: Kept = NOTHING,
@@ -150,7 +155,7 @@ class Staged:
         self.features = parts.features(self.first)
         self.dtype = parts.embed(mx.zeros((1, 1), mx.int32)).dtype
         self.head = finished(parts, head)
-        self.state = [parts.outside]
+        self.state: list[Any] = [parts.outside]
         if isinstance(head, ScoreHead):
             self.state.append(head.layer.state)
         self._embed = self._compiled(self._embedded)
@@ -164,18 +169,14 @@ class Staged:
     def engine(self) -> Engine:
         ahead = self.weights.streamed and self.store is not None and self.first > 0
         fill = self.fill if ahead else None
-        of_files = {}
-        if isinstance(self.weights, Streamed):
-            of_files = {
-                "hold": self.weights.hold,
-                "forget": self.weights.forget,
-                "waited": self.weights.clock.take,
-            }
-        return Engine(
+        engine = Engine(
             self.objective, self.gradients, self.loss, self.log_probabilities, self.predictions,
             self.score, self.graphs.drop, fill, self.keep, by_block=self.gradients_by_block,
-            **of_files,
         )  # fmt: skip
+        if not isinstance(self.weights, Streamed):
+            return engine
+        read = self.weights
+        return replace(engine, hold=read.hold, forget=read.forget, waited=read.clock.take)
 
     def keep(self, kept_at: KeptAt) -> None:
         """Set what blocks keep, by the shape of a micro-batch."""
@@ -198,13 +199,14 @@ class Staged:
         keeps = [Keeps.of(kept, place) for place in reversed(range(len(self.blocks)))]
         results: list[list[mx.array]] = []
         self._run([hidden], [rows], self.trained, inputs, results, keeps)
-        scale = mx.array(scale, mx.float32)
-        sums, cotangents, of_head = self._at_head(batch, rows, hidden, scale)
+        factor = mx.array(scale, mx.float32)
+        sums, cotangents, of_head = self._at_head(batch, rows, hidden, factor)
         mx.eval(sums, cotangents, of_head)
         for index in reversed(self.trained):
             arrays, trained = self._arrays(index), trained_arrays(self.blocks[index])
             self.weights.ahead(reversed(range(self.first, index)))
             lowest = index == self.first
+            given: tuple[Any, ...]
             tiled = self._tiled(index, rows, arrays, trained, keeps[index])
             if tiled is not None:
                 cotangents = cut(cotangents, tiled.tiles)
@@ -214,7 +216,7 @@ class Staged:
             else:
                 extras, cotangent = rows.extras_of(index), joined(cotangents)
                 given = (arrays, trained, inputs.pop(), extras, cotangent)
-                program = self.programs.of(index, rows.shape)
+                program: Program | KeepingProgram = self.programs.of(index, rows.shape)
                 if keeps[index]:
                     program = self.programs.keeping(index, rows.shape, keeps[index])
                     given = (results.pop(), *given)
@@ -248,9 +250,10 @@ class Staged:
         return self._above(self._most_likely, batch)[0]
 
     def score(self, batch: Batch) -> tuple[mx.array, mx.array]:
-        return self._above(self._losses_and_predictions, batch)
+        losses, tokens = self._above(self._losses_and_predictions, batch)
+        return losses, tokens
 
-    def _above(self, function: Callable, batch: Batch) -> tuple[mx.array, ...]:
+    def _above(self, function: Callable[..., Any], batch: Batch) -> tuple[mx.array, ...]:
         """What `function` finds for each target from the last hidden states, (S,) each."""
         rows = self._rows(batch)
         hidden = self._forward(batch, rows)
@@ -263,7 +266,7 @@ class Staged:
         return len(hidden) > 1 and not isinstance(self.head, ScoreHead)
 
     def _by_tile(
-        self, function: Callable, batch: Batch, rows: BatchRows, hidden: list[mx.array]
+        self, function: Callable[..., Any], batch: Batch, rows: BatchRows, hidden: list[mx.array]
     ) -> tuple[mx.array, ...]:
         parts = self._target_parts(batch, Targets.of(batch))
         found: list[tuple[mx.array, ...]] = []
@@ -323,20 +326,22 @@ class Staged:
         with noise_added(self.neftune, keys, noise.get("lengths")):
             return self.parts.context(tokens)
 
-    def _loss_and_gradient(self, hidden, targets, scale):
-        targets = Targets(*targets)
+    def _loss_and_gradient(
+        self, hidden: mx.array, targets: Targets, scale: mx.array
+    ) -> tuple[Sums, mx.array, Arrays]:
+        targets = Targets(*targets)  # which compiling makes a plain tuple
         return target_pass.loss_and_gradient(hidden, targets, self.objective, scale, self.head)
 
-    def _loss(self, hidden, targets):
+    def _loss(self, hidden: mx.array, targets: Targets) -> Sums:
         return target_pass.loss(hidden, Targets(*targets), self.objective, self.head)
 
-    def _log_probabilities(self, hidden, targets):
+    def _log_probabilities(self, hidden: mx.array, targets: Targets) -> mx.array:
         return target_pass.log_probabilities(hidden, Targets(*targets), self.head)
 
-    def _predictions(self, hidden, targets):
+    def _predictions(self, hidden: mx.array, targets: Targets) -> mx.array:
         return target_pass.predictions(hidden, Targets(*targets), self.head)
 
-    def _score(self, hidden, targets):
+    def _score(self, hidden: mx.array, targets: Targets) -> tuple[mx.array, mx.array]:
         return target_pass.score(hidden, Targets(*targets), self.head)
 
     def fill(self, batches: Iterable[Batch]) -> None:
@@ -345,6 +350,7 @@ class Staged:
         The weights of the frozen blocks are read once per group. The hidden states of a group
         take about as much memory as the weights of a block.
         """
+        assert self.store is not None
         block = sum(array.nbytes for array in self.weights.read(0).values())
         tokens = max(block, FEWEST_BYTES) // (self.features * self.dtype.size)
         texts = missing(self.store, (span.tokens for b in batches for span in texts_of(b)))
@@ -370,6 +376,7 @@ class Staged:
 
     def _of_text(self, tokens: np.ndarray) -> mx.array:
         """(n, D) input of the first trained block for a text of n tokens."""
+        assert self.store is not None
         held = self.store.get(tokens)
         if held is None:
             (held,) = self._of_texts([tokens])
@@ -426,7 +433,7 @@ class Staged:
                     tiled.forward(arrays, trained, tiles, extras, reach)
                     continue
                 given = (arrays, trained, tiles.pop(), extras)
-                if keep:
+                if keep and kept is not None:
                     result, found = self.programs.keeping(index, rows.shape, keep).forward(*given)
                     kept.append(found)
                     mx.eval(found)
@@ -485,13 +492,13 @@ class Staged:
         """The gradients of block `index` by the names that the parameters have in the model."""
         return {f"{self.names[index]}.{path}": grad for path, grad in grads.items()}
 
-    def _compiled(self, function: Callable) -> Callable:
+    def _compiled(self, function: Callable[..., R]) -> Callable[..., R]:
         """Make f(shape, *args), which runs `function` compiled for rows of that shape.
 
         A function that reads a file must run every time, so it is not compiled.
         """
 
-        def run(shape: GraphShape, *args: Any) -> Any:
+        def run(shape: GraphShape, *args: Any) -> R:
             if self.reads_files:
                 return function(*args)
             make = partial(self.graphs.compile, function, self.state)
@@ -517,7 +524,7 @@ class FusedAboveCache(Staged):
         hidden = joined(self._below(batch, rows))
         trained = [trained_arrays(self.blocks[index]) for index in self.trained]
         frozen = [self._arrays(index) for index in self.trained]
-        scale = mx.array(scale, mx.float32)
+        factor = mx.array(scale, mx.float32)
         function = partial(self._trained_gradients, rows.shape)
         run = self.graphs.get(
             rows.shape, "joined", lambda: self.graphs.compile(function, self.state)
@@ -525,8 +532,8 @@ class FusedAboveCache(Staged):
         before = self.head.trained if isinstance(self.head, ScoreHead) else {}
         targets = Targets.of(batch)
         extras = [rows.extras_of(index) for index in self.trained]
-        sums, (grads, of_head) = run(trained, before, frozen, hidden, extras, targets, scale)
-        if before:
+        sums, (grads, of_head) = run(trained, before, frozen, hidden, extras, targets, factor)
+        if isinstance(self.head, ScoreHead):
             self.head.put(before)  # tracing replaced it with a placeholder
         found: Arrays = {}
         for index, of_block in zip(self.trained, grads, strict=True):
@@ -534,7 +541,10 @@ class FusedAboveCache(Staged):
         found |= of_head
         return Sums(*sums), tree_unflatten(list(found.items()))
 
-    def _trained_gradients(self, shape, trained, of_head, frozen, hidden, extras, targets, scale):
+    def _trained_gradients(
+        self, shape: GraphShape, trained: list[Arrays], of_head: Arrays, frozen: list[Arrays],
+        hidden: mx.array, extras: list[Extras], targets: Targets, scale: mx.array,
+    ) -> tuple[Sums, tuple[list[Arrays], Arrays]]:  # fmt: skip
         """The sums of the objective, and the gradients of the trained blocks, from their input,
         and of the head.
         """
@@ -542,7 +552,7 @@ class FusedAboveCache(Staged):
 
         def scaled(trained: list[Arrays], of_head: Arrays) -> Sums:
             h = hidden
-            if of_head:
+            if isinstance(self.head, ScoreHead):
                 self.head.put(of_head)
             blocks = zip(self.trained, frozen, trained, extras, strict=True)
             for index, block_frozen, block_trained, given in blocks:

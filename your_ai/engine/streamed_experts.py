@@ -30,6 +30,9 @@ class RoutedExperts(nn.Module):
     readers: for each of the layer's arrays, by name, what reads experts of it.
     """
 
+    layer: nn.Module
+    readers: dict[str, ReadExperts]
+
     def __init__(self, layer: nn.Module, readers: dict[str, ReadExperts]) -> None:
         super().__init__()
         vars(self).update(layer=layer, readers=readers)  # not children: their arrays stay unread
@@ -62,5 +65,5 @@ def only_routed(block: nn.Module, readers: dict[str, ReadExperts]) -> Iterator[N
     try:
         yield
     finally:
-        for parent, leaf, layer in replaced:
-            parent[leaf] = layer
+        for owner, leaf, layer in replaced:
+            owner[leaf] = layer

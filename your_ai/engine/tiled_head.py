@@ -65,7 +65,7 @@ def slots_of(targets: Targets, indices: np.ndarray, places: np.ndarray, share: i
     slots = np.full(-(-count // share) * share, indices[0])
     slots[:count] = indices
     at = mx.array(slots.astype(np.int32))
-    found = Targets(*(None if array is None else array[at] for array in targets))
+    found = Targets._make(None if array is None else array[at] for array in targets)
     real = mx.arange(len(slots)) < count
     given = None if found.given is None else mx.where(real, found.given, 0)
     return found._replace(

@@ -23,17 +23,17 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from your_ai.engine.compiled import Graphs, GraphShape
+from your_ai.engine.compiled import Compile, Graphs, GraphShape
 from your_ai.engine.mlp import replace_mlps
 from your_ai.engine.spill import Inputs
 from your_ai.errors import suppress_model_errors
 from your_ai.memory.tiles import tiles_of
-from your_ai.nets.block_calls import Mask
+from your_ai.nets.block_calls import Arrays, Mask
 from your_ai.nets.mixers.replace import replace_mixers
 from your_ai.nets.model import DropoutKeys, TokenKeys
-from your_ai.nets.parts import Arrays, Parts, empty, filled, put, skeleton
+from your_ai.nets.parts import Parts, empty, filled, put, skeleton
 from your_ai.nets.tile_calls import TileCall, tile_calls
-from your_ai.nets.tiled_attention import Tile, TileCache, TiledAttention
+from your_ai.nets.tiled_attention import PairFunction, Tile, TileCache, TiledAttention
 
 TRIED = (slice(0, 2), slice(2, 4), slice(4, 5))  # tiles of the row that tests a block
 PROMISED = 1e-3  # difference of a block on tiles from the whole block, relative
@@ -71,9 +71,9 @@ class TileProgram:
     finish_back: Callable[..., tuple[Arrays, mx.array, mx.array]]
     """(..., output of attention, cotangent) -> gradients, cotangents of `hidden` and of the output
     of attention"""
-    project_back: Callable[..., tuple[Arrays, mx.array]]
+    project_back: Callable[..., tuple[Arrays, mx.array | None]]
     """(..., cotangents of queries, keys and values) -> gradients, cotangent of `hidden`"""
-    project_lowest: Callable[..., tuple[Arrays, None]]
+    project_lowest: Callable[..., tuple[Arrays, mx.array | None]]
     """Same as `project_back`, but without the cotangent."""
 
     @property
@@ -83,9 +83,9 @@ class TileProgram:
 
 
 def tile_program(
-    block: nn.Module, call: TileCall, dropout_keys: DropoutKeys, compiled: Callable
+    block: nn.Module, call: TileCall, dropout_keys: DropoutKeys, compiled: Compile
 ) -> TileProgram:
-    """Make the program of a block. compiled: compiles a function, if the model can be compiled.
+    """Make the program of a block.
 
     Raises Untiled, or any error of the architecture's code, if the block cannot be cut.
     """
@@ -95,7 +95,10 @@ def tile_program(
     empty(template)
     scales: set[float] = set()
 
-    def run(frozen, trained, hidden, inputs, answer=None) -> tuple[mx.array, TileCache]:
+    def run(
+        frozen: Arrays, trained: Arrays, hidden: mx.array, inputs: Arrays,
+        answer: mx.array | None = None,
+    ) -> tuple[mx.array, TileCache]:  # fmt: skip
         keys = TokenKeys(inputs["keys"], inputs["places"]) if "keys" in inputs else None
         dropout_keys.set(keys)
         try:
@@ -107,17 +110,20 @@ def tile_program(
         scales.add(cache.call.scale)
         return output, cache
 
-    def project(*given) -> Projected:
+    def project(*given: Any) -> Projected:
         q, k, v, _, sinks = run(*given)[1].call
         return Projected(q, k, v, sinks)
 
-    def finish(*given) -> mx.array:
+    def finish(*given: Any) -> mx.array:
         return run(*given)[0]
 
-    def finish_back(frozen, trained, hidden, inputs, attended, cotangent):
+    def finish_back(
+        frozen: Arrays, trained: Arrays, hidden: mx.array, inputs: Arrays,
+        attended: mx.array, cotangent: mx.array,
+    ) -> tuple[Arrays, mx.array, mx.array]:  # fmt: skip
         names = list(trained)
 
-        def of(hidden, attended, *values):
+        def of(hidden: mx.array, attended: mx.array, *values: mx.array) -> mx.array:
             own = dict(zip(names, values, strict=True))
             return finish(frozen, own, hidden, inputs, attended)
 
@@ -125,10 +131,13 @@ def tile_program(
         _, (grad, of_attended, *grads) = mx.vjp(of, primals, [cotangent])
         return dict(zip(names, grads, strict=True)), grad, of_attended
 
-    def project_back(lowest, frozen, trained, hidden, inputs, *cotangents):
+    def project_back(
+        lowest: bool, frozen: Arrays, trained: Arrays, hidden: mx.array, inputs: Arrays,
+        *cotangents: mx.array,
+    ) -> tuple[Arrays, mx.array | None]:  # fmt: skip
         names = list(trained)
 
-        def of(hidden, *values):
+        def of(hidden: mx.array, *values: mx.array) -> tuple[mx.array, ...]:
             return project(frozen, dict(zip(names, values, strict=True)), hidden, inputs)[:3]
 
         _, (grad, *grads) = mx.vjp(of, [hidden, *trained.values()], list(cotangents))
@@ -152,7 +161,7 @@ class TiledBlock:
     program: TileProgram
     call: TileCall
     tiles: list[slice]
-    compiled: Callable[[Hashable, Callable], Callable]
+    compiled: Callable[[Hashable, PairFunction], PairFunction]
     """(key, function) -> the function, compiled once per key."""
 
     def forward(
@@ -288,7 +297,7 @@ class TiledBlocks:
         key = ("tiles", self.kinds[index], call.key)
         program = self.graphs.get(shape, key, lambda: self._program(index, call))
 
-        def compiled(key: Hashable, function: Callable) -> Callable:
+        def compiled(key: Hashable, function: PairFunction) -> PairFunction:
             return self.graphs.get(shape, key, lambda: self.graphs.compile(function))
 
         return TiledBlock(program, call, tiles, compiled)
@@ -315,13 +324,15 @@ class TiledBlocks:
     def _agrees(self, index: int, frozen: Arrays, trained: Arrays) -> bool:
         """Whether a block computes the same on tiles as on a whole row, without windows."""
         tokens = TRIED[-1].stop
-        call, whole = (f(tokens)[index] for f in (self._tried, self.parts.calls))
+        call, whole = self._tried(tokens)[index], self.parts.calls(tokens)[index]
+        if call is None:
+            return False
         dtype = whole.state.arrays[0].dtype
         hidden = mx.random.normal((1, tokens, whole.state.features), key=mx.random.key(0))
         hidden = hidden.astype(dtype)
-        functions: dict[Hashable, Callable] = {}
+        functions: dict[Hashable, PairFunction] = {}
 
-        def compiled(key: Hashable, function: Callable) -> Callable:
+        def compiled(key: Hashable, function: PairFunction) -> PairFunction:
             return functions.setdefault(key, self.graphs.compile(function))
 
         tiled = TiledBlock(self._program(index, call), call, list(TRIED), compiled)
@@ -333,7 +344,7 @@ class TiledBlocks:
         wanted = whole.run(block, hidden, None).astype(mx.float32)
         distance = mx.square(mx.concatenate(found, axis=1).astype(mx.float32) - wanted).sum()
         tolerance = PROMISED if dtype == mx.float32 else HALF_PRECISION
-        return (distance <= tolerance**2 * mx.square(wanted).sum()).item()
+        return bool(distance <= tolerance**2 * mx.square(wanted).sum())
 
     def _tried(self, tokens: int) -> list[TileCall | None]:
         return tile_calls(self.parts, self.settings, tokens)

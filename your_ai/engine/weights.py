@@ -26,14 +26,16 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from your_ai.engine.reading import Part, ReadClock, hint
-from your_ai.engine.streamed_experts import only_routed
+from your_ai.engine.streamed_experts import ReadExperts, only_routed
 from your_ai.errors import RESUME, RunError, UserError, is_read_error
 from your_ai.files import read_into
 from your_ai.gates.untrusted import read_header
 from your_ai.memory.facts import VOCABULARY
+from your_ai.nets.block_calls import Arrays
 from your_ai.nets.dora import compute_magnitudes
 from your_ai.nets.head import HeadSlice, LinearHead, dense, part_of
-from your_ai.nets.parts import Arrays, arrays_of, put
+from your_ai.nets.mlx_types import load_arrays, memory_of
+from your_ai.nets.parts import arrays_of, put
 from your_ai.nets.split import StandIn, blocks_path, module_at
 
 DTYPES = {
@@ -84,7 +86,7 @@ class FileTensor:
         offset, kind, shape = self.place
         width = math.prod(shape[1:]) * kind.size
         data = mx.zeros(count * width, mx.uint8)
-        buffer, done = memoryview(data), 0
+        buffer, done = memory_of(data), 0
         try:
             with self.file.open("rb") as opened:
                 for start, rows in runs:
@@ -99,7 +101,7 @@ class FileTensor:
         return array
 
 
-def gone(file: Path, reason: str) -> RunError:
+def gone(file: Path, reason: str | None) -> RunError:
     return RunError(
         f"{file}: can no longer be read ({reason}); this plan reads the model files for the "
         f"whole run: restore them, {RESUME}"
@@ -114,18 +116,19 @@ def tensors_of(model: nn.Module, folder: Path) -> dict[str, FileTensor]:
     raw: dict[str, mx.array] = {}
     found: dict[int, tuple[Path, str]] = {}
     for file in sorted(folder.glob("model*.safetensors")):
-        for name, array in mx.load(str(file)).items():
+        for name, array in load_arrays(file).items():
             raw[name] = array
             found[id(array)] = (file, name)
     kept = list(raw.values())  # keep them alive, so that no id is used twice
     # Some architectures change themselves in it, and only once, so it is another model's.
-    twin = type(model)(model.args) if hasattr(model, "args") else model  # never evaluated
+    kind: Any = type(model)
+    twin = kind(model.args) if hasattr(model, "args") else model  # never evaluated
     weights = twin.sanitize(raw) if hasattr(twin, "sanitize") else raw
     tensors: dict[str, FileTensor] = {}
     for path, parameter in tree_flatten(model.parameters()):
-        array = weights.get(path)
-        if array is not None and id(array) in found and array.shape == parameter.shape:
-            tensors[path] = FileTensor(*found[id(array)], parameter.dtype)
+        stored = weights.get(path)
+        if stored is not None and id(stored) in found and stored.shape == parameter.shape:
+            tensors[path] = FileTensor(*found[id(stored)], parameter.dtype)
     del kept
     return tensors
 
@@ -136,7 +139,7 @@ def can_stream(model: nn.Module, tensors: dict[str, FileTensor]) -> bool:
     A few small ones that are changed at load, e.g. reshaped, stay in memory.
     """
     changed = (a.nbytes for path, a in tree_flatten(model.parameters()) if path not in tensors)
-    return sum(changed) <= CHANGED_BYTES
+    return bool(sum(changed) <= CHANGED_BYTES)
 
 
 HINTED_BLOCKS = 2  # blocks after those that are read, which the system reads in the background
@@ -229,7 +232,7 @@ class Streamed:
         """
         if tensor.name not in self._lazy.get(tensor.file, {}):
             try:
-                self._lazy[tensor.file] = mx.load(str(tensor.file), stream=self.stream)
+                self._lazy[tensor.file] = load_arrays(tensor.file, self.stream)
             except RuntimeError as error:
                 raise gone(tensor.file, str(error)) from error
         if tensor.name not in self._lazy[tensor.file]:
@@ -275,7 +278,8 @@ class FileRows:
         if "scales" in self.tensors:
             rows, groups = self.tensors["scales"].shape
             return rows, groups * self.quantization["group_size"]
-        return self.tensors["weight"].shape
+        rows, width = self.tensors["weight"].shape
+        return rows, width
 
     def part(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> HeadSlice:
         mx.eval(*after)  # before reading more
@@ -360,6 +364,7 @@ def stream(
         unread.append(weights.load(index))
         put(block, unread[index])
 
+    readers: list[dict[str, ReadExperts]]
     readers = [{path: tensor.gather for path, tensor in mine.items()} for mine in files]
 
     def run(index: int) -> Callable[..., Any]:

@@ -35,7 +35,6 @@ TOOL_KINDS = {
     "q5_k_m": "MOSTLY_Q5_K_M",
     "q6_k": "MOSTLY_Q6_K",
 }
-ALL_KINDS = (*gguf.KINDS, *(kind for kind in TOOL_KINDS if kind not in gguf.KINDS))
 BETWEEN = "f16"  # the type of the file that the program reads, as llama.cpp's manual has it
 DISK_SHARE = 1.6  # of that file: itself, and the result with at most 9 bits per weight
 IDLE_S = 300.0  # without output or a growing file for so long, the program hangs
@@ -57,7 +56,7 @@ class Way:
 
 
 def way_of(kind: str, chosen: Path | None = None) -> Way:
-    """Choose how to compute the type `kind`, one of ALL_KINDS.
+    """Choose how to compute the type `kind`, one of gguf.KINDS or TOOL_KINDS.
 
     chosen: the program that the user named; default: the one on PATH. Raises UserError if the
     type needs the program and it is missing, or if `chosen` is not a program.
@@ -93,9 +92,10 @@ def write_model(
     max_memory_gb: float | None = None,
     draft: Path | None = None,
 ) -> Iterator[WriteProgress]:
-    """Write the model with the adapter fused in to the file `target`, in any of ALL_KINDS.
+    """Write the model with the adapter fused in to the file `target`.
 
-    An existing file is replaced when the new one is complete. draft: as in `gguf.write_model`.
+    kind: one of gguf.KINDS or TOOL_KINDS. draft: as in `gguf.write_model`.
+    An existing file is replaced when the new one is complete.
     Raises what `gguf.write_model` does, and UserError if the program fails.
     """
     if way.tool is None:

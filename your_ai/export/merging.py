@@ -37,11 +37,6 @@ class Factors:
     def rank(self) -> int:
         return self.a.shape[1]
 
-    @property
-    def delta(self) -> Array:
-        """(I, O)"""
-        return self.a @ self.b
-
 
 @dataclass(frozen=True)
 class Reduced:

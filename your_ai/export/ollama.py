@@ -58,7 +58,7 @@ def decide(
 ) -> OllamaExport:
     """Decide what to write for a run.
 
-    dtype: of the weights, one of gguf_quantize.ALL_KINDS; None: `default_kind`, and for
+    dtype: of the weights, one of gguf.KINDS or TOOL_KINDS; None: `default_kind`, and for
         safetensors that of the base.
     tool: the program llama-quantize, if the user named it.
     adapter_for: write only the adapter, for this model of Ollama.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse
@@ -127,7 +127,7 @@ class CacheMemory:
                 break
             shared += 1
         surplus = len(self.tokens) - shared
-        if self.layers is None or trim_prompt_cache(self.layers, surplus) != surplus:
+        if self.layers is None or cast(int, trim_prompt_cache(self.layers, surplus)) != surplus:
             self.layers, shared = make_prompt_cache(model), 0
         self.tokens = prompt[:shared]
         return prompt[shared:]

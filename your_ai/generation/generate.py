@@ -95,7 +95,8 @@ class Prompt:
     @property
     def text(self) -> str:
         """The last question."""
-        return self.messages[-1]["content"]
+        content: str = self.messages[-1]["content"]
+        return content
 
     @property
     def most_tokens(self) -> int:
@@ -119,7 +120,7 @@ def read_prompts(path: str, data: bytes) -> list[Prompt]:
     return [text_prompt(decoded(line, where), where) for where, line in numbered]
 
 
-def parse_prompt(row: dict, where: str) -> Prompt:
+def parse_prompt(row: dict[str, Any], where: str) -> Prompt:
     """Parse a row with a prompt, or a row of chat data, whose final answer is left out."""
     if isinstance(row.get("prompt"), str):
         return text_prompt(row["prompt"], where)

@@ -150,7 +150,8 @@ class GroupedHeads(BatchKVCache):
     """A cache whose masks fit scores of (B, key heads, query heads of each, 1, T)."""
 
     def make_mask(self, *args: Any, **kwargs: Any) -> mx.array:
-        return super().make_mask(*args, **kwargs)[:, :, None]
+        mask: mx.array = super().make_mask(*args, **kwargs)
+        return mask[:, :, None]
 
 
 def groups_heads(model: nn.Module) -> bool:
@@ -158,7 +159,7 @@ def groups_heads(model: nn.Module) -> bool:
 
     It would fail, or mask heads instead of rows if there are as many.
     """
-    args = getattr(model, "args", None)
+    args: Any = getattr(model, "args", None)
     return (
         getattr(args, "model_type", "") == "gemma2"
         and args.num_attention_heads > args.num_key_value_heads
@@ -215,17 +216,18 @@ def run_wave(
         if mx.get_cache_memory() > MOST_CACHED:  # arrays grow, so old buffers fit few new ones
             mx.clear_cache()
         keep = []
-        for place, (row, token) in enumerate(zip(active, tokens.tolist(), strict=True)):
+        for place, (row, token) in enumerate(zip(active, np.array(tokens).tolist(), strict=True)):
             found[row].append(token)
             stopped = token in stop_tokens
             if stopped or position == most[row]:
                 yield Completion(*wave[row], tuple(found[row]), stopped)
             else:
                 keep.append(place)
+        if not keep:
+            return
+        assert following is not None  # a row goes on
         if len(keep) < len(active):
             active = [active[place] for place in keep]
-            if not active:
-                return
             chosen = mx.array(keep)
             keys, following = keys[chosen], following[chosen]
             for layer in cache:

@@ -43,11 +43,11 @@ def tensors_built(config: dict[str, Any]) -> tuple[list[Entry], dict[str, Any]]:
         completed = dict(config)
         if quantization := quantization_of(config):
             completed["quantization"] = quantize(network, quantization, config)
-        arrays = tree_flatten(network.parameters())
+        arrays = dict(tree_flatten(network.parameters()))
     except Exception as error:  # the code of an architecture may raise any type
         text = (str(error) or type(error).__name__).strip().splitlines()[0]
         raise ValueError(f"mlx-lm cannot build this model ({text})") from error
-    found = [Entry(name, KINDS[array.dtype], tuple(array.shape)) for name, array in arrays]
+    found = [Entry(name, KINDS[array.dtype], tuple(array.shape)) for name, array in arrays.items()]
     if is_tied(config):
         found = [entry for entry in found if ".lm_head." not in f".{entry.name}"]
     return found, completed
@@ -66,7 +66,8 @@ def build(config: dict[str, Any]) -> nn.Module:
     # Private in mlx-lm, but the only place that knows which class runs a model_type.
     classes = vars(utils)["_get_classes"]
     model_class, args_class = classes(config=config)
-    return model_class(args_class.from_dict(config))
+    model: nn.Module = model_class(args_class.from_dict(config))
+    return model
 
 
 def quantize(
@@ -85,7 +86,8 @@ def quantize(
         if not hasattr(layer, "to_quantized"):
             return False
         if name in quantization:
-            return quantization[name]
+            own: bool | dict[str, Any] = quantization[name]
+            return own
         if layer.weight.shape[-1] % group_size:
             return False
         found = True if predicate is None else predicate(name, layer)

@@ -76,8 +76,8 @@ def check_model(folder: Path) -> dict[str, Any]:
         for name in sorted(indexed(index) - {p.name for p in shards}):
             raise UserError(f"{folder / name}: is missing{AGAIN}")
     if not shards:
-        found = found_instead(p.name for p in folder.iterdir())
-        raise UserError(f"{folder}: has no {WEIGHTS}, {found}; convert it to safetensors")
+        instead = found_instead(p.name for p in folder.iterdir())
+        raise UserError(f"{folder}: has no {WEIGHTS}, {instead}; convert it to safetensors")
     entries: dict[str, Entry] = {}
     for shard in shards:
         try:

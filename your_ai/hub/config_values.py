@@ -101,10 +101,10 @@ def check_part(path: Path, config: dict[str, Any], at: str) -> None:
                 if type(number) is not int or not least <= number <= most:
                     raise wrong(path, at + key, number, f"a whole number from {least} to {most}")
         elif key in REAL:
-            above, most = REAL[key]
+            above, highest = REAL[key]
             for number in flat(value):
-                if not is_finite(number) or not above < number <= most:
-                    raise wrong(path, at + key, number, f"a number above 0, at most {most:g}")
+                if not is_finite(number) or not above < number <= highest:
+                    raise wrong(path, at + key, number, f"a number above 0, at most {highest:g}")
         elif SIZE.fullmatch(key):
             for number in flat(value):
                 if isinstance(number, int | float) and not abs(number) <= MOST_SIZE:
@@ -169,10 +169,11 @@ def check_heads(path: Path, config: dict[str, Any], at: str) -> None:
         return
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     keys = config.get("num_key_value_heads")
-    both = isinstance(hidden, int) and isinstance(heads, int)
-    if both and not config.get("head_dim") and hidden % heads:
+    if not isinstance(heads, int):
+        return
+    if isinstance(hidden, int) and not config.get("head_dim") and hidden % heads:
         raise wrong(path, f"{at}num_attention_heads", heads, f"a divisor of {hidden}")
-    if isinstance(heads, int) and isinstance(keys, int) and (keys == 0 or heads % keys):
+    if isinstance(keys, int) and (keys == 0 or heads % keys):
         raise wrong(path, f"{at}num_key_value_heads", keys, f"a divisor of {heads}")
 
 
@@ -201,9 +202,8 @@ def check_tensors(path: Path, config: dict[str, Any], entries: Iterable[Entry]) 
                 raise UserError(f"{path.parent}: has a tensor {shown(entry.name)}; is it damaged?")
             if pattern is BLOCK:
                 blocks = max(blocks, int(match[1]) + 1)
-    text = next((config[name] for name in PARTS if isinstance(config.get(name), dict)), {})
     for key in LAYERS:
-        stated = text.get(key, config.get(key))
+        stated = text_part(config).get(key, config.get(key))
         if isinstance(stated, int) and blocks and stated > 2 * blocks + 16:
             found = counted(blocks, "block")
             raise UserError(f"{path}: {key} {stated}: the model's files have only {found}")
@@ -227,7 +227,7 @@ def experts_used(text: Mapping[str, Any]) -> int:
     parts = [text, text.get("ffn_config") or {}]
     for part, name in product(parts, EXPERTS_USED):
         used = part.get(name) if isinstance(part, dict) else None
-        numbers = used if isinstance(used, list) else [used]
+        numbers: list[Any] = used if isinstance(used, list) else [used]
         if all(isinstance(number, int) for number in numbers) and any(numbers):
-            return max(numbers)
+            return int(max(numbers))
     return 1

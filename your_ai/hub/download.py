@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, Queue
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import BinaryIO, Literal, TypeVar
 
 from your_ai.config import DEMO
 from your_ai.errors import UserError
@@ -81,23 +81,14 @@ class DownloadProgress:
     """A message to show once, or empty."""
 
 
-def download(name: str, revision: str | None = None, to: str | Path | None = None) -> Path:
-    """Download a model unless it is already on this machine. Returns its folder.
-
-    name: an alias or a repository id.
-    to: the folder for the model. Default: a folder named after the repository in `models_root()`.
-    Raises UserError if the model cannot be downloaded.
-    """
-    return result_of(downloading(name, revision, to))
-
-
 def result_of(steps: Generator[DownloadProgress, None, T]) -> T:
     """Run a download, without showing its progress, and return its result."""
     while True:
         try:
             next(steps)
         except StopIteration as end:
-            return end.value
+            result: T = end.value
+            return result
 
 
 def downloading(
@@ -121,7 +112,8 @@ def downloading(
             yield replace(at, note=f"{repo} is used from the Hugging Face cache: {cached}")
             return cached
     record = read_record(target) if found else None
-    listing = yield from ask(at, repo, record.revision if record is not None else asked)
+    at_revision = record.revision if record is not None else asked
+    listing = yield from ask(at, repo, at_revision, partial(remote.ask, repo))
 
     with open_lock(target) as lock:
         while not taken(lock):
@@ -176,8 +168,8 @@ def faults_of(
     try:
         record = read_record(target)
     except UserError as error:
-        fault = str(error).removesuffix(AGAIN)
-        raise UserError(f"{fault}; move {target} away, or {elsewhere}") from error
+        damage = str(error).removesuffix(AGAIN)
+        raise UserError(f"{damage}; move {target} away, or {elsewhere}") from error
     if record is None:
         fault = fault_of(target) if target.is_dir() else f"{target}: is a file"
         if fault is None and revision is None:
@@ -232,18 +224,17 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def ask(
-    at: DownloadProgress, repo: str, asked: str, listed: Callable[[str], T] | None = None
+    at: DownloadProgress, repo: str, asked: str, listed: Callable[[str], T]
 ) -> Generator[DownloadProgress, None, T]:
     """Get the file list of a repository within ASKING_S. Tries once if the hub is unreachable.
 
-    listed: asks the hub at a revision; default: for a model's files.
+    listed: asks the hub at a revision.
     """
-    question: Callable[[str], Any] = listed or partial(remote.ask, repo)
     until = time.monotonic() + ASKING_S
     for wait_s in (*WAITS_S, None):
         try:
             yield at
-            return in_time(lambda: question(asked), until - time.monotonic())
+            return in_time(lambda: listed(asked), until - time.monotonic())
         except UserError as error:
             raise UserError(f"{at.name}: {error}") from error
         except Exception as error:  # of any class: errors of the HTTP library are not wrapped

@@ -16,12 +16,10 @@ import functools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from your_ai.gates.untrusted import BLOCK, Entry
-from your_ai.hub.tensor_sizes import FLOATS
+from your_ai.gates.untrusted import Entry
 
 DATA = Path(__file__).with_name("known_tensors.json")
 FLOAT = "BF16"
@@ -31,7 +29,8 @@ Part = tuple[str, str, Mapping[str, str]]
 @functools.cache
 def known_tensors() -> Mapping[str, list[Part]]:
     """The contents of the file, by alias."""
-    return json.loads(DATA.read_text(encoding="utf-8"))
+    found: Mapping[str, list[Part]] = json.loads(DATA.read_text(encoding="utf-8"))
+    return found
 
 
 def unpacked(parts: Iterable[Part]) -> Iterator[Entry]:
@@ -67,48 +66,6 @@ def numbers(text: str) -> Iterator[int]:
         yield from range(int(first), int(last or first) + 1)
 
 
-def packed(entries: Iterable[Entry], quantization: dict[str, Any] | None) -> list[Part]:
-    """Write tensors as above. quantization: of the model that has them, as in its config.json."""
-    by_name = {entry.name: entry for entry in entries}
-    outside: dict[str, str] = {}
-    blocks: dict[tuple[str, int], dict[str, str]] = {}
-    for entry in by_name.values():
-        layer, _, leaf = entry.name.rpartition(".")
-        if leaf in ("scales", "biases") and f"{layer}.scales" in by_name:
-            continue
-        name, text = entry.name, "x".join(map(str, entry.shape))
-        if leaf == "weight" and f"{layer}.scales" in by_name:
-            name, text = layer, quantized_text(entry, by_name, quantization or {})
-        elif entry.kind not in FLOATS:
-            text += f" {entry.kind}"
-        match = BLOCK.search(f"{name}.")
-        if match is None:
-            outside[name] = text
-        else:
-            start = name[: match.start(1)]
-            inside = match[2].removesuffix(".")
-            blocks.setdefault((start, int(match[1])), {})[inside] = text
-    parts: list[Part] = [("", "", outside)]
-    alike: dict[tuple[str, str], list[int]] = {}
-    for (start, block), tensors in sorted(blocks.items(), key=lambda pair: pair[0]):
-        alike.setdefault((start, json.dumps(tensors)), []).append(block)
-    parts += [(start, ranges(found), json.loads(text)) for (start, text), found in alike.items()]
-    return parts
-
-
-def quantized_text(entry: Entry, by_name: Mapping[str, Entry], quantization: dict[str, Any]) -> str:
-    """The shape of a quantized layer and how it is quantized; entry: its weights."""
-    layer = entry.name.removesuffix(".weight")
-    own = quantization.get(layer)
-    found = {**quantization, **own} if isinstance(own, dict) else quantization
-    if isinstance(own, dict) and "mode" not in own:
-        found["mode"] = "affine"
-    groups = by_name[f"{layer}.scales"].shape[-1]
-    bits, inputs = int(found["bits"]), entry.shape[-1] * 32 // int(found["bits"])
-    dims = (*entry.shape[:-1], inputs)
-    return f"{'x'.join(map(str, dims))} {bits}/{inputs // groups} {found.get('mode', 'affine')}"
-
-
 def quantization_of(parts: Iterable[Part]) -> dict[str, dict[str, Any]]:
     """The settings of each quantized layer, as in a config.json."""
     found = {}
@@ -138,12 +95,3 @@ def parameters_of(parts: Iterable[Part], experts: int | None = None) -> int:
                 shape[0] = min(shape[0], experts)
             total += times * math.prod(shape)
     return total
-
-
-def ranges(found: list[int]) -> str:
-    """The reverse of `numbers`."""
-    parts = []
-    for _, group in groupby(enumerate(sorted(found)), key=lambda pair: pair[1] - pair[0]):
-        run = [number for _, number in group]
-        parts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
-    return ",".join(parts)

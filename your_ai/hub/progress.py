@@ -37,7 +37,8 @@ def show(steps: Generator[DownloadProgress, None, Path], console: Console) -> Pa
                 try:
                     last = next(steps)
                 except StopIteration as end:
-                    return end.value
+                    folder: Path = end.value
+                    return folder
                 shown(last)
     except KeyboardInterrupt:
         if last is not None:

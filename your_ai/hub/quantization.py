@@ -26,8 +26,9 @@ MLX_GROUPS = (128, 64, 32)
 def method_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The `quantization_config` of another library than mlx-lm; empty if there is none."""
     found = config.get("quantization_config") or text_part(config).get("quantization_config")
-    is_other = not config.get("quantization") and isinstance(found, dict)
-    return found if is_other and found.get("quant_method") else {}
+    if config.get("quantization") or not isinstance(found, dict):
+        return {}
+    return found if found.get("quant_method") else {}
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,8 +36,8 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Weights that mlx-lm dequantizes when it loads them, as most of FP8, are not quantized.
     """
-    if isinstance(config.get("quantization"), dict):
-        return config["quantization"]
+    if isinstance(own := config.get("quantization"), dict):
+        return own
     found = method_of(config)
     name = str(found.get("quant_method"))
     if name == "compressed-tensors":

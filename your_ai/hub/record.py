@@ -117,8 +117,8 @@ def verify(folder: Path) -> Verdict:
     except UserError as error:
         return Verdict((str(error),), "only the record")
     if record is not None:
-        faults = [file_fault(folder, record, name) for name in sorted(record.files)]
-        return Verdict(tuple(f for f in faults if f is not None), "every byte")
+        checked = (file_fault(folder, record, name) for name in sorted(record.files))
+        return Verdict(tuple(fault for fault in checked if fault is not None), "every byte")
     looked = fault_of(folder)
     if looked is not None:
         return Verdict((looked,), "sizes and headers")

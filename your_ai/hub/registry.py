@@ -39,7 +39,7 @@ class Known:
 
     @property
     def model_type(self) -> str:
-        return self.config["model_type"]
+        return str(self.config["model_type"])
 
     @property
     def bits(self) -> int | None:

@@ -107,11 +107,6 @@ class ModelFacts:
     def blocks(self) -> int:
         return len(self.order)
 
-    @property
-    def block_bytes(self) -> int:
-        """Weights of the largest block."""
-        return max((kind.weights_bytes for kind in self.kinds), default=0)
-
     @memoized
     def neighbours_bytes(self, count: float, resident: int = 0) -> int:
         """Weights in memory together while blocks are read one after the other.

@@ -20,10 +20,6 @@ GATED_DELTA = "gated delta"
 KDA = "gated delta per channel"  # Kimi Linear
 MAMBA1, MAMBA2, RWKV7, RGLRU = "mamba1", "mamba2", "rwkv7", "rglru"
 LINEAR_ATTENTION, CONVOLUTION = "linear attention", "convolution"
-KINDS = (
-    *(ATTENTION, SLIDING, MLA, GATED_DELTA, KDA, MAMBA1, MAMBA2, RWKV7, RGLRU),
-    *(LINEAR_ATTENTION, CONVOLUTION),
-)
 # The last part of the names of layers that only attention has: queries, or all three together.
 QUERIES = re.compile(
     r"(?:^|\.)(q_proj|qkv_proj|query_key_value|Wqkv|wqkv|c_attn|c_q|W_pack|att_proj|wq|qkv)$"
@@ -38,7 +34,7 @@ class MixerFacts:
     """One mixer of a block. A size that the kind does not have is 0."""
 
     kind: str
-    """One of KINDS."""
+    """One of the names above."""
     heads: int = 0
     """Query heads; of a recurrence, the heads of its state."""
     kv_heads: int = 0

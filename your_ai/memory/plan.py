@@ -29,7 +29,7 @@ from your_ai.memory.limit import VARIES_BYTES, rounded_up, with_headroom
 from your_ai.memory.memoized import memoized
 from your_ai.memory.sample import in_gb
 from your_ai.memory.speed import UNKNOWN, KnownSpeed
-from your_ai.memory.step_time import StepWork, mean_step, unpredicted
+from your_ai.memory.step_time import StepOperations, mean_step, unpredicted
 from your_ai.memory.workload import (
     NOTHING,
     Kept,
@@ -197,7 +197,7 @@ def timed(demand: Demand, found: list[Option]) -> list[Option]:
     """The options with their predicted seconds, if those are predicted."""
     if not_predicted(demand):
         return found
-    works: dict[bool, StepWork] = {}
+    works: dict[bool, StepOperations] = {}
     return [
         replace(option, seconds=sum(seconds_of(demand, option.plan, works).values()))
         for option in found
@@ -205,7 +205,7 @@ def timed(demand: Demand, found: list[Option]) -> list[Option]:
 
 
 def seconds_of(
-    demand: Demand, plan: Plan, works: dict[bool, StepWork] | None = None
+    demand: Demand, plan: Plan, works: dict[bool, StepOperations] | None = None
 ) -> dict[str, float]:
     """The predicted seconds of a step under a plan by term, of a demand that is predicted.
 
@@ -216,7 +216,7 @@ def seconds_of(
     scored = demand.scores or plan.rows(longest, demand.batch_size) < demand.rows_together
     if scored not in works:
         sizes = replace(demand.steps, scores_first=scored)
-        works[scored] = StepWork(workload_of(demand).facts, demand.training, sizes)
+        works[scored] = StepOperations(workload_of(demand).facts, demand.training, sizes)
 
     def rows_at(tokens: int) -> int:
         return rows_of(demand, plan, tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +23,6 @@ class MemorySample:
     """Swap in use by the whole machine."""
     pressure: int | None = None
     """Memory pressure as on macOS: 1 normal, 2 warning, 4 critical."""
-
-    @property
-    def unreadable(self) -> tuple[str, ...]:
-        """The names of the gauges that cannot be read."""
-        return tuple(f.name for f in fields(self) if getattr(self, f.name) is None)
 
 
 def in_gb(size_bytes: float) -> str:

@@ -92,7 +92,7 @@ def unpredicted(facts: ModelFacts, training: Training, speed: MachineSpeed) -> s
 
 
 @dataclass(frozen=True)
-class StepWork:
+class StepOperations:
     """The work of the steps of a run, by term."""
 
     facts: ModelFacts
@@ -175,7 +175,7 @@ class StepWork:
 
 
 def mean_step(
-    work: StepWork,
+    work: StepOperations,
     plan: Plan,
     rows_at: Callable[[int], int],
     rows_per_step: int,

@@ -35,6 +35,7 @@ from your_ai.hub.built_tensors import build
 from your_ai.hub.check import check_model
 from your_ai.memory.facts import entries_of
 from your_ai.modelfiles.shards import Lazy, lazy_of
+from your_ai.nets.mlx_types import load_arrays
 from your_ai.nets.model import positions_of
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of 8 neighboring outputs
@@ -64,7 +65,7 @@ def repacked_lazily(source: Path) -> tuple[nn.Module, dict[str, Any], int]:
         raise refused(source, packing.method, "no tensor is named qweight")
     weights: dict[str, mx.array] = {}
     for file in sorted(source.glob("model*.safetensors")):
-        weights |= mx.load(str(file))
+        weights |= load_arrays(file)
     arrays = repacked(source, packing, layers, weights)
     config = {**load_config(source), **positions_of(raw_config)}
     for part in (config, config.get("text_config") or {}):
@@ -186,6 +187,8 @@ def layer_arrays(
     biases: float32, not rounded yet.
     """
     qweight, scales = parts["qweight"], parts["scales"]
+    assert qweight is not None
+    assert scales is not None
     qweight = qweight.view(mx.uint32)
     # A word of GPTQ has neighboring inputs of one output, the first in its lowest bits: as MLX.
     weight = turned(qweight) if packing.method == "awq" else mx.contiguous(qweight.T)

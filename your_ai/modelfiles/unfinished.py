@@ -104,7 +104,7 @@ def try_to_lock(folder: Path) -> int | None:
 def read_record(path: Path) -> dict[str, Any]:
     """Read the record of a folder; an empty record if it is missing or damaged."""
     try:
-        record = parse_json(read_bytes(path, JSON_BYTES))
+        record: dict[str, Any] = parse_json(read_bytes(path, JSON_BYTES))
         shards = record["shards"]
         if all(name_fault(name) is None and is_hash(sha) for name, sha in shards.items()):
             return record

@@ -28,6 +28,7 @@ from your_ai.memory.sizes import (
     SCORE_BYTES,
 )
 from your_ai.nets.block_calls import Mask, seen_keys
+from your_ai.nets.mlx_types import custom_function
 from your_ai.nets.numerics import device, exp, mlx_version
 
 METAL_VJP = (0, 32, 4)  # first MLX version with a fused backward pass for causal attention
@@ -69,6 +70,7 @@ def attention_results(
     queries: int | None = None,
     sinks: mx.array | None = None,
     chunk: int | None = None,
+    *,
     known: tuple[mx.array, mx.array] | None = None,
 ) -> tuple[mx.array, mx.array]:
     """What `attention` returns, and the (B, K, R, T, 1) log-sum-exp of the scores of each query.
@@ -100,10 +102,10 @@ class AttentionFunctions(NamedTuple):
 def _attention(
     scale: float, window: int | None, chunk: int | None, max_queries: int, unpacked: bool
 ) -> AttentionFunctions:
-    @mx.custom_function
-    def attend(q: mx.array, k: mx.array, v: mx.array, *more: mx.array) -> Any:
-        segments, sinks = more[: not unpacked], more[not unpacked :]
-        sinks = [sink.reshape(k.shape[1], -1, 1, 1).astype(mx.float32) for sink in sinks]
+    @custom_function
+    def attend(q: mx.array, k: mx.array, v: mx.array, *more: mx.array) -> tuple[mx.array, mx.array]:
+        segments, last = more[: not unpacked], more[not unpacked :]
+        sinks = [sink.reshape(k.shape[1], -1, 1, 1).astype(mx.float32) for sink in last]
         queries, k, v = by_key_head(q, k), contiguous_float32(k), mx.contiguous(v)
         places = mx.arange(q.shape[2])
         outputs: list[mx.array] = []
@@ -132,8 +134,8 @@ def _attention(
     def attend_vjp(primals: Any, cotangents: Any, results: Any) -> tuple[mx.array, ...]:
         return gradients(cotangents[0], *results, *primals)
 
-    @mx.custom_function
-    def known(output: mx.array, sums: mx.array, *inputs: mx.array) -> Any:
+    @custom_function
+    def known(output: mx.array, sums: mx.array, *inputs: mx.array) -> tuple[mx.array, mx.array]:
         return output, sums
 
     @known.vjp
@@ -319,6 +321,9 @@ class BlockwiseAttention(nn.Module):
     """
 
     takes_segments = True
+    o_proj: nn.Module
+    attend: Callable[..., mx.array]
+    _base: type[nn.Module]
 
     @staticmethod
     def from_base(base: nn.Module, lean: bool = False) -> BlockwiseAttention:

@@ -275,7 +275,7 @@ class Trunk:
     path: Path
     """Of the list of blocks, in `module`."""
 
-    def run(self, tokens: mx.array, answer: Callable[..., Any], module: Any = None) -> Any:
+    def run(self, tokens: mx.array, answer: Callable[..., Any], module: Any = None) -> mx.array:
         """Run the trunk on (B, T) tokens; answer: f(index, args, kwargs) -> result of a block."""
         blocks = self.blocks
 
@@ -288,7 +288,8 @@ class Trunk:
 
     @property
     def blocks(self) -> list[nn.Module]:
-        return module_at(self.module, self.path)
+        found: list[nn.Module] = module_at(self.module, self.path)
+        return found
 
     def record(self, tokens: mx.array, answer: Callable[..., Any]) -> Recorded:
         """The arguments of each block. Raises Unsplittable unless each is called once, in order."""
@@ -369,12 +370,14 @@ def find_wiring(trunk: Trunk, blocks: list[nn.Module]) -> Wiring:
     tokens = [mx.arange(math.prod(shape)).reshape(shape) % 5 for shape in SHAPES]
     first, second = (trunk.record(each, really) for each in tokens)
     kinds: dict[ArraySource, StateArray] = {}
-    templates, made = [], {}
-    for index, pair in enumerate(zip(first.results, second.results, strict=True)):
-        templates.append(_template(index, *map(leaves, pair), kinds, made, pair[0]))
+    templates: list[Any] = []
+    made: dict[int, ArraySource] = {}
+    for index, (one, other) in enumerate(zip(first.results, second.results, strict=True)):
+        templates.append(_template(index, leaves(one), leaves(other), kinds, made, one))
     embeddings = _array_position(first.args[0])
-    pair = (leaves(run.args[0])[embeddings] for run in (first, second))
-    kinds[EMBEDDINGS] = _kind(*pair)
+    kind = _kind(*(leaves(run.args[0])[embeddings] for run in (first, second)))
+    if kind is not None:
+        kinds[EMBEDDINGS] = kind
     sources = [
         {at: made[id(leaf)] for at, leaf in enumerate(leaves(given)) if id(leaf) in made}
         for given in first.args
@@ -438,7 +441,8 @@ def _kind(first: mx.array, second: mx.array) -> StateArray | None:
             return None
         axes += varies
     others = tuple(size for axis, size in enumerate(first.shape) if axis not in axes)
-    return StateArray(*axes, others, first.dtype)
+    rows, tokens = axes
+    return StateArray(rows, tokens, others, first.dtype)
 
 
 def _context(trunk: Trunk, first: Recorded, wiring: Wiring, tokens: mx.array) -> Iterator[set[int]]:
@@ -470,7 +474,7 @@ def _disturbed(value: Any) -> Any:
 
 
 def _equal(first: mx.array, second: mx.array) -> bool:
-    return first.shape == second.shape and mx.array_equal(first, second, equal_nan=True).item()
+    return first.shape == second.shape and bool(mx.array_equal(first, second, equal_nan=True))
 
 
 def _check_constant(value: Any, of_state: bool) -> None:
@@ -507,7 +511,7 @@ def _depends(trunk: Trunk, wiring: Wiring, sources: set[ArraySource]) -> bool:
         return mapped(value, result)
 
     output = trunk.run(mx.zeros(SHAPES[1], mx.int32), poisoned)
-    return mx.isnan(output).any().item()
+    return bool(mx.isnan(output).any())
 
 
 def _states(
@@ -573,7 +577,7 @@ def given_name(at: int) -> str:
 def mask_of(value: mx.array, tokens: int) -> Mask | None:
     """An array as a causal mask, (T, T), with a window, chunks or neither; None if it is none."""
     if value.shape == (tokens, tokens) and value.dtype == mx.bool_:
-        seen = int(value[:, 0].sum().item())  # queries that see the first key
+        seen = int(value[:, 0].sum())  # queries that see the first key
         for mask in [Mask()] if seen == tokens else [Mask(window=seen), Mask(chunk=seen)]:
             if seen and mx.array_equal(value, mask.array(tokens)).item():
                 return mask

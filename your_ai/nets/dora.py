@@ -29,8 +29,9 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.tuner.dora import DoRALinear
 
+from your_ai.nets.block_calls import Arrays
 from your_ai.nets.head import LayerRows, rows_at_once
-from your_ai.nets.parts import Arrays
+from your_ai.nets.mlx_types import custom_function
 
 SLICE_BYTES = 1 << 20  # of float32 rows; MLX runs about ten operations ahead, one slice each
 TINY = 1e-30  # replaces 0 in a denominator
@@ -46,7 +47,7 @@ class NormCache:
 
     def __init__(self) -> None:
         self._norms: mx.array | None = None
-        self._of: tuple[weakref.ref, ...] = ()
+        self._of: tuple[weakref.ref[mx.array], ...] = ()
 
     def of(self, *adapter: mx.array) -> mx.array | None:
         same = [ref() is array for ref, array in zip(self._of, adapter, strict=False)]
@@ -62,6 +63,8 @@ class DoRA(nn.Module):
 
     linear: the wrapped layer; lora_a: (D, r), lora_b: (r, O), m: (O,) float32.
     """
+
+    m: mx.array
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +107,8 @@ class DoRA(nn.Module):
         linear: the wrapped layer with its weight, if this layer does not have the weight.
         """
         if NORMS in self:
-            return self[NORMS]
+            given: mx.array = self[NORMS]
+            return given
         adapter = self.lora_a, self.lora_b
         kept = self._kept.of(*adapter)
         if kept is not None:
@@ -142,14 +146,14 @@ def row_norms(
     for start in range(0, outputs, step):
         stop = min(start + step, outputs)
         weight = rows.weight(start, stop, found[-1:]).astype(mx.float32)
-        if lora_a is not None:
+        if lora_a is not None and lora_b is not None:
             b = lora_b[:, start:stop].T.astype(mx.float32)
             weight = weight + (scale * b) @ lora_a.T.astype(mx.float32)
         found.append(mx.linalg.norm(weight, axis=1))
     return found[0] if len(found) == 1 else mx.concatenate(found)
 
 
-@mx.custom_function
+@custom_function
 def magnified(y: mx.array, m: mx.array, norms: mx.array) -> mx.array:
     """m / norms * y; y: (..., O), m and norms: (O,).
 

@@ -52,7 +52,7 @@ class ResizedRows:
             return part
         return HeadSlice(
             stop - start,
-            lambda hidden: mx.pad(part.forward(hidden), ((0, 0), (0, stop - inside))),
+            lambda hidden: mx.pad(part.forward(hidden), [(0, 0), (0, stop - inside)]),
             lambda shares: part.backward(shares[:, : inside - start]),
         )
 
@@ -143,4 +143,4 @@ def _agrees(found: InputEmbedding, rows: mx.array, wanted: mx.array) -> bool:
 
 def _close(first: mx.array, second: mx.array, tolerance: float) -> bool:
     first, second = first.astype(mx.float32), second.astype(mx.float32)
-    return (mx.abs(first - second).max() <= tolerance * mx.abs(second).max()).item()
+    return bool(mx.abs(first - second).max() <= tolerance * mx.abs(second).max())

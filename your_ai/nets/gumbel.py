@@ -24,7 +24,7 @@ import mlx.core as mx
 
 from your_ai.nets.embedding import same_rows
 from your_ai.nets.head import HeadRows, HeadSlice, LinearHead
-from your_ai.nets.numerics import exp
+from your_ai.nets.numerics import exp, settled
 
 ARRAYS = 8  # of a slice, (S, n), that a walk with gradients has in memory at a time
 LARGEST_UNIFORM = 1 - 2.0**-24  # the largest float32 below 1
@@ -142,7 +142,7 @@ def draw(
             for index, rows in enumerate(embeddings):
                 added = parts.of(rows).backward(shares.astype(inputs.dtype))
                 means[index] = means[index] * shrink[:, None] + added
-        best, top, total, *means = _settled(best, top, total, *means)
+        best, top, total, *means = settled([best, top, total, *means])
     return Drawn(best, [mean / total[:, None] for mean in means])
 
 
@@ -169,7 +169,7 @@ def relax(
         both = mx.concatenate([_times(shares, slopes), _times(products, slopes)])
         added = parts.head.backward(both.astype(inputs.dtype))
         sums = sums * mx.concatenate([shrink, shrink])[:, None] + added
-        top, total, weighed, sums = _settled(top, total, weighed, sums)
+        top, total, weighed, sums = settled([top, total, weighed, sums])
     mean, grad = sums[:count] / total[:, None], sums[count:] / total[:, None]
     grad = (grad - (weighed / total)[:, None] * mean) / tau
     return Relaxed(top + mx.log(total), mean, grad)
@@ -197,7 +197,7 @@ def credit(
         products = shares * of_rows
         weighed = weighed + products.sum(axis=-1)
         grad = grad + parts.head.backward(_times(products, slopes).astype(inputs.dtype))
-        weighed, grad = _settled(weighed, grad)
+        weighed, grad = settled([weighed, grad])
     return (grad - weighed[:, None] * relaxed.mean) / noisy.tau
 
 
@@ -227,7 +227,7 @@ def divergence(head: LinearHead, inputs: mx.array, reference: mx.array) -> Diver
         rows = mx.concatenate([_times(ours, slopes), _times(products, slopes)])
         added = parts.head.backward(rows.astype(inputs.dtype))
         sums = sums * mx.concatenate([shrink[:count], shrink[:count]])[:, None] + added
-        top, total, apart, sums = _settled(top, total, apart, sums)
+        top, total, apart, sums = settled([top, total, apart, sums])
     log_sum, apart = top + mx.log(total), apart / total[:count]
     mean, grad = sums[:count] / total[:count, None], sums[count:] / total[:count, None]
     kl = apart - log_sum[:count] + log_sum[count:]
@@ -277,11 +277,6 @@ def _scores(
     logits, slopes = noisy.head.logits_and_slopes(products)
     noise = gumbel(places, mx.arange(start, stop, dtype=mx.uint32))
     return (logits.astype(mx.float32) + noise) / noisy.tau, slopes
-
-
-def _settled(*state: mx.array) -> list[mx.array]:
-    """The same arrays, made to depend on one another: a slice is done before the next begins."""
-    return mx.depends(list(state), list(state))
 
 
 def _times(shares: mx.array, slopes: mx.array | None) -> mx.array:

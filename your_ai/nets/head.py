@@ -130,7 +130,8 @@ class LayerRows:
         if "scales" in self.layer:
             count, groups = self.layer.scales.shape
             return count, groups * self.layer.group_size
-        return self.layer.weight.shape
+        shape: tuple[int, int] = self.layer.weight.shape
+        return shape
 
     def part(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> HeadSlice:
         return part_of(self._slice(start, stop, after), self._quantization())
@@ -198,7 +199,8 @@ class LinearHead:
 
 # A LinearHead, any function from (1, S, D) hidden states to (1, S, V) logits, or the head of a
 # reward model, whose scores take the place of log-probabilities.
-Head = LinearHead | ScoreHead | Function
+TokenHead = LinearHead | Function
+Head = TokenHead | ScoreHead
 
 
 def at_temperature(head: Head, temperature: float) -> Head:
@@ -261,6 +263,9 @@ class _StandIn(nn.Module):
 
     The layer may also embed tokens; it does so as before.
     """
+
+    layer: nn.Module
+    answer: mx.array
 
     def __init__(self, layer: nn.Module, answer: mx.array) -> None:
         vars(self).update(vars(layer))
@@ -341,7 +346,7 @@ def _agrees(found: LinearHead, head: nn.Module, hidden: mx.array) -> bool:
         mx.eval(distance)
     tolerance = 1e-3 if hidden.dtype == mx.float32 else 2e-2
     agrees = distance <= tolerance**2 * mx.square(whole).sum()
-    return (agrees & mx.isfinite(distance)).item()  # infinite logits would agree with any others
+    return bool(agrees & mx.isfinite(distance))  # infinite logits would agree with any others
 
 
 def _treats_tokens_alike(found: LinearHead, dtype: mx.Dtype) -> bool:
@@ -354,4 +359,4 @@ def _treats_tokens_alike(found: LinearHead, dtype: mx.Dtype) -> bool:
         return True
     products = mx.random.normal((2, found.rows.shape[0]), key=mx.random.key(1)).astype(dtype)
     logits, reversed_logits = found.logits(products), found.logits(products[:, ::-1])
-    return mx.allclose(logits[:, ::-1], reversed_logits, rtol=1e-3, atol=1e-3).item()
+    return bool(mx.allclose(logits[:, ::-1], reversed_logits, rtol=1e-3, atol=1e-3))

@@ -9,13 +9,14 @@ Shapes: S targets, D hidden size, V vocabulary, n tokens per slice of the vocabu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from your_ai.memory.sizes import HEAD_ROWS
-from your_ai.nets.head import Head, HeadSlice, LinearHead
-from your_ai.nets.numerics import exp
+from your_ai.nets.head import Function, Head, HeadSlice, LinearHead, TokenHead
+from your_ai.nets.mlx_types import custom_function
+from your_ai.nets.numerics import exp, settled
 from your_ai.nets.score_head import ScoreHead
 from your_ai.objectives.objective import (
     GivenWeights,
@@ -100,13 +101,13 @@ def trainable_loss(
     trained = head.trained if isinstance(head, ScoreHead) else {}
     count = 1 + len(trained)  # of gradients
 
-    @mx.custom_function
+    @custom_function
     def forward(hidden: mx.array, *_: mx.array) -> tuple[mx.array, ...]:
         sums, grad, of_head = loss_and_gradient(hidden, targets, objective, scale, head)
         return sums.loss, grad, *of_head.values(), *flat(sums.metrics, names)
 
     @forward.vjp
-    def backward(primals, cotangents, outputs):
+    def backward(primals: Any, cotangents: list[mx.array], outputs: list[mx.array]) -> Any:
         grads = outputs[1 : 1 + count]
         return [cotangents[0].astype(grad.dtype) * grad for grad in grads]
 
@@ -157,11 +158,13 @@ def _in_pieces(
     tokens: mx.array,
     weigh_part: Callable[[slice], Weigh],
     scale: mx.array,
-    head: Head,
+    head: TokenHead,
     pieces: Iterable[slice],
 ) -> tuple[Sums, mx.array]:
     """The sums over all pieces, and the gradient of `hidden` times `scale`, piece by piece."""
-    of_piece = _sliced if isinstance(head, LinearHead) else _differentiated
+    of_piece: Callable[..., tuple[Sums, mx.array]] = (
+        _sliced if isinstance(head, LinearHead) else _differentiated
+    )
     found: list[Sums] = []
     grads: list[mx.array] = []
     for part in pieces:
@@ -172,7 +175,7 @@ def _in_pieces(
     return Sums.over(found), mx.concatenate(grads)
 
 
-def chunks(hidden: mx.array, head: Head) -> Iterator[slice]:
+def chunks(hidden: mx.array, head: TokenHead) -> Iterator[slice]:
     """Cut the rows of `hidden`, (S, D), into chunks of about equal size.
 
     A chunk has up to HEAD_ROWS rows for a LinearHead, otherwise as many as have CHUNK_BYTES of
@@ -197,7 +200,7 @@ def _in_turn(rows: mx.array, *before: list[mx.array]) -> mx.array:
 
 
 def _differentiated(
-    rows: mx.array, tokens: mx.array, weigh: Weigh, scale: mx.array, head: Head
+    rows: mx.array, tokens: mx.array, weigh: Weigh, scale: mx.array, head: Function
 ) -> tuple[Sums, mx.array]:
     """The sums of a chunk and its gradient times `scale`.
 
@@ -206,7 +209,7 @@ def _differentiated(
     """
     names: list[str] = []
 
-    @mx.custom_function
+    @custom_function
     def loss(logits: mx.array) -> tuple[mx.array, ...]:
         z = logits.astype(mx.float32)
         top, index = z.max(-1, keepdims=True), tokens[:, None]
@@ -220,7 +223,7 @@ def _differentiated(
         return weighed.loss, grad.astype(logits.dtype), *flat(weighed.metrics, names)
 
     @loss.vjp
-    def backward(primals, cotangents, outputs):
+    def backward(primals: Any, cotangents: Any, outputs: list[mx.array]) -> mx.array:
         return outputs[1]
 
     (value, _, *figures), grad = mx.value_and_grad(lambda rows: loss(head(rows[None])[0]))(rows)
@@ -340,7 +343,7 @@ def finish(
 
     The gradient is with respect to the inputs of the linear layer, (S, D).
     """
-    softmax = OnlineSoftmax(*_settled(softmax))  # so that the logits of the last slice are freed
+    softmax = OnlineSoftmax(*settled(softmax))  # so that the logits of the last slice are freed
     logits, slopes = head.logits_and_slopes(softmax.at_target)
     weighed = weigh(-softmax_losses(softmax, logits))
     rows = head.rows.gather(softmax.targets.squeeze(-1)).astype(mx.float32)
@@ -364,7 +367,7 @@ def _sliced(
 def _over_vocabulary(softmax: OnlineSoftmax, head: LinearHead) -> OnlineSoftmax:
     """Run over all slices of the vocabulary, one after the other."""
     for start, stop in head.slices(len(softmax.inputs)):
-        softmax = OnlineSoftmax(*_settled(softmax))
+        softmax = OnlineSoftmax(*settled(softmax))
         softmax = add(softmax, head.rows.part(start, stop, softmax), head)
     return softmax
 
@@ -374,7 +377,7 @@ def _most_likely(inputs: mx.array, head: LinearHead) -> mx.array:
     best, seen = mx.zeros(len(inputs), mx.uint32), mx.array(0, mx.uint32)
     top = mx.full(len(inputs), -mx.inf)
     for start, stop in head.slices(len(inputs)):
-        inputs, best, top, seen = _settled((inputs, best, top, seen))
+        inputs, best, top, seen = settled((inputs, best, top, seen))
         part = head.rows.part(start, stop, [top])
         logits = head.logits(part.forward(inputs))
         here = logits.argmax(-1, keepdims=True)
@@ -382,12 +385,3 @@ def _most_likely(inputs: mx.array, head: LinearHead) -> mx.array:
         best = mx.where(largest > top, here.squeeze(-1) + seen, best)
         top, seen = mx.maximum(largest, top), seen + part.count
     return best
-
-
-def _settled(state: Sequence[mx.array]) -> list[mx.array]:
-    """Return the same arrays, made to depend on one another.
-
-    So all sums of a slice are computed before the next slice begins, and compiled kernels end
-    where a slice ends, so that all slices share them.
-    """
-    return mx.depends(list(state), list(state))

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -33,7 +33,6 @@ from your_ai.hub.quantization import method_of
 from your_ai.nets.dora import put_dora
 from your_ai.nets.parts import put
 from your_ai.nets.source_names import weights_read
-from your_ai.nets.tokenizer import open_tokenizer
 from your_ai.rng import derive_seed
 
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
@@ -41,25 +40,22 @@ POSITIONS = ("wpe", "position_embeddings", "embed_positions")
 TRIED_TOKENS = 8  # length of the short row that tests a model
 MATRICES = (".lora_a", ".lora_b")  # the ends of the names of A and B
 LINEAR = (nn.Linear, nn.QuantizedLinear, *EXPERTS)
+R = TypeVar("R")
 
 
 def compute_dtype(name: str) -> mx.Dtype:
     """The dtype that `--dtype` means on this device."""
     if name == "auto":
         return mx.bfloat16 if mx.default_device().type == mx.gpu else mx.float32
-    return getattr(mx, name)
-
-
-def load_base(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, Any]:
-    """Load the model and tokenizer of a folder. The weights are lazy: read on first use.
-
-    Raises UserError if the folder is incomplete or mlx-lm cannot load it.
-    """
-    return load_network(folder, dtype)[0], open_tokenizer(folder)
+    dtype: mx.Dtype = getattr(mx, name)
+    return dtype
 
 
 def load_network(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, dict[str, Any]]:
-    """Load the model of a folder and its configuration; see `load_base`."""
+    """Load the model of a folder and its configuration. The weights are lazy: read on first use.
+
+    Raises UserError if the folder is incomplete or mlx-lm cannot load it.
+    """
     raw_config = check_model(folder)
     check_packing(folder, raw_config)
     if glob.escape(str(folder)) != str(folder):
@@ -201,11 +197,11 @@ class DropoutKeys:
     def set(self, keys: TokenKeys | None) -> None:
         self.holder[0] = keys
 
-    def kept(self, function: Callable) -> Callable:
+    def kept(self, function: Callable[..., R]) -> Callable[..., R]:
         """Wrap `function` so that it always runs with the keys that are current now."""
         keys = self.current
 
-        def run(*args: Any) -> Any:
+        def run(*args: Any) -> R:
             others = self.current
             self.set(keys)
             try:
@@ -319,12 +315,14 @@ def adapted_layers(model: nn.Module, config: TrainConfig) -> tuple[int, tuple[st
         )
     adapted = blocks[len(blocks) - count :]
     keys = find_targets(adapted, config)
+    assert isinstance(config.lora_rank, int)  # chosen by `largest`
     check_rank(adapted, keys, config.lora_rank)
     return count, keys
 
 
 def lora_scale(config: TrainConfig) -> float:
     """The factor of the product of A and B: alpha / r, or alpha / sqrt(r) with rsLoRA."""
+    assert isinstance(config.lora_rank, int)  # it was chosen
     return config.lora_alpha / (
         math.sqrt(config.lora_rank) if config.use_rslora else config.lora_rank
     )

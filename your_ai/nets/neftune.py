@@ -40,6 +40,8 @@ TRIED_ALPHA = 1e3  # of the noise that tests a model
 class NoisyEmbedding(nn.Module):
     """Replaces an embedding layer, with the same attributes, and adds `noise` to its output."""
 
+    _embedding: nn.Embedding | nn.QuantizedEmbedding
+
     def __init__(self, embedding: nn.Module, noise: Noise) -> None:
         vars(self).update(vars(embedding))
         dict.update(self, embedding)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -12,7 +13,17 @@ ROUNDING = 1.5 * 2.0**23  # a float32 of this size has no fractional digits
 
 
 def mlx_version() -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", mx.__version__)[:3]))
+    return tuple(map(int, re.findall(r"\d+", mx.__version__)[:3]))  # type: ignore[attr-defined]
+
+
+def settled(state: Sequence[mx.array]) -> list[mx.array]:
+    """Return the same arrays, made to depend on one another.
+
+    So all sums of a slice of the vocabulary are computed before the next slice begins, and compiled
+    kernels end where a slice ends, so that all slices share them.
+    """
+    found: list[mx.array] = mx.depends(list(state), list(state))
+    return found
 
 
 def device() -> str:

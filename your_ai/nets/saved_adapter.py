@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,6 +24,7 @@ from your_ai.hub.find import find_model
 from your_ai.hub.fingerprint import fingerprint
 from your_ai.hub.names import HubName, hub_name
 from your_ai.nets import model, score_head
+from your_ai.nets.mlx_types import load_arrays
 from your_ai.run import checkpoint
 from your_ai.run.folder import RunFolder, find, is_running
 
@@ -204,7 +205,7 @@ def read_adapter(folder: Path, file: Path | None = None) -> Adapter:
     try:
         config = parse_json(read_bytes(path, JSON_BYTES))
         entries = read_header(file) if file.exists() else []
-        arrays = mx.load(str(file))
+        arrays = load_arrays(file)
     except OSError as error:
         raise UserError(
             f"{folder}: is not an adapter ({error.filename}: {error.strerror})"
@@ -239,7 +240,7 @@ def check_settings(path: Path, config: Any, largest: int) -> None:
     largest: the largest dimension of its arrays; the rank cannot be larger.
     """
 
-    def refuse(key: str, value: Any, wanted: str) -> None:
+    def refuse(key: str, value: Any, wanted: str) -> NoReturn:
         raise UserError(f"{path}: {key} {shown(value)}: must be {wanted}")
 
     if not isinstance(config, dict):
@@ -348,7 +349,7 @@ def read_score_head(adapter: Adapter) -> mx.array:
         names = [entry.name for entry in read_header(path)]
         if names != [checkpoint.SCORE_WEIGHT]:
             raise ValueError(f"contains {shown(', '.join(names))}")
-        weight = mx.load(str(path))[checkpoint.SCORE_WEIGHT].astype(mx.float32)
+        weight = load_arrays(path)[checkpoint.SCORE_WEIGHT].astype(mx.float32)
         mx.eval(weight)
     except (OSError, RuntimeError, ValueError, LookupError) as error:
         reason = getattr(error, "strerror", None) or shown(first_line(error))

@@ -30,10 +30,12 @@ class StandIn(nn.Module):
     It is also an instance of the module's class, which some trunks ask for.
     """
 
-    def __new__(cls, module: nn.Module | None = None, forward: Callable | None = None) -> StandIn:
+    def __new__(
+        cls, module: nn.Module | None = None, forward: Callable[..., Any] | None = None
+    ) -> StandIn:
         return super().__new__(cls if module is None else _also(cls, type(module)))
 
-    def __init__(self, module: nn.Module, forward: Callable) -> None:
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         vars(self).update(vars(module))
         dict.update(self, module)
         vars(self)["_forward"] = forward
@@ -53,6 +55,8 @@ class Head(nn.Module):
 
     run: (model, hidden states) -> logits.
     """
+
+    _run: Callable[[nn.Module, mx.array], mx.array]
 
     def __init__(self, model: nn.Module, run: Callable[[nn.Module, mx.array], mx.array]) -> None:
         super().__init__()
@@ -107,12 +111,13 @@ def _split_at(model: nn.Module, path: Path) -> Split:
 
     def run(model: nn.Module, hidden: mx.array) -> mx.array:
         stand_in = StandIn(module_at(model, path), lambda *_, **__: hidden)
-        return replaced(model, path, stand_in)(mx.zeros((1, 1), mx.int32))
+        twin: nn.Module = replaced(model, path, stand_in)
+        return twin(mx.zeros((1, 1), mx.int32))
 
     return Split(partial(call_trunk, trunk), Head(model, run), path=path)
 
 
-def call_trunk(trunk: nn.Module, tokens: mx.array, **options: Any) -> Any:
+def call_trunk(trunk: nn.Module, tokens: mx.array, **options: Any) -> mx.array:
     """Run a trunk; without a cache by default, though some require that argument."""
     parameters = list(inspect.signature(type(trunk).__call__).parameters.values())[2:]
     required = (

@@ -86,7 +86,8 @@ class TileCall:
             args[self.cache_place] = cache
         else:
             keywords[CACHE] = cache
-        return leaves(block(*args, **keywords))[self.leaf]
+        result: mx.array = leaves(block(*args, **keywords))[self.leaf]
+        return result
 
 
 def tile_calls(parts: Parts, settings: Mapping[str, Any], tokens: int) -> list[TileCall | None]:
@@ -132,6 +133,7 @@ def is_same_mask(call: Call, mask: Any, tokens: int) -> bool:
 
     A long mask is not computed, because it has the square of the length: then it is assumed.
     """
+    assert call.mask is not None
     if not isinstance(mask, mx.array):
         return not call.as_array and call.mask.reach is None
     if call.mask.reach is not None:

@@ -10,7 +10,7 @@ N queries of a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +20,8 @@ from your_ai.memory.sizes import FEWEST_QUERIES, TILE_SCORE_BYTES
 from your_ai.nets.attention import by_key_head, contiguous_float32, fold
 from your_ai.nets.block_calls import Mask, seen_keys
 from your_ai.nets.numerics import exp
+
+PairFunction = Callable[..., tuple[mx.array, mx.array, mx.array]]
 
 
 class Untiled(Exception):
@@ -101,7 +103,7 @@ class TiledAttention:
     scale: float
     mask: Mask
     """Without segments, which belong to tiles."""
-    compiled: Callable[[tuple, Callable], Callable]
+    compiled: Callable[[Hashable, PairFunction], PairFunction]
     """(key, function) -> the function, compiled once per key."""
 
     def forward(
@@ -146,7 +148,9 @@ class TiledAttention:
             first = max(first, start // self.mask.chunk * self.mask.chunk)
         return (other for other in range(own, -1, -1) if tiles[other].stop > first)
 
-    def _pair(self, function: Callable, own: Tile, other: Tile) -> tuple[Callable, list[mx.array]]:
+    def _pair(
+        self, function: PairFunction, own: Tile, other: Tile
+    ) -> tuple[PairFunction, list[mx.array]]:
         """The function of a pair of tiles, and its last arguments."""
         window, chunk = self.mask.window, self.mask.chunk
         if window is not None and own.stop - 1 < other.start + window:
@@ -157,7 +161,7 @@ class TiledAttention:
             self.scale, own.start == other.start, window, chunk, own.segments is not None
         )
         where = [mx.array(own.start), mx.array(other.start)]
-        if own.segments is not None:
+        if own.segments is not None and other.segments is not None:
             where += [own.segments, other.segments]
         run = self.compiled((function.__name__, kind), lambda *args: function(kind, *args))
         return run, where
@@ -191,7 +195,7 @@ def forward_pair(
 ) -> tuple[mx.array, mx.array, mx.array]:  # fmt: skip
     """The softmax of a tile of queries after a further tile of keys."""
     queries, k, v = by_key_head(q, k), contiguous_float32(k), mx.contiguous(v)
-    found: list[tuple[mx.array, ...]] = []
+    found: list[tuple[mx.array, mx.array, mx.array]] = []
     done = [k]
     for rows, keys in blocks(q.shape, k.shape[2], kind.own):
         (rows_q, *where) = mx.depends([queries[..., rows, :], *where], done)
@@ -204,7 +208,10 @@ def forward_pair(
         sums = total[..., rows, :] * shrink + p.sum(axis=-1, keepdims=True)
         found.append((largest, sums, output[..., rows, :] * shrink + new))
         done = list(found[-1])
-    return tuple(mx.concatenate(arrays, axis=-2) for arrays in zip(*found, strict=True))
+    tops, totals, outputs = (
+        mx.concatenate([*arrays], axis=-2) for arrays in zip(*found, strict=True)
+    )
+    return tops, totals, outputs
 
 
 def backward_pair(
@@ -254,7 +261,7 @@ def blocks(shape: tuple[int, ...], keys: int, own: bool) -> Iterator[tuple[slice
 
 
 def pair_scores(
-    kind: PairKind, q: mx.array, k: mx.array, rows: slice, keys: slice, where: list[mx.array]
+    kind: PairKind, q: mx.array, k: mx.array, rows: slice, keys: slice, where: Sequence[mx.array]
 ) -> mx.array:
     """Scores of a block, (B, K, R, N, m), -inf where a query does not see a key.
 

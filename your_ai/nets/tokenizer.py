@@ -158,7 +158,8 @@ def added_end_text(folder: Path) -> str:
     with contextlib.suppress(UserError):
         tokenizer = open_tokenizer(folder)
         if (end := added_end(folder, tokenizer)) is not None:
-            return tokenizer.convert_ids_to_tokens([end])[0]
+            text: str = tokenizer.convert_ids_to_tokens([end])[0]
+            return text
     return ""
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -41,8 +41,8 @@ class GRPO:
     kl: Literal["reverse", "k3"] = "reverse"
     importance: Literal["token", "sequence"] = "token"
     normalization: Normalization = "dapo"
-    rows_together: int = 1
-    phases: tuple[Phase, ...] = ("gradients",)
+    rows_together: ClassVar[int] = 1
+    phases: ClassVar[tuple[Phase, ...]] = ("gradients",)
 
     @property
     def token_local(self) -> bool:
@@ -146,7 +146,7 @@ def spreads_of(rewards: np.ndarray) -> np.ndarray:
     """(P,) the standard deviation of each group, with n - 1; 0 if fewer than two are known."""
     count = np.isfinite(rewards).sum(axis=1)
     squares = (centered_in_groups(rewards) ** 2).sum(axis=1)
-    return np.sqrt(squares / np.maximum(count - 1, 1))
+    return np.asarray(np.sqrt(squares / np.maximum(count - 1, 1)))
 
 
 def centered_in_groups(rewards: np.ndarray) -> np.ndarray:
@@ -156,4 +156,4 @@ def centered_in_groups(rewards: np.ndarray) -> np.ndarray:
     first = np.take_along_axis(values, np.argmax(known, axis=1)[:, None], axis=1)
     moved = np.where(known, values - first, 0)  # the differences of equal ones are exactly 0
     mean = moved.sum(axis=1, keepdims=True) / np.maximum(known.sum(axis=1, keepdims=True), 1)
-    return np.where(known, moved - mean, 0)
+    return np.asarray(np.where(known, moved - mean, 0))

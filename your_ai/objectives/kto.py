@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
 
@@ -72,9 +72,9 @@ class KTO:
     undesirable_weight: float = 1.0
     sft_weight: float = 0.0
     """Weight of the good answers' mean cross-entropy, which is added to the loss."""
-    rows_together: int = 2
-    token_local: bool = False
-    phases: tuple[Phase, ...] = ("others", "gradients")
+    rows_together: ClassVar[int] = 2
+    token_local: ClassVar[bool] = False
+    phases: ClassVar[tuple[Phase, ...]] = ("others", "gradients")
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
         """The targets are those of a whole step or file; or first texts, with a baseline."""

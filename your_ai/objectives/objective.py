@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -65,7 +65,7 @@ class Targets(NamedTuple):
 
     def part(self, part: slice) -> Targets:
         """Some of the targets."""
-        return Targets(*(None if array is None else array[part] for array in self))
+        return Targets._make(None if array is None else array[part] for array in self)
 
     def sum_by_text(self, values: mx.array) -> mx.array:
         """(S,): at index i, the sum of the (S,) values over text i; 0 past the last text."""
@@ -114,8 +114,8 @@ class Totals:
     """(sum, count) of each metric, by name."""
 
     def add(self, sums: Sums) -> None:
-        metrics = {n: (value.item(), count.item()) for n, (value, count) in sums.metrics.items()}
-        self.add_sums(sums.loss.item(), metrics)
+        metrics = {n: (float(value), float(count)) for n, (value, count) in sums.metrics.items()}
+        self.add_sums(float(sums.loss), metrics)
 
     def add_sums(self, loss: float, metrics: Mapping[str, Sequence[float]]) -> None:
         """Add a loss, and (sum, count) of each metric, by name."""
@@ -159,20 +159,26 @@ class Weighed:
 class Objective(Protocol):
     """A loss that is a function of log-probabilities. An engine is built for one objective."""
 
-    rows_together: int
-    """Number of texts in a group, which are weighed together: 1, or 2 for pairs."""
+    @property
+    def rows_together(self) -> int:
+        """Number of texts in a group, which are weighed together: 1, or 2 for pairs."""
 
-    token_local: bool
-    """Whether the loss is a sum over tokens of a function of each token's log-probability.
+    @property
+    def token_local(self) -> bool:
+        """Whether the loss is a sum over tokens of a function of each token's log-probability.
 
-    If so, `weigh` may be called on any part of the targets.
-    """
+        If so, `weigh` may be called on any part of the targets.
+        """
 
-    phases: tuple[Phase, ...]
-    """The passes of a step; the memory plan covers the largest. With "scores", the weights depend
-    on the whole step: all its texts are scored first, and weighed together. With "others", they
-    depend on it through one number, `ObjectiveWithBaseline.baseline`. Without both, texts are only
-    scored first for groups that are too large for a micro-batch."""
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The passes of a step; the memory plan covers the largest.
+
+        With "scores", the weights depend on the whole step: all its texts are scored first, and
+        weighed together. With "others", they depend on it through one number,
+        `ObjectiveWithBaseline.baseline`. Without both, texts are only scored first for groups that
+        are too large for a micro-batch.
+        """
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
         """Compute the loss and weights. Must be pure and use only MLX operations, because it is
@@ -194,9 +200,9 @@ class ObjectiveWithBaseline(Objective, Protocol):
 class GivenWeights:
     """The gradients of targets whose weights are known from a pass that scored them."""
 
-    rows_together: int = 1
-    token_local: bool = True
-    phases: tuple[Phase, ...] = ("gradients",)
+    rows_together: ClassVar[int] = 1
+    token_local: ClassVar[bool] = True
+    phases: ClassVar[tuple[Phase, ...]] = ("gradients",)
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
         assert targets.given is not None

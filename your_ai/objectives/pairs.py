@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -43,16 +43,16 @@ class Pairs(NamedTuple):
     @staticmethod
     def of(scores: Scores, targets: Targets) -> Pairs:
         real = targets.is_real
-        ratios = scores.current
+        apart = scores.current
         if targets.reference is not None:
-            ratios = ratios - targets.reference
+            apart = apart - targets.reference
         tokens = real.astype(mx.float32)
-        values = (mx.where(real, scores.current, 0), mx.where(real, ratios, 0), tokens,
+        values = (mx.where(real, scores.current, 0), mx.where(real, apart, 0), tokens,
                   tokens * targets.weights)  # fmt: skip
         halves = [by_pair(targets.sum_by_text(value)) for value in values]
         (chosen, rejected), ratios, counts, weights = halves
         weight = weights[0] / at_least_one(counts[0])  # every target has the weight of its row
-        return Pairs(chosen, rejected, *ratios, *counts, weight)
+        return Pairs._make((chosen, rejected, *ratios, *counts, weight))
 
     @property
     def means(self) -> tuple[mx.array, mx.array]:
@@ -98,9 +98,9 @@ class PairObjective(ABC):
 
     sft_weight: float = 0.0
     """Weight of the chosen answers' mean cross-entropy, which is added to the loss."""
-    rows_together: int = 2
-    token_local: bool = False
-    phases: tuple[Phase, ...] = ("gradients",)
+    rows_together: ClassVar[int] = 2
+    token_local: ClassVar[bool] = False
+    phases: ClassVar[tuple[Phase, ...]] = ("gradients",)
 
     @abstractmethod
     def of_pairs(self, pairs: Pairs) -> PairLosses:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import mlx.core as mx
 
@@ -25,15 +26,15 @@ class BradleyTerry:
     """
 
     center: float = 0.0
-    rows_together: int = 2
-    token_local: bool = False
-    phases: tuple[Phase, ...] = ("gradients",)
+    rows_together: ClassVar[int] = 2
+    token_local: ClassVar[bool] = False
+    phases: ClassVar[tuple[Phase, ...]] = ("gradients",)
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
         real = targets.is_real
         chosen, rejected = by_pair(targets.sum_by_text(mx.where(real, scores.current, 0)))
         weights, _ = by_pair(targets.sum_by_text(mx.where(real, targets.weights, 0)))
-        wanted = 0.0
+        wanted: mx.array | float = 0.0
         if targets.ratings is not None:
             wanted, _ = by_pair(targets.sum_by_text(mx.where(real, targets.ratings, 0)))
         losses, slopes = minus_log_sigmoid(chosen - rejected - wanted, 0.0)
@@ -63,9 +64,9 @@ class BradleyTerry:
 class ScoreRegression:
     """(r - s)^2 for a text with the score s."""
 
-    rows_together: int = 1
-    token_local: bool = True
-    phases: tuple[Phase, ...] = ("gradients",)
+    rows_together: ClassVar[int] = 1
+    token_local: ClassVar[bool] = True
+    phases: ClassVar[tuple[Phase, ...]] = ("gradients",)
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
         real = targets.is_real

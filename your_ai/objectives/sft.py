@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from your_ai.data.batches import Batch
 from your_ai.nets.numerics import sum_in_blocks
@@ -14,9 +15,9 @@ from your_ai.objectives.objective import Phase, Scores, Targets, Weighed
 class SFT:
     """The mean cross-entropy of the trained tokens, weighted by the weights of their rows."""
 
-    rows_together: int = 1
-    token_local: bool = True
-    phases: tuple[Phase, ...] = ("gradients",)
+    rows_together: ClassVar[int] = 1
+    token_local: ClassVar[bool] = True
+    phases: ClassVar[tuple[Phase, ...]] = ("gradients",)
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
         return Weighed(sum_in_blocks(-scores.current * targets.weights), targets.weights)

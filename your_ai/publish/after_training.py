@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import time
 from collections.abc import Sequence
+from typing import BinaryIO
 
 from your_ai.errors import RunError, UserError
 from your_ai.gates.programs import python_module
@@ -54,17 +55,17 @@ def push_finished(folder: RunFolder, repo: str, received: Sequence[int]) -> None
     raise RunError(fault)
 
 
-def push_status(command: list[str], log: object, received: Sequence[int]) -> int | None:
+def push_status(command: list[str], log: BinaryIO, received: Sequence[int]) -> int | None:
     """The exit status of a push; None if a signal ended it."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
     )
     try:
-        while process.poll() is None:
+        while (status := process.poll()) is None:
             if received:
                 return None
             time.sleep(POLL_S)  # waitpid would miss a signal that another thread handles
-        return process.returncode
+        return status
     finally:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

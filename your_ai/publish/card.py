@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from your_ai import __version__
-from your_ai.config import DEMO, GENERATING, OBJECTIVES_WITH, SFT, TrainConfig, is_used
+from your_ai.config import ABOUT, DEMO, GENERATING, SFT, TrainConfig, is_used
 from your_ai.config import REWARD as REWARD_MODEL
 from your_ai.dashboard.best_validation import best_of
 from your_ai.dashboard.history import read
@@ -44,17 +44,8 @@ CardKind = Literal["adapter", "model", "peft", "gguf"]
 
 PIPELINES = {REWARD_MODEL: "text-classification"}  # of objectives that give no text
 HERE = "PATH/OF/THIS/FOLDER"
-CURVE_POINTS = 10  # in the table that replaces the pictures of the curves
-PRIVATE = ("judge_url", "judge_rubric")  # settings of the user's machine
-SETTINGS = (
-    *("objective", *(name for name in OBJECTIVES_WITH if name not in PRIVATE)),
-    *("lora_rank", "lora_alpha", "use_rslora", "lora_layers", "lora_targets", "lora_dropout"),
-    *("use_dora", "neftune_alpha"),
-    *("optimizer", "learning_rate", "loraplus_ratio", "layerwise_lr_decay", "lr_schedule"),
-    *("warmup_steps", "weight_decay", "max_grad_norm"),
-    *("batch_size", "grad_accumulation", "max_seq_length", "packing"),
-    *("mask_prompt", "dtype", "quantize", "seed"),
-)
+CURVE_POINTS = 10  # in the table of the loss
+SETTINGS = tuple(name for name, about in ABOUT.items() if about.in_card)
 TITLES = {
     "rewards/accuracies": "Accuracy of rewards",
     "rewards/auc": "AUC of rewards",
@@ -149,8 +140,6 @@ class Subject:
     figures: CardFigures | None = None
     library: str | None = None
     """Library that loads the files, if it is not the usual one of the kind."""
-    curves: Sequence[str] = ()
-    """Names of the pictures in the repository."""
     evaluation: Mapping[str, Any] | None = None
     """Results of `your_ai eval` for this step."""
     files: Sequence[str] = ()
@@ -273,7 +262,8 @@ def metadata(subject: Subject) -> dict[str, Any]:
     library = subject.library or {"peft": "peft", "gguf": None}.get(subject.kind, "mlx")
     relation = {"model": "finetune", "gguf": None}.get(subject.kind, "adapter")
     repo = subject.base.repo if subject.base else None
-    data = ModelCardData(
+    more: dict[str, Any] = {"base_model_relation": relation} if repo and relation else {}
+    data: dict[str, Any] = ModelCardData(
         base_model=repo,
         library_name=library,
         pipeline_tag=PIPELINES.get(subject.objective, "text-generation"),
@@ -283,9 +273,9 @@ def metadata(subject: Subject) -> dict[str, Any]:
             *filter(None, [library]),
             "your_ai",
         ],
-        **({"base_model_relation": relation} if repo and relation else {}),
-    )
-    return data.to_dict()
+        **more,
+    ).to_dict()
+    return data
 
 
 def introduction(subject: Subject) -> str:
@@ -359,16 +349,12 @@ def usage(subject: Subject) -> list[str]:
 
 
 def training(subject: Subject) -> list[str]:
-    """Results, curves and settings, as far as they are known."""
+    """Results and settings, as far as they are known."""
     parts = []
     if subject.figures is not None and subject.figures.steps:
         rows = figure_rows(subject.figures, subject.config)
         parts += ["## Training", table(("", ""), rows)]
-        if subject.curves:
-            pictures = [f"![{title_of(name)}]({name})" for name in subject.curves]
-            parts.append("\n".join(pictures))
-        else:
-            parts.append(curve_table(subject.figures))
+        parts.append(curve_table(subject.figures))
     if subject.config is not None:
         settings = dataclasses.asdict(subject.config)
         names = (name for name in SETTINGS if is_used(name, subject.config.objective))
@@ -399,8 +385,10 @@ def figure_rows(figures: CardFigures, config: TrainConfig | None) -> list[tuple[
     if best is not None:
         text = f"{validation_text(best, best.loss)} at step {best.step:,}"
         rows.append((f"best {validation_name(best)}", text))
-    for name, value in other_values(best).items() if best is not None and best.best else ():
-        rows.append((f"best {cell(without_module(name))}", f"{value:.4g} at step {best.step:,}"))
+        for name, value in other_values(best).items() if best.best else ():
+            rows.append(
+                (f"best {cell(without_module(name))}", f"{value:.4g} at step {best.step:,}")
+            )
     if figures.matches:
         shares = " before, ".join(match_share(match) for match in figures.matches)
         tested = counted(figures.matches[-1].rows, "test row")
@@ -456,10 +444,10 @@ def evaluation(subject: Subject) -> list[str]:
     if found is None:
         on_prompts = subject.objective in GENERATING
         command = "your_ai eval RUN --data FILE" if on_prompts else "your_ai eval RUN"
-        rows = "rows with answers" if on_prompts else "held-out rows"
+        what = "rows with answers" if on_prompts else "held-out rows"
         return [
             "## Evaluation",
-            f"Not measured yet: `{command}` compares base and adapter on {rows}, "
+            f"Not measured yet: `{command}` compares base and adapter on {what}, "
             "and the next push adds the result here.",
         ]
     rows = []
@@ -543,8 +531,3 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return cell(str(value))
-
-
-def title_of(name: str) -> str:
-    """`Learning rate` for curves-learning-rate.png."""
-    return name.rpartition(".")[0].partition("-")[2].replace("-", " ").capitalize()

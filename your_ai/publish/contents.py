@@ -1,6 +1,6 @@
 """The files that a push sends. They say nothing of the user's data, folders or machine.
 
-A run sends its adapter in mlx-lm's format, its settings, curves and card. A folder written by
+A run sends its adapter in mlx-lm's format, its settings and card. A folder written by
 `your_ai fuse` or `your_ai export` sends the files of its format and a card. Files that are not
 named here are never sent.
 """
@@ -12,14 +12,12 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from your_ai.config import DEMO_DATA, FOLDER, NONE, TrainConfig, to_yaml
-from your_ai.dashboard.report import write_plots
 from your_ai.errors import UserError
 from your_ai.evaluation import record
 from your_ai.gates.untrusted import JSON_BYTES, links_outside, read_bytes, read_json
@@ -36,11 +34,9 @@ from your_ai.publish.card import (
     card,
     figures_of,
     method_of,
-    objective_of,
-    origin_notes,
     up_to,
 )
-from your_ai.publish.training_notes import end_note, named_run
+from your_ai.publish.training_notes import end_note, named_run, objective_of, origin_notes
 from your_ai.publish.user_section import split
 from your_ai.run import events
 from your_ai.run.checkpoint import (
@@ -55,7 +51,6 @@ from your_ai.run.checkpoint import (
 from your_ai.run.checkpoint import step_of as checkpoint_step
 from your_ai.run.folder import RUNS, RunFolder
 
-CURVES = "curves"
 LIBRARIES = ("mlx", "peft", "transformers")
 CONFIGS = ("config.json", ADAPTER_CONFIG)
 # The settings of an adapter that mlx-lm and your_ai read. mlx-lm's trainer writes all of its
@@ -97,7 +92,6 @@ def of_run(trained: Trained, repo: str) -> Contents:
     records, _ = events.tail(trained.folder.events)
     records = up_to(records, step)
     figures = figures_of(records)
-    pictures = curves_of(records) if figures.steps else {}
     config = None if trained.folder.untrained else trained.config
     found, note = measured(trained.folder, step)
     ends = end_note(added_end_text(trained.base))
@@ -110,7 +104,6 @@ def of_run(trained: Trained, repo: str) -> Contents:
         step=step,
         config=config,
         figures=figures,
-        curves=tuple(pictures),
         evaluation=found,
         notes=[*origin_notes(trained), *([ends] if ends else [])],
     )
@@ -122,7 +115,6 @@ def of_run(trained: Trained, repo: str) -> Contents:
         ADAPTER_CONFIG: as_json(named),
         ADAPTERS: adapter.folder / ADAPTERS,
         **({SCORE_HEAD: adapter.folder / SCORE_HEAD} if has_score_head(adapter) else {}),
-        **pictures,
     }
     if config is not None:
         files["config.yaml"] = settings_of(config, base).encode("utf-8", "replace")
@@ -151,16 +143,6 @@ def settings_of(config: TrainConfig, base: Base) -> str:
     return to_yaml(free)
 
 
-def curves_of(records: Sequence[events.Record]) -> dict[str, bytes]:
-    """The curves as PNG files by name; empty if matplotlib is not installed."""
-    try:
-        with tempfile.TemporaryDirectory(prefix="your_ai-") as folder:
-            written = write_plots(records, Path(folder), CURVES)
-            return {path.name: path.read_bytes() for path in written}
-    except (UserError, OSError):  # the card has a table instead
-        return {}
-
-
 def measured(folder: RunFolder, step: int) -> tuple[dict[str, Any] | None, str]:
     """Results of `your_ai eval` for this step or None, and a note if they cannot be used."""
     found = record.read(folder)
@@ -171,8 +153,8 @@ def measured(folder: RunFolder, step: int) -> tuple[dict[str, Any] | None, str]:
     path = record.place(folder)
     if not (sound and isinstance(rows, int)):
         return None, f"{path}: is damaged and not in the card; measure again: your_ai eval"
-    name = found.get("checkpoint")  # only the name of a checkpoint has its step
-    of = checkpoint_step(Path(name)) if STEP_NAME.fullmatch(str(name)) else found.get("step")
+    name = str(found.get("checkpoint"))  # only the name of a checkpoint has its step
+    of = checkpoint_step(Path(name)) if STEP_NAME.fullmatch(name) else found.get("step")
     if of != step:
         why = f"is for step {of}, not for step {step}"
         return None, f"{path}: {why}, so it is not in the card; measure again: your_ai eval"

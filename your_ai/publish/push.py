@@ -159,7 +159,7 @@ def push(
             info = described(repo, branch, timeout=WAIT_S)
             files, notes = dict(contents.files), list(contents.notes)
             if any(sibling.get("rfilename") == CARD for sibling in info["siblings"]):
-                ours = files[CARD].decode() if isinstance(files[CARD], bytes) else ""
+                ours = made.decode() if isinstance(made := files[CARD], bytes) else ""
                 theirs = read_card(repo, info["sha"])
                 text, note = merged(theirs, ours)
                 notes += [f"{repo}: {note}"] if note else []
@@ -231,7 +231,8 @@ def quiet() -> Iterator[list[str]]:
         logging,
     )
 
-    level, found = logging.get_verbosity(), []
+    level = logging.get_verbosity()
+    found: list[str] = []
     to_hide = not sys.stderr.isatty() and not are_progress_bars_disabled()
     logging.set_verbosity_error()
     if to_hide:

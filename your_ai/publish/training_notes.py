@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from your_ai.config import GRPO, REWARD, SFT, SOFT, TrainConfig
+from your_ai.config import GRPO, REWARD, SFT, SOFT
 from your_ai.rewards.names import RUN, WITH_ARGUMENT, is_function, parse_rewards
 
 if TYPE_CHECKING:  # it loads MLX
@@ -49,7 +49,7 @@ def origin_notes(trained: Trained) -> list[str]:
         return ["It was merged from other adapters."]
     notes, objective = [], objective_of(trained)
     if objective != SFT:
-        rows = ROWS[TrainConfig(objective=objective).row_kind]
+        rows = ROWS[trained.config.row_kind]
         name = OBJECTIVE_NAMES.get(objective, objective.upper())
         paper = PAPERS[objective]
         link = f"[arXiv:{paper}](https://arxiv.org/abs/{paper})"

@@ -33,13 +33,13 @@ def merged(old: str, new: str) -> tuple[str, str]:
             "README.md was not made by your_ai and stays; delete it there to get a model card",
         )
     fresh, rest = split(new)
+    assert fresh is not None
     tags = [
         *fresh.get("tags", []),
         *(tag for tag in listed(front.get("tags")) if isinstance(tag, str)),
     ]
     data = {**front, **fresh, "tags": list(dict.fromkeys(tags))}
-    begin, end = YOURS.search(rest).span(1)
-    text = front_matter(data) + rest[:begin] + own[1] + rest[end:]
+    text = front_matter(data) + YOURS.sub(lambda _: own[0], rest)
     seal = SEAL.search(body)
     if seal is None or seal[1] != checksum(body):
         return text, "edits of README.md outside of the marked section were replaced"

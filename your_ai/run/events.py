@@ -13,8 +13,10 @@ import os
 import stat
 import time
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from your_ai.errors import RESUME, RunError, UserError
 from your_ai.files import open_regular, remedy_of
@@ -390,6 +392,7 @@ Event = (
 )
 # Written beside the work of the run, so they do not say that it goes on.
 BESIDE_THE_WORK = (Gauges, Host, Notice, Ranks, Shares, Stopping)
+E = TypeVar("E")
 KINDS = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}
 KNOWN = {"str": str, "bool": bool, "int": int, "float": (int, float), "None": type(None)}
 KNOWN |= {"list[str]": list, "list[float]": list, "list[list[float]]": list}
@@ -445,6 +448,11 @@ def from_line(line: str | bytes) -> Record | None:
         return Record(float(fields["time"]), kind(**found))
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
+
+
+def of(kind: type[E], written: Iterable[Event]) -> list[E]:
+    """The events of a kind."""
+    return [event for event in written if isinstance(event, kind)]
 
 
 LINE_BYTES = 1 << 24  # maximum length of an event; samples are the longest

@@ -170,29 +170,37 @@ def creating(name: str, config: TrainConfig) -> Iterator[RunFolder]:
 
     Raises UserError if the name is taken or the folder cannot be written.
     """
-    folder = place_of(name)
-    taken = UserError(
-        f"--run {name}: {folder.path} exists; choose another name, or continue "
-        f"it: your_ai train --resume {name}"
-    )
-    if folder.path.exists():
-        raise taken
+    path = place_of(name).path
+    taken = f"--run {name}: {path} exists; choose another name, or continue it: your_ai train"
+    with new_folder(path, f"{taken} --resume {name}") as temporary:
+        RunFolder(temporary).write_config(with_absolute_paths(config))
+        yield RunFolder(temporary)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path, taken: str) -> Iterator[Path]:
+    """Yield a folder for files; rename it to `path` if the block succeeds, else remove it.
+
+    taken: the message of the UserError if `path` exists.
+    Raises UserError also if the folder cannot be written.
+    """
+    if os.path.lexists(path):
+        raise UserError(taken)
     temporary = None
     try:
-        RUNS.mkdir(exist_ok=True)
-        clean(RUNS, older_than_s=3600)
-        temporary = RunFolder(Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}{name}-", dir=RUNS)))
-        temporary.path.chmod(0o755)
-        temporary.write_config(with_absolute_paths(config))
+        path.parent.mkdir(exist_ok=True)
+        clean(path.parent, older_than_s=3600)
+        temporary = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}{path.name}-", dir=path.parent))
+        temporary.chmod(0o755)
         yield temporary
-        os.rename(temporary.path, folder.path)
+        os.rename(temporary, path)
     except OSError as error:
         lost = error.errno in (errno.EEXIST, errno.ENOTEMPTY)
-        if temporary is not None and lost:  # another run took the name in the meantime
-            raise taken from error
-        raise UserError(f"{folder.path}: cannot be written ({error.strerror})") from error
+        if temporary is not None and lost:  # another process took the name in the meantime
+            raise UserError(taken) from error
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from error
     finally:
-        if temporary is not None and temporary.path.exists():
+        if temporary is not None and temporary.exists():
             discard(temporary)
 
 
@@ -249,11 +257,11 @@ def find(run: str) -> RunFolder:
     raise UserError(f"no run named {run} in {RUNS.absolute()}{nearest(run, names)}")
 
 
-def discard(folder: RunFolder) -> None:
-    """Remove a run that never started, and also `runs` if that is then empty."""
-    shutil.rmtree(folder.path, ignore_errors=True)
+def discard(path: Path) -> None:
+    """Remove a run or tune that never started, and also `runs` or `tunes` if that is then empty."""
+    shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError):
-        RUNS.rmdir()
+        path.parent.rmdir()
 
 
 @contextlib.contextmanager

@@ -28,11 +28,15 @@ LOGIT_BIASES = 10_000
 XTC_THRESHOLD = 0.5  # the maximum in mlx-lm
 MOST_TOKENS = 1 << 20  # of a prompt, if the model has no maximum
 PIECE_CHARACTERS = 1 << 15  # a long prompt is counted in pieces of this size
-WHOLE = ("max_tokens", "max_completion_tokens", "top_k", "num_draft_tokens", "n", "seed")
-WHOLE = (*WHOLE, "repetition_context_size", "presence_context_size", "frequency_context_size")
-WHOLE = (*WHOLE, "top_logprobs")
-NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty")
-NUMBERS = (*NUMBERS, "frequency_penalty", "xtc_probability", "xtc_threshold")
+WHOLE = (
+    *("max_tokens", "max_completion_tokens", "top_k", "num_draft_tokens", "n", "seed"),
+    *("repetition_context_size", "presence_context_size", "frequency_context_size"),
+    "top_logprobs",
+)
+NUMBERS = (
+    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "xtc_probability", "xtc_threshold"),
+)
 BOOLEANS = ("stream", "logprobs")
 NAMES = ("model", "adapters", "draft_model")
 OBJECTS = ("stream_options", "response_format", "logit_bias", "chat_template_kwargs")
@@ -246,11 +250,13 @@ def prompt_text(tokenizer: Any, request: CompletionRequest, given: dict[str, Any
         return request.prompt
     messages = copy.deepcopy(request.messages)  # process_message_content changes them
     if not tokenizer.has_chat_template:
-        return convert_chat(messages, request.role_mapping)
+        text: str = convert_chat(messages, request.role_mapping)
+        return text
     process_message_content(messages)
-    return tokenizer.apply_chat_template(
+    text = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tools=request.tools, tokenize=False, **given
     )
+    return text
 
 
 def prompt_ids(
@@ -274,7 +280,7 @@ def prompt_ids(
                 raise ValueError(
                     f"the prompt has more than {bound} tokens; the model's maximum is {bound}"
                 )
-    ids = tokenizer.encode(text, add_special_tokens=not is_rendered)
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=not is_rendered)
     if not ids:
         raise ValueError("the prompt has no tokens")
     if len(ids) >= bound:

@@ -2,8 +2,8 @@
 
 The server is bound to one folder. A path must lead into it, whatever links there are. Settings
 that run the user's code or reach out to other machines need a permission that the user gave when
-the server was started. Each setting that is a text is decided in DECISIONS; one that is missing
-there is refused.
+the server was started. What a setting that is a text names is declared with it; one that does not
+say is refused.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from your_ai.config import (
+    ABOUT,
     DEMO,
     DEMO_DATA,
     FIELDS,
@@ -29,6 +30,7 @@ from your_ai.config import (
     nearest,
 )
 from your_ai.config.mlxlm import is_mlxlm, translated
+from your_ai.config.setting import Reach
 from your_ai.data.hub_datasets import PREFIX
 from your_ai.errors import UserError
 from your_ai.gates.text import shown
@@ -255,38 +257,26 @@ def pass_text(gate: AgentGate, label: str, text: str) -> None:
 
 
 Decision = Callable[[AgentGate, str, str], None]
-# Every setting that is a text or a list of texts, and others that agents must not set.
-DECISIONS: dict[str, Decision] = {
+# By what a setting names.
+DECISIONS: dict[Reach, Decision] = {
+    "text": pass_text,
     "model": check_model,
     "data": check_data,
-    "valid": check_data,
-    "columns": pass_text,
-    "prompt_template": check_file,
-    "run": check_name,
-    "from_adapter": check_run_or_path,
+    "file": check_file,
+    "name": check_name,
+    "run or path": check_run_or_path,
     "reward": check_reward,
-    "reward_model": check_reward,
-    "soft_credit": pass_text,
-    "judge_model": need_network,
-    "judge_url": need_network,
-    "judge_rubric": check_file,
-    "lora_targets": pass_text,
-    "report_to": check_tracker,
-    "push_to": need_network,
-    "prefix_cache_folder": check_file,
-    "best_metric": check_metric,
-    "hosts": refuse,  # an agent has one machine
-    "hostfile": refuse,
-    "force": refuse,  # the limit would not bound the run
-    "wired": refuse,  # other programs get less memory
-    "supervise": refuse,  # the run would end with the server
+    "metric": check_metric,
+    "tracker": check_tracker,
+    "network": need_network,
+    "refused": refuse,
 }
 
 
 def decision_of(name: str) -> Decision:
     """How a setting is decided: numbers, switches and choices are free, unknown texts refused."""
-    if name in DECISIONS:
-        return DECISIONS[name]
+    if (reach := ABOUT[name].agents) is not None:
+        return DECISIONS[reach]
     return refuse if is_text(TYPES[name]) else pass_text
 
 

@@ -201,7 +201,7 @@ class AgentTools:
         or memory is an error at once. The run goes on when the server ends; `watch` shows it.
         Without model and data, the small embedded demo is trained.
         """
-        named = {"model": model, "data": data, "run": run, "objective": objective}
+        named: dict[str, Any] = {"model": model, "data": data, "run": run, "objective": objective}
         named |= {"max_memory": max_memory, "max_steps": max_steps, "epochs": epochs}
         named |= {"batch_size": batch_size, "learning_rate": learning_rate}
         named |= {"max_seq_length": max_seq_length}
@@ -458,22 +458,22 @@ def watched(found: RunFolder, last: int) -> WatchedRun:
         lines += [] if line is None else [message_line(line)]
     now = run_list.state_of(found, running, state, [each.event for each in records])
     step, validation, gauges = state.step, state.validation, state.gauges
-    best = state.best_validation
+    best, total = state.best_validation, step or state.started
     return WatchedRun(
         run=found.name,
         state=now,
         phase=state.doing_text if running else now,
-        step=step and step.step,
-        steps=step.steps if step else (state.started and state.started.steps),
-        loss=step and run_list.number(step.loss),
-        reward=step and run_list.number(step.metrics.get(REWARD)),
+        step=step.step if step else None,
+        steps=total.steps if total else None,
+        loss=run_list.number(step.loss) if step else None,
+        reward=run_list.number(step.metrics.get(REWARD)) if step else None,
         seconds_left=run_list.number(state.seconds_left) if running else None,
         memory_bytes=gauges.process_bytes if running and gauges else None,
         peak_bytes=state.highest_bytes,
-        limit_bytes=state.limit and state.limit.limit_bytes,
-        validation_step=validation and validation.step,
-        validation_loss=validation and run_list.number(validation.loss),
-        best_validation_loss=best and run_list.number(best.loss),
+        limit_bytes=state.limit.limit_bytes if state.limit else None,
+        validation_step=validation.step if validation else None,
+        validation_loss=run_list.number(validation.loss) if validation else None,
+        best_validation_loss=run_list.number(best.loss) if best else None,
         checkpoint=newest_checkpoint(found),
         adapter=str(found.adapter) if found.adapter.is_dir() else None,
         error=reason_of_death(found, state) if now == "died" else "",

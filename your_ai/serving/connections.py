@@ -21,8 +21,10 @@ class LimitedServer(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, handler: Any, busy: bytes) -> None:
         """busy: the whole answer to a client too many."""
         self.busy = busy
+        self.bodies = wire.Allowance(wire.BODIES_BYTES)
         self.connections = threading.BoundedSemaphore(wire.CONNECTIONS)
         self.is_local = wire.is_loopback(host)
+        address: Any
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, _, _, _, address = found[0]
         super().__init__(address, handler)
@@ -30,7 +32,8 @@ class LimitedServer(ThreadingHTTPServer):
     def server_bind(self) -> None:
         """Bind as HTTPServer does, without looking up the host's name, which may take seconds."""
         socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[:2]
+        host, self.server_port = self.server_address[:2]
+        self.server_name = str(host)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self.connections.acquire(blocking=False):
@@ -57,6 +60,5 @@ class LimitedServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        host, port = self.server_address[:2]
-        named = str(host)
-        return f"http://{f'[{named}]' if ':' in named else named}:{port}"
+        host = self.server_name
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}"

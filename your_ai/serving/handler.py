@@ -7,17 +7,18 @@ import io
 import json
 import logging
 import socket
-from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 from email.message import Message
-from typing import Any, Protocol
+from typing import Any
 
-from mlx_lm.server import APIHandler, CompletionRequest
+from mlx_lm.server import APIHandler, CompletionRequest, ResponseGenerator
 
 from your_ai import __version__
 from your_ai.errors import first_line
 from your_ai.gates.text import shortened
 from your_ai.serving import admission, wire
+from your_ai.serving.connections import LimitedServer
 from your_ai.serving.wire import RequestRefused
 
 DEFAULT = "default_model"  # mlx-lm's name for the model if a request names none
@@ -32,35 +33,28 @@ class Asked(CompletionRequest):
     connection: socket.socket
 
 
-class Listening(Protocol):
-    """The part of the server that connections use."""
+class Answering(ResponseGenerator):
+    """The answer generator that connections use."""
 
-    is_local: bool
-    bodies: wire.Allowance
-
-
-class Answering(Protocol):
-    """The part of the answer generator that connections use."""
-
-    cli_args: Namespace
     model_provider: Any
 
     def room(self, request: CompletionRequest, given: dict[str, Any], wanted: int) -> int:
         """Maximum tokens of an answer, at most `wanted`. Raises RequestRefused if none fit."""
+        raise NotImplementedError
 
 
 class Handler(APIHandler):
     """mlx-lm's handler, for checked requests; one request per connection."""
 
     response_generator: Answering
-    server: Listening
+    server: LimitedServer
     server_version = f"your_ai/{__version__}"
     sys_version = ""
 
     def setup(self) -> None:
         super().setup()
         self.rfile = io.BufferedReader(wire.TimedReader(self.connection, wire.REQUEST_S))
-        self.command, self.path, self.requestline = None, "", ""
+        self.command, self.path, self.requestline = "", "", ""
         self.request_version, self.headers = "HTTP/1.0", Message()
         self.has_answered = self.is_read = False
 
@@ -82,6 +76,7 @@ class Handler(APIHandler):
             return
         self.rfile = rest
         self.check_sender()
+        answer: dict[str, Callable[[], object]]
         answer = {"GET": self.do_GET, "POST": self.do_POST, "OPTIONS": self.do_OPTIONS}
         if self.command not in answer:
             raise RequestRefused(405, f"{self.command} is not allowed; use GET or POST")
@@ -102,7 +97,7 @@ class Handler(APIHandler):
     def do_GET(self) -> None:
         if self.path != "/health" and self.path.split("?")[0].split("/")[1:3] != ["v1", "models"]:
             self.refuse_path()
-        super().do_GET()
+        APIHandler.do_GET(self)
 
     def do_POST(self) -> None:
         if self.path not in (*COMPLETIONS, *CHATS):
@@ -121,7 +116,7 @@ class Handler(APIHandler):
             checked = json.dumps(body).encode()  # mlx-lm reads only what was checked
             self.headers.replace_header("Content-Length", str(len(checked)))
             self.rfile = io.BytesIO(checked)
-            super().do_POST()
+            APIHandler.do_POST(self)
 
     def refuse_path(self) -> None:
         raise RequestRefused(404, f"there is nothing at {shortened(self.path)}")
@@ -144,6 +139,7 @@ class Handler(APIHandler):
                 404, f"this server only has {name}, and no other adapters or draft models"
             )
         given = self.chat_template_kwargs or {}
+        assert self.max_tokens is not None
         self.max_tokens = self.response_generator.room(request, given, self.max_tokens)
         super().handle_completion(Asked(**vars(request), connection=self.connection), stop_words)
 

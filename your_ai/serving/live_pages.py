@@ -224,7 +224,7 @@ class PageHandler(BaseHTTPRequestHandler):
         self.raw_requestline, head = wire.read_head(self.rfile)
         if not head:
             return
-        self.rfile = io.BytesIO(head)  # type: ignore[assignment]
+        self.rfile = io.BytesIO(head)
         if not self.parse_request():
             return
         self.connection.settimeout(wire.ANSWER_S)

@@ -26,9 +26,7 @@ from mlx_lm.server import (
     CompletionRequest,
     GenerationArguments,
     GenerationContext,
-    ModelDescription,
     ModelProvider,
-    ResponseGenerator,
 )
 
 from your_ai import __version__
@@ -40,7 +38,7 @@ from your_ai.memory.sizes import PREFILL_TOKENS
 from your_ai.nets.saved_adapter import Trained
 from your_ai.serving import admission, wire
 from your_ai.serving.connections import LimitedServer
-from your_ai.serving.handler import DEFAULT, Asked, Handler
+from your_ai.serving.handler import DEFAULT, Answering, Asked, Handler
 from your_ai.serving.wire import Origins, RequestRefused
 
 LOG_CHARACTERS = 4000  # of a log entry
@@ -88,6 +86,9 @@ def options(sampling: Sampling, origins: Origins) -> Namespace:
 class RunProvider(ModelProvider):
     """Provides one model, and loads no other."""
 
+    model_key: Any  # None in mlx-lm until it loads a model
+    model: Any
+
     def __init__(self, trained: Trained, arguments: Namespace) -> None:
         super().__init__(arguments)
         self.name = trained.folder.name
@@ -108,7 +109,7 @@ class RunProvider(ModelProvider):
         return self.model, self.tokenizer
 
 
-class Answers(ResponseGenerator):
+class Answers(Answering):
     """Generates with the one model, whatever name a request gives, so that requests are batched."""
 
     model_provider: RunProvider
@@ -119,12 +120,13 @@ class Answers(ResponseGenerator):
 
     def generate(
         self,
-        request: Asked,
+        request: CompletionRequest,
         generation_args: GenerationArguments,
         progress_callback: Callable[[int, int], None] | None = None,
     ) -> tuple[GenerationContext, Iterator[Any]]:
         """Raise RequestRefused if mlx-lm cannot read the request, or if its thread has died."""
-        one = ModelDescription(model=DEFAULT, draft=DEFAULT, adapter=None)
+        assert isinstance(request, Asked)
+        one = dataclasses.replace(generation_args.model, model=DEFAULT)
         try:
             context, responses = super().generate(
                 request, dataclasses.replace(generation_args, model=one), progress_callback
@@ -171,7 +173,6 @@ class Server(LimitedServer):
     answers: Answers
 
     def __init__(self, host: str, port: int) -> None:
-        self.bodies = wire.Allowance(wire.BODIES_BYTES)
         super().__init__(host, port, Handler, BUSY)
 
     def finish_request(self, request: Any, client_address: Any) -> None:

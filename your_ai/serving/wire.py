@@ -16,8 +16,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from email.message import Message
-from typing import IO
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 REQUEST_S = 8.0  # for a whole request, head and body
 ANSWER_S = 8.0  # for a client to receive a piece of its answer
@@ -116,7 +119,7 @@ class TimedReader(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: bytearray) -> int:  # type: ignore[override]
+    def readinto(self, buffer: WriteableBuffer) -> int:
         left_s = self.deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
@@ -124,7 +127,7 @@ class TimedReader(io.RawIOBase):
         return self.connection.recv_into(buffer)
 
 
-def read_head(file: IO[bytes]) -> tuple[bytes, bytes]:
+def read_head(file: io.BufferedIOBase) -> tuple[bytes, bytes]:
     """Return the request line and the header lines, checked; empty if the client left early.
 
     Raises RequestRefused for a head that ordinary clients do not send.
@@ -183,7 +186,7 @@ def body_length(headers: Message) -> int:
     return int(length)
 
 
-def read_body(file: IO[bytes], length: int) -> bytes:
+def read_body(file: io.BufferedIOBase, length: int) -> bytes:
     data = file.read(length)
     if len(data) < length:
         raise RequestRefused(400, f"the body ends after {len(data)} of {length} bytes")

@@ -30,14 +30,14 @@ from your_ai.dashboard.live import (
     following,
     style_for,
 )
-from your_ai.errors import RunError, UserError, without_run
+from your_ai.errors import Interrupted, RunError, UserError, without_run
 from your_ai.gates.console import echo_error
 from your_ai.gates.programs import python_module, quick_imports
 from your_ai.run import child, events, requests
 from your_ai.run.child import POLL_S, Child
 from your_ai.run.exits import DONE, FAILED
 from your_ai.run.folder import RunFolder, discard, is_running
-from your_ai.run.stopping import SIGNALS, Interrupted, recorded_signals, stop_signals
+from your_ai.run.stopping import SIGNALS, recorded_signals, stop_signals
 from your_ai.session.computer import looked_after
 from your_ai.session.finished import already_finished
 
@@ -65,7 +65,7 @@ class Terminal:
             self.follower.close()
             self.keys.before = []
         drawn = self.follower.style in ("screen", "notebook")
-        if drawn and (self.keys.fd is None or self.keys.in_foreground):
+        if drawn and (self.keys.fd is None or self.keys.terminal is not None):
             self.follower.open()
             self.keys.take()
         return self.keys.read(wait_s)
@@ -195,7 +195,7 @@ def train_and_show(
         raise  # keep the folder, which says why
     except BaseException as error:
         if new and not folder.checkpoints.exists():  # the first is written before step 1
-            discard(folder)
+            discard(folder.path)
             if isinstance(error, RunError):
                 raise without_run(error) from error
         raise
@@ -216,7 +216,7 @@ def train_here(
     with looked_after(folder, settings), following(follower):
         with tracked(folder, names), stop_signals() as stop:
             with quick_imports():  # MLX takes a second to load
-                from your_ai.training.launched import train_launched
+                from your_ai.training.process import train_launched
 
             stop.on_second = lambda: follower.leave(folder.reference)
             status = train_launched(folder, settings, stop)
@@ -236,7 +236,7 @@ def train_here(
 def train_as_rank(settings: TrainConfig) -> int:
     """Train a rank other than 0 that `mlx.launch` started; rank 0 shows the run."""
     with stop_signals() as stop:
-        from your_ai.training.launched import train_launched
+        from your_ai.training.process import train_launched
 
         return train_launched(None, settings, stop)
 

@@ -75,6 +75,6 @@ def failure(run: BackgroundRun, status: int) -> Exception:
     with child.open_log(run.folder) as log:
         error = child.reported_error(run.folder, status, child.read_log(log, run.log_start))
     if run.new and not isinstance(error, child.Lost) and not run.folder.checkpoints.exists():
-        discard(run.folder)
+        discard(run.folder.path)
         return without_run(error) if isinstance(error, RunError) else error
     return error

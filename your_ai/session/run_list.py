@@ -22,7 +22,7 @@ from rich.text import Text
 from your_ai.config import REWARD as SCORES
 from your_ai.dashboard.metric_table import REWARD, is_rewarded, plain
 from your_ai.dashboard.state import ViewState, fold_all
-from your_ai.dashboard.view import duration
+from your_ai.dashboard.view import UNKNOWN, duration, known, peak_of_limit
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, clean
 from your_ai.gates.text import counted, loss_text, printable, size_text
@@ -33,13 +33,11 @@ from your_ai.run.events import Event, Record
 from your_ai.run.folder import LOCK, RUNS, SUPERVISOR_LOCK, RunFolder, is_running, locked, owner
 
 ENDED = ("finished", "stopped", "died", "imported", "merged")
-STATES = ("running", "paused", *ENDED)
 SILENCE_S = 60.0  # a working process writes its gauges more often than this
 LAST_BYTES = 1 << 14  # at the end of events.jsonl, to read the last event from
 DAY_S = 86400
 HOUR_S = 3600
 
-UNKNOWN = "-"
 GAP = 2  # between columns
 NEEDED = 4  # columns that are kept where names would have to be shortened for them ...
 SHORTEST_NAME = 20  # ... but not to fewer characters than this
@@ -53,7 +51,7 @@ class RunRow:
 
     name: str
     state: str
-    """One of STATES."""
+    """running, paused, or one of ENDED."""
     model: str | None = None
     step: int | None = None
     """The last step so far, of `steps`."""
@@ -176,21 +174,22 @@ def row_of(folder: RunFolder) -> RunRow | None:
     checked = state.best_validation
     best = None if checked is None else number(checked.loss)
     is_reward = checked is not None and checked.reward is not None
-    on_rewards = state.step is not None and is_rewarded(state.step.metrics)
+    step = state.step
+    on_rewards = step is not None and is_rewarded(step.metrics)
     row = RunRow(
         name=folder.name,
         state=state_of(folder, running, state, happened),
         model=model_of(folder, state),
         step=at and whole(at.step),
         steps=total and whole(total.steps),
-        last_loss=None if on_rewards else state.step and number(state.step.loss),
+        last_loss=number(step.loss) if step and not on_rewards else None,
         best_loss=number(state.best_loss),
-        last_reward=state.step and number(state.step.metrics.get(REWARD)),
+        last_reward=number(step.metrics.get(REWARD)) if step else None,
         best_mean_reward=number(state.best_smooth_reward),
         best_validation=None if is_reward else best,
         best_reward=0.0 - best if is_reward and best is not None else None,
         peak_bytes=whole(state.highest_bytes),
-        limit_bytes=state.limit and whole(state.limit.limit_bytes),
+        limit_bytes=whole(state.limit.limit_bytes) if state.limit else None,
         seconds=seconds_of(records),
         changed_at=time_of(records) or touched_at(folder),
         size_bytes=size_of(folder.path),
@@ -216,13 +215,12 @@ def state_of(folder: RunFolder, running: bool, state: ViewState, happened: Seque
 
 def model_of(folder: RunFolder, state: ViewState) -> str | None:
     if state.started is not None:
-        model = state.started.model
-    else:
-        try:
-            folder.config_text()  # checks the size
-            model = read_yaml(folder.config).get("model")
-        except (UserError, OSError, ValueError, RecursionError):  # any error of the YAML parser
-            model = None
+        return state.started.model
+    try:
+        folder.config_text()  # checks the size
+        model = read_yaml(folder.config).get("model")
+    except (UserError, OSError, ValueError, RecursionError):  # any error of the YAML parser
+        return None
     return model if isinstance(model, str) else None
 
 
@@ -291,7 +289,7 @@ COLUMNS: dict[str, Callable[[RunRow, float], str]] = {
     "loss": lambda row, now: loss_or_reward(row.last_loss, row.last_reward),
     "best": lambda row, now: loss_or_reward(row.best_validation, row.best_reward),
     "best mean": lambda row, now: loss_or_reward(row.best_loss, row.best_mean_reward),
-    "peak of limit": lambda row, now: peak_of_limit(row),
+    "peak of limit": lambda row, now: peak_of_limit(row.peak_bytes, row.limit_bytes),
     "worked": lambda row, now: known(row.seconds, duration),
     "changed": lambda row, now: known(row.changed_at, lambda at: ago(now - at)),
     "size": lambda row, now: known(row.size_bytes, size_text),
@@ -318,8 +316,7 @@ def table(rows: Sequence[RunRow], now: float, width: int = 80) -> Table:
     drawn = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
     shown = [head for head in COLUMNS if head in kept]
     for head in shown:
-        justify = "left" if head in TO_THE_LEFT else "right"
-        drawn.add_column(head, justify=justify, no_wrap=True)
+        drawn.add_column(head, justify="left" if head in TO_THE_LEFT else "right", no_wrap=True)
     for index, row in enumerate(rows):
         style = {"state": STYLES.get(row.state, "")}
         drawn.add_row(*(Text(cells[head][index], style.get(head, "")) for head in shown))
@@ -330,17 +327,8 @@ def room_beside_name(widths: dict[str, int], heads: Sequence[str]) -> int:
     return sum(GAP + widths[head] for head in heads if head != "run")
 
 
-def known(value: Any, text: Callable[[Any], str]) -> str:
-    return UNKNOWN if value is None else text(value)
-
-
 def loss_or_reward(loss: float | None, reward: float | None) -> str:
     return known(loss, loss_text) if reward is None else f"reward {plain(reward)}"
-
-
-def peak_of_limit(row: RunRow) -> str:
-    limit = f" of {size_text(row.limit_bytes)}" if row.limit_bytes is not None else ""
-    return f"{known(row.peak_bytes, size_text)}{limit}"
 
 
 def ago(seconds: float) -> str:

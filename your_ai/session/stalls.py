@@ -148,7 +148,7 @@ class StallWatch:
                 patience.steps * median(self.step_seconds),
                 patience.longest * max(self.step_seconds),
             )
-        return allowed_s * 2**self.stalls
+        return allowed_s * 2.0**self.stalls
 
     @property
     def is_stalled(self) -> bool:

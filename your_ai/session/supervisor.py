@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import BinaryIO
 
 from your_ai.config import TrainConfig, build
-from your_ai.errors import REPORT, RunError, UserError
+from your_ai.errors import REPORT, Interrupted, RunError, UserError
 from your_ai.gates.console import echo_error, echo_traceback
 from your_ai.gates.programs import python_module
 from your_ai.hub.find import find_model
@@ -48,7 +48,7 @@ from your_ai.run.exits import (
 )
 from your_ai.run.folder import SUPERVISOR_LOCK, RunFolder, find, locked
 from your_ai.run.parent import watch_parent
-from your_ai.run.stopping import SHOW_STACK, SIGNALS, Interrupted, recorded_signals
+from your_ai.run.stopping import SHOW_STACK, SIGNALS, recorded_signals
 from your_ai.session.computer import looked_after
 from your_ai.session.machines import (
     LAUNCHER,
@@ -148,7 +148,8 @@ def supervise(
     """
     command = command or python_module("your_ai.training")
     _, offset = events.tail(folder.events)
-    life, lives, level = Life(), [], 0
+    life, level = Life(), 0
+    lives: list[Life] = []
     watch = StallWatch(patience or Patience(), offset=offset)
     processes, machines = 1, None
     if config is not None:
@@ -188,7 +189,9 @@ def supervise(
             if status != RESTART or decision.level is None:
                 died = events.Died(step=life.step, reason=decision.reason, level=decision.level)
                 write(folder, died)
-            if decision.level is None and not received:
+            if decision.level is None and received:
+                break
+            if decision.level is None:
                 fault = ""
                 if life.status in FAULTS:
                     fault = f"this is a bug in your_ai or in MLX: {REPORT}; "
@@ -331,18 +334,15 @@ def write(folder: RunFolder, event: Event) -> None:
 
 def summarize_process(before: Life, level: int, status: int, written: Sequence[Event]) -> Life:
     """Summarize the process after `before`, started at `level`, from the events it wrote."""
-
-    def of(*kinds: type) -> list[Event]:
-        return [event for event in written if isinstance(event, kinds)]
-
-    limits, plans, starts = of(events.Limit), of(events.Planned), of(events.Started)
-    turns = of(events.Planned, events.Action)
-    done = of(events.Step, events.Skipped)
-    samples = of(events.Step)[-LAST_SAMPLES:]
+    limits, plans = events.of(events.Limit, written), events.of(events.Planned, written)
+    started = [event.step for event in events.of(events.Started, written)]
+    turns = [e for e in written if isinstance(e, events.Planned | events.Action)]
+    done = [e.step for e in written if isinstance(e, events.Step | events.Skipped)]
+    samples = events.of(events.Step, written)[-LAST_SAMPLES:]
     gauges = [gauge for s in samples for gauge in (s.process_bytes, s.highest_bytes)]
     held = [gauge for gauge in gauges if gauge is not None]
-    resumed = [start.step for start in starts if start.step > 0]
-    saved = [before.checkpoint, *resumed, *(e.step for e in of(events.Checkpoint))]
+    saved = [before.checkpoint, *(step for step in started if step > 0)]
+    saved += [event.step for event in events.of(events.Checkpoint, written)]
     return Life(
         status=status,
         level=plans[-1].level if plans else level,
@@ -350,10 +350,10 @@ def summarize_process(before: Life, level: int, status: int, written: Sequence[E
         moved=bool(done),
         used=max(held) / max(1, limits[-1].limit_bytes) if held and limits else None,
         critical=any((s.pressure or 0) >= CRITICAL_PRESSURE for s in samples),
-        finished=bool(of(events.Finished)),
-        step=(done or starts or [before])[-1].step,
+        finished=bool(events.of(events.Finished, written)),
+        step=[before.step, *started, *done][-1],
         checkpoint=max((step for step in saved if step is not None), default=None),
-        began=before.began or bool(starts),
+        began=before.began or bool(started),
     )
 
 

@@ -14,29 +14,28 @@ this process dies. `tune` may be called again at any time and continues. Does no
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import errno
-import hashlib
 import math
 import os
 import re
 import shlex
 import shutil
 import signal
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+from optuna.study import Study
+from optuna.trial import FrozenTrial, Trial
 
 from your_ai.config import FIELDS, TrainConfig, build, nearest, to_yaml
 from your_ai.dashboard.state import ViewState, fold_all
 from your_ai.dashboard.trials import TrialRow, best_of, marked, measure_name, measure_text
 from your_ai.data.sources import find_splits
 from your_ai.errors import RunError, UserError
-from your_ai.files import TEMPORARY, clean, read_text, replace_text, sha256, sync
+from your_ai.files import replace_text, sha256
 from your_ai.gates.programs import python_module
 from your_ai.gates.text import shortened
 from your_ai.gates.yaml_files import read_yaml
@@ -47,18 +46,18 @@ from your_ai.run import child, events
 from your_ai.run.child import POLL_S
 from your_ai.run.exits import FAILED, LOST, USER
 from your_ai.run.folder import (
-    CONFIG_BYTES,
-    NAME,
     RunFolder,
     default_name,
     is_running,
     locked,
+    new_folder,
+    place_of,
     with_absolute_paths,
 )
 from your_ai.run.stopping import SIGNALS, recorded_signals
 from your_ai.session import run_list, tune_study
 from your_ai.session.attach import PATIENCE
-from your_ai.session.tune_study import SEARCHED, ToldTrial, TuneAbout, TuneStudy
+from your_ai.session.tune_study import SEARCHED
 
 TUNES = Path("tunes")
 TUNE_LOCK = "tune.lock"
@@ -114,45 +113,20 @@ def create_tune(config: TrainConfig, name: str, fixed: Sequence[str], trials: in
     fixed: the settings that the user gave, which are not searched.
     Raises UserError if the name is taken or invalid, or the folder cannot be written.
     """
-    name = name or default_name(config)
-    if not NAME.fullmatch(name):
-        raise UserError(
-            f"--name {shortened(name)}: use at most 100 letters, digits, dots, dashes and "
-            "underscores"
-        )
+    name = place_of(name or default_name(config), "--name").name
     tune = TuneFolder(TUNES / name)
-    taken = UserError(
-        f"--name {name}: {tune.path} exists; choose another name, or continue it: "
-        f"your_ai tune --resume {name}"
-    )
-    if os.path.lexists(tune.path):
-        raise taken
+    taken = f"--name {name}: {tune.path} exists; choose another name, or continue it: your_ai tune"
     config = with_absolute_paths(config)
-    inputs = inputs_of(config)
-    temporary = None
-    try:
-        TUNES.mkdir(exist_ok=True)
-        clean(TUNES, older_than_s=3600)
-        temporary = TuneFolder(Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}{name}-", dir=TUNES)))
-        temporary.path.chmod(0o755)
-        temporary.settings.write_text(to_yaml(config), encoding="utf-8")
-        sync(temporary.settings)
-        about = TuneAbout(
-            version=tune_study.VERSION,
-            trials=trials,
-            fixed=tuple(sorted(fixed)),
-            settings=sha256(temporary.settings),
-            inputs=inputs,
-        )
-        tune_study.create_study(temporary.study, about)
-        os.rename(temporary.path, tune.path)
-    except OSError as error:
-        if temporary is not None and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-            raise taken from error
-        raise UserError(f"{tune.path}: cannot be written ({error.strerror})") from error
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary.path, ignore_errors=True)
+    with new_folder(tune.path, f"{taken} --resume {name}") as temporary:
+        new = TuneFolder(temporary)
+        new.settings.write_text(to_yaml(config), encoding="utf-8")
+        about = {
+            "trials": trials,
+            "fixed": sorted(fixed),
+            "files": {new.settings.name: sha256(new.settings)},
+            "inputs": inputs_of(config),
+        }
+        tune_study.create_study(new.study, about)
     return tune
 
 
@@ -182,32 +156,9 @@ def inputs_of(config: TrainConfig) -> dict[str, str]:
     return data | {f"model {n}": s for n, s in fingerprint(find_model(config.model)).items()}
 
 
-def open_tune(tune: TuneFolder) -> tuple[TuneStudy, TrainConfig]:
-    """The study of a tune and its settings. Raises UserError if they are damaged or changed."""
-    study = tune_study.open_study(tune.study)
-    about = study.about
-    if checksum(tune.settings) != about.settings:
-        raise UserError(
-            f"{tune.settings}: was changed; all trials must have the same settings: restore it, or "
-            "start a new tune"
-        )
-    config = build(read_yaml(tune.settings), str(tune.settings))
-    first = tune.trial(0).config
-    if about.base and checksum(first) != about.base:
-        raise UserError(f"{first}: was changed; restore it, or start a new tune")
-    return study, config
-
-
-def checksum(path: Path) -> str:
-    try:
-        return hashlib.sha256(read_text(path, CONFIG_BYTES, "replace").encode()).hexdigest()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-
-
-def check_inputs(config: TrainConfig, before: Mapping[str, str]) -> None:
+def check_inputs(config: TrainConfig, study: Study) -> None:
     """Raise UserError if the model or the data changed since the tune began."""
-    now = inputs_of(config)
+    before, now = study.user_attrs["inputs"], inputs_of(config)
     changed = sorted(n for n in before.keys() | now.keys() if before.get(n) != now.get(n))
     if changed:
         names = shortened(", ".join(changed))
@@ -217,11 +168,26 @@ def check_inputs(config: TrainConfig, before: Mapping[str, str]) -> None:
         )
 
 
+def settings_in(tune: TuneFolder, study: Study) -> TrainConfig:
+    """The settings of a tune. Raises UserError if a file that all trials depend on was changed."""
+    for name, before in study.user_attrs["files"].items():
+        path = tune.path / name
+        try:
+            is_same = sha256(path) == before
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+        if not is_same:
+            raise UserError(
+                f"{path}: was changed; all trials must have the same settings: restore it, or "
+                "start a new tune"
+            )
+    return build(read_yaml(tune.settings), str(tune.settings))
+
+
 # Running a trial
 
 
-@dataclass(frozen=True)
-class EndedRun:
+class EndedRun(NamedTuple):
     """How the processes of a run ended."""
 
     status: int
@@ -230,12 +196,7 @@ class EndedRun:
     """What they printed."""
 
 
-class TrialRunner(Protocol):
-    """Trains a run, until it ends or `is_enough` returns true; passes on the signals received."""
-
-    def __call__(
-        self, folder: RunFolder, received: Sequence[int], is_enough: Callable[[], bool]
-    ) -> EndedRun: ...
+TrialRunner = Callable[[RunFolder, Sequence[int], Callable[[], bool]], EndedRun]
 
 
 def run_trial(
@@ -265,11 +226,11 @@ class TrialWatch:
     """What the events of a trial's run say, read as they come."""
 
     folder: RunFolder
-    worth: Callable[[int, float], bool] = lambda step, loss: True
-    """Whether a trial with this validation loss at this step goes on."""
+    trial: Trial | None = None
+    """The trial of the study; None for the first while it trains."""
     state: ViewState = field(default_factory=ViewState)
-    losses: dict[int, float] = field(default_factory=dict)
-    """Validation losses by step, without those that are not finite."""
+    best: float | None = None
+    """The lowest validation loss."""
     pruned: str = ""
     """Why the trial is not worth finishing; empty if it is."""
     offset: int = 0
@@ -284,38 +245,25 @@ class TrialWatch:
         return bool(self.pruned)
 
     def see(self, validation: events.Validation) -> None:
-        step, loss = validation.step, validation.loss
+        step, loss, started = validation.step, validation.loss, self.state.started
         if not math.isfinite(loss):
-            name, value = "loss", loss
             reward = validation.metrics.get("reward")
-            if reward is not None and not math.isfinite(reward):
-                name, value = "reward", reward
+            is_reward = reward is not None and not math.isfinite(reward)
+            name, value = ("reward", reward) if is_reward else ("loss", loss)
             self.pruned = f"the validation {name} is {value} at step {step}"
-        elif step not in self.losses:  # a run that was killed repeats some
-            self.losses[step] = loss
-            started = self.state.started
+            return
+        self.best = loss if self.best is None else min(self.best, loss)
+        if self.trial is not None and not self.pruned:
             is_last = started is not None and step >= started.steps
-            if not self.pruned and not is_last and not self.worth(step, loss):
+            if tune_study.is_worse(self.trial, step, loss) and not is_last:
                 self.pruned = f"worse than most at step {step}"
 
-    @property
-    def is_done(self) -> bool:
-        """Whether the run finished."""
-        return self.state.finished is not None and self.state.finished.reason == "done"
 
-    @property
-    def has_diverged(self) -> bool:
-        """Whether the last steps of the run were not finite."""
-        skipped, step = self.state.skipped, self.state.step
-        return skipped is not None and (step is None or skipped.step > step.step)
-
-
-@dataclass(frozen=True)
-class TrialEnd:
+class TrialEnd(NamedTuple):
     """How a trial ended: its state in the study, its value, and why."""
 
     state: str
-    value: float | None
+    value: float | None = None
     reason: str = ""
 
 
@@ -323,20 +271,20 @@ class TrialStopped(Exception):
     """The run of a trial was stopped by a signal; it can be resumed."""
 
 
-def end_of(folder: RunFolder, watch: TrialWatch, ended: EndedRun | None) -> TrialEnd | None:
+def end_of(watch: TrialWatch, ended: EndedRun | None) -> TrialEnd | None:
     """How a trial ended; None if its processes must be started again.
 
     ended: its processes; None if none was started, because the events say how it ended.
     Raises TrialStopped after a stop signal, and what the run reported if that is not due to the
     settings of the trial, as a full disk.
     """
-    best = min(watch.losses.values(), default=None)
-    if watch.is_done:
-        if best is None:
-            return TrialEnd(tune_study.FAILED, None, "no validation of it is finite")
-        return TrialEnd(tune_study.FINISHED, best)
+    state = watch.state
+    if state.finished is not None and state.finished.reason == "done":
+        if watch.best is None:
+            return TrialEnd(tune_study.FAILED, reason="no validation of it is finite")
+        return TrialEnd(tune_study.FINISHED, watch.best)
     if watch.pruned:
-        return TrialEnd(tune_study.PRUNED, best, watch.pruned)
+        return TrialEnd(tune_study.PRUNED, reason=watch.pruned)
     if ended is None:
         return None
     status = ended.status
@@ -344,48 +292,12 @@ def end_of(folder: RunFolder, watch: TrialWatch, ended: EndedRun | None) -> Tria
         raise TrialStopped
     if status < 0:  # somebody killed the supervisor
         return None
-    error = child.reported_error(folder, status, ended.output)
-    if status in (USER, LOST) or (status == FAILED and watch.has_diverged):
-        return TrialEnd(tune_study.FAILED, None, str(error))
+    error = child.reported_error(watch.folder, status, ended.output)
+    skipped, step = state.skipped, state.step
+    has_diverged = skipped is not None and (step is None or skipped.step > step.step)
+    if status in (USER, LOST) or (status == FAILED and has_diverged):
+        return TrialEnd(tune_study.FAILED, reason=str(error))
     raise error
-
-
-def train_trial(
-    folder: RunFolder,
-    watch: TrialWatch,
-    received: Sequence[int],
-    show: Callable[[ViewState], None],
-    run: TrialRunner,
-) -> TrialEnd:
-    """Train or continue the run of a trial until it has ended. Raises what `end_of` raises."""
-
-    def look() -> bool:
-        is_enough = watch.read()
-        show(watch.state)
-        return is_enough
-
-    wait_for_process(folder, received)
-    look()
-    if (end := end_of(folder, watch, None)) is not None:
-        return end
-    for _ in range(MAX_LOST):
-        ended = run(folder, received, look)
-        look()
-        if (end := end_of(folder, watch, ended)) is not None:
-            return end
-        wait_for_process(folder, received)
-    raise RunError(
-        f"{folder.path}: its supervisor was killed {MAX_LOST} times; its output is in "
-        f"{folder.path / child.LOG}"
-    )
-
-
-def wait_for_process(folder: RunFolder, received: Sequence[int]) -> None:
-    """Wait while the processes of a tune that was killed finish their step and save."""
-    while is_running(folder):
-        if received:
-            raise TrialStopped
-        time.sleep(POLL_S)
 
 
 # The tune
@@ -401,7 +313,7 @@ class TuneView(Protocol):
 
     def progress(self, number: int, settings: Mapping[str, Any], state: ViewState) -> None: ...
 
-    def ended(self, rows: Sequence[TrialRow], row: TrialRow) -> None: ...
+    def ended(self, row: TrialRow) -> None: ...
 
 
 def tune(
@@ -423,25 +335,25 @@ def tune(
     with (
         recorded_signals() as received,
         locked(RunFolder(folder.path), TUNE_LOCK, "tune"),
-        contextlib.closing(Tuning(folder, view, received, run)) as tuning,
+        tune_study.storage_errors(folder.study),
     ):
+        tuning = Tuning(folder, view, received, run)
         if trials is not None:
-            tuning.study.change_about(trials=trials)
-        wanted = tuning.study.about.trials
-        while len(tuning.told) < wanted and not received:
-            if minutes is not None and clock() - began > 60 * minutes:
+            tuning.study.set_user_attr("trials", trials)
+        wanted = tuning.study.user_attrs["trials"]
+        while True:
+            rows = tuning.rows()
+            tuning.keep_the_best(rows)
+            is_late = minutes is not None and clock() - began > 60 * minutes
+            if len(rows) >= wanted or received or is_late:
                 break
             try:
                 tuning.next_trial()
             except TrialStopped:
-                return tuning.rows(), next(iter(received), signal.SIGINT)
-            tuning.keep_the_best()
-        tuning.keep_the_best()
-        if received:
-            return tuning.rows(), received[0]
-        if len(tuning.told) >= wanted:
+                return rows, next(iter(received), signal.SIGINT)
+        if len(rows) >= wanted and not received:
             shutil.rmtree(folder.prefix, ignore_errors=True)
-        return tuning.rows(), 0
+        return rows, next(iter(received), 0)
 
 
 class Tuning:
@@ -451,54 +363,46 @@ class Tuning:
         self, folder: TuneFolder, view: TuneView, received: Sequence[int], run: TrialRunner
     ) -> None:
         self.folder, self.view, self.received, self.run = folder, view, received, run
-        self.study, self.config = open_tune(folder)
-        self.about = self.study.about
+        self.study, self.storage = tune_study.open_study(folder.study)
+        self.config = settings_in(folder, self.study)
+        self.fixed = self.study.user_attrs["fixed"]
         self.blocks = facts_of(find_model(self.config.model), float_bytes=4).blocks
-        self.told: list[ToldTrial] = self.study.told()
-
-    def close(self) -> None:
-        self.study.close()
 
     def next_trial(self) -> None:
         """Run the next trial to its end, and record it."""
-        check_inputs(self.config, self.about.inputs)
-        end = self.further_trial() if self.told else self.first_trial()
-        self.told = self.study.told()
-        rows = self.rows()
-        self.view.ended(rows, next(row for row in rows if row.number == end))
-
-    def first_trial(self) -> int:
-        """Train with the default settings. What it chose for `auto` is the same in all trials."""
-        folder = self.folder.trial(0)
-        self.begin(folder, self.config)
-        watch = TrialWatch(folder)
-        end = self.train(folder, watch, {})
-        if end.state != tune_study.FINISHED or end.value is None:
-            raise UserError(f"the default settings: {end.reason}")
-        self.study.change_about(base=checksum(folder.config))
-        base = folder.read_config()
-        space = tune_study.space_of(base, self.about.fixed, self.blocks)
-        settings = tune_study.chosen_in(base, space, self.blocks)
-        self.study.add_first(space, settings, watch.losses, end.value)
-        return 0
-
-    def further_trial(self) -> int:
+        check_inputs(self.config, self.study)
         first = self.folder.trial(0)
+        is_first = not tune_study.ended_trials(self.study)
+        if is_first:
+            self.train_first(first)
         base = first.read_config()
-        space = tune_study.space_of(base, self.about.fixed, self.blocks)
-        steps = max((e.step for e in recorded(first, events.Step)), default=0)
-        trial, settings = self.study.next_trial(space, base.seed, steps)
+        space = tune_study.space_of(base, self.fixed, self.blocks)
+        if is_first:
+            default = tune_study.chosen_in(base, space, self.blocks)
+            tune_study.enqueue_first(self.study, default)
+        ran = run_list.row_of(first)
+        steps = ran.step if ran is not None and ran.step is not None else 0
+        trial, settings = tune_study.next_trial(self.study, self.storage, space, base.seed, steps)
         folder = self.folder.trial(trial.number)
-        watch = TrialWatch(folder, lambda at, loss: not self.study.report(trial, at, loss))
         try:
-            config = tune_study.settings_of(base, settings, self.about.fixed)
+            config = tune_study.settings_of(base, settings, self.fixed)
         except UserError as error:  # together they contradict another setting
-            end = TrialEnd(tune_study.FAILED, None, str(error))
+            end = TrialEnd(tune_study.FAILED, reason=str(error))
         else:
             self.begin(folder, config)
-            end = self.train(folder, watch, settings)
-        self.study.tell(trial.number, end.state, end.value, end.reason)
-        return trial.number
+            end = self.train(TrialWatch(folder, trial), settings)
+        tune_study.tell(self.study, trial, *end)
+        self.view.ended(next(row for row in self.rows() if row.number == trial.number))
+
+    def train_first(self, folder: RunFolder) -> None:
+        """Train with the default settings. What it chose for `auto` is the same in all trials."""
+        self.begin(folder, self.config)
+        end = self.train(TrialWatch(folder), {})
+        if end.state != tune_study.FINISHED:
+            raise UserError(f"the default settings: {end.reason}")
+        name = str(folder.config.relative_to(self.folder.path))
+        files = self.study.user_attrs["files"]
+        self.study.set_user_attr("files", {**files, name: sha256(folder.config)})
 
     def begin(self, folder: RunFolder, config: TrainConfig) -> None:
         """Create the run of a trial, unless it was begun before."""
@@ -512,18 +416,42 @@ class Tuning:
         except OSError as error:
             raise UserError(f"{folder.path}: cannot be written ({error.strerror})") from error
 
-    def train(self, folder: RunFolder, watch: TrialWatch, settings: Mapping[str, Any]) -> TrialEnd:
-        def show(state: ViewState) -> None:
-            self.view.progress(int(folder.name), settings, state)
+    def train(self, watch: TrialWatch, settings: Mapping[str, Any]) -> TrialEnd:
+        """Train or continue the run of a trial until it has ended. Raises what `end_of` raises."""
+        folder = watch.folder
 
-        return train_trial(folder, watch, self.received, show, self.run)
+        def look() -> bool:
+            is_enough = watch.read()
+            self.view.progress(int(folder.name), settings, watch.state)
+            return is_enough
+
+        ended, times = None, 0
+        while True:
+            self.wait_for_process(folder)
+            look()
+            if (end := end_of(watch, ended)) is not None:
+                return end
+            if times == MAX_LOST:
+                raise RunError(
+                    f"{folder.path}: its supervisor was killed {MAX_LOST} times; its output is in "
+                    f"{folder.path / child.LOG}"
+                )
+            ended, times = self.run(folder, self.received, look), times + 1
+
+    def wait_for_process(self, folder: RunFolder) -> None:
+        """Wait while the processes of a tune that was killed finish their step and save."""
+        while is_running(folder):
+            if self.received:
+                raise TrialStopped
+            time.sleep(POLL_S)
 
     def rows(self) -> list[TrialRow]:
-        return marked([row_of(self.folder.trial(trial.number), trial) for trial in self.told])
+        """The trials that have ended."""
+        trials = tune_study.ended_trials(self.study)
+        return marked([row_of(self.folder.trial(trial.number), trial) for trial in trials])
 
-    def keep_the_best(self) -> None:
+    def keep_the_best(self, rows: Sequence[TrialRow]) -> None:
         """Write best.yaml; remove the checkpoints and adapters of all other trials."""
-        rows = self.rows()
         best = best_of(rows)
         if best is None:
             return
@@ -541,28 +469,19 @@ class Tuning:
                     shutil.rmtree(path, ignore_errors=True)
 
 
-def recorded(folder: RunFolder, kind: type) -> Iterator[Any]:
-    for record in events.tail(folder.events)[0]:
-        if isinstance(record.event, kind):
-            yield record.event
-
-
-def row_of(folder: RunFolder, trial: ToldTrial) -> TrialRow:
+def row_of(folder: RunFolder, trial: FrozenTrial) -> TrialRow:
     """A trial as the study and the events of its run describe it."""
-    run = run_list.row_of(folder)
-    is_reward = run is not None and run.best_reward is not None and trial.value is not None
+    run, value = run_list.row_of(folder), tune_study.value_of(trial)
+    is_reward = run is not None and run.best_reward is not None and value is not None
+    names = ("step", "steps", "seconds", "peak_bytes", "limit_bytes")
     return TrialRow(
         number=trial.number,
-        state=trial.state,
-        validation_loss=None if is_reward else trial.value,
-        reward=0.0 - trial.value if is_reward else None,
-        settings=trial.settings,
-        step=run and run.step,
-        steps=run and run.steps,
-        seconds=run and run.seconds,
-        peak_bytes=run and run.peak_bytes,
-        limit_bytes=run and run.limit_bytes,
-        reason=trial.reason,
+        state=tune_study.ENDED[trial.state],
+        validation_loss=None if is_reward else value,
+        reward=0.0 - value if is_reward and value is not None else None,
+        settings=trial.params,
+        reason=trial.user_attrs.get(tune_study.REASON, ""),
+        **{name: getattr(run, name) for name in names if run is not None},
     )
 
 

@@ -24,11 +24,13 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from your_ai.engine.compiled import GraphShape
 from your_ai.errors import UserError, suppress_model_errors
 from your_ai.generation.rollouts import groups_heads
-from your_ai.nets.parts import Arrays, empty, filled, put, skeleton
+from your_ai.nets.block_calls import Arrays
+from your_ai.nets.parts import empty, filled, put, skeleton
 from your_ai.nets.split import StandIn, replaced
 from your_ai.soft.roles import Network
 
 Pair = tuple[mx.array, mx.array]  # keys and values, (B, K, N, d) each
+Column = tuple[mx.array, mx.array, mx.array]  # hidden states (B, w, D), and its keys and values
 
 
 class CacheColumn(NamedTuple):
@@ -76,7 +78,7 @@ class CachedCall:
 
     def run(
         self, block: nn.Module, hidden: mx.array, past: Pair | None, where: ColumnInputs
-    ) -> tuple[mx.array, mx.array, mx.array]:
+    ) -> Column:
         """The output of the block, (B, w, D), and the column's own keys and values."""
         cache = _Recall(past, where.offsets)
         mask = where.mask[:, :, None] if self.grouped else where.mask
@@ -145,7 +147,7 @@ class CachedBlocks:
 
     def forward(
         self, index: int, arrays: Arrays, hidden: mx.array, past: Pair, at: ColumnInputs
-    ) -> Any:
+    ) -> Column:
         """(B, w, D) -> the output, and the keys and values of the column."""
         return self._program(index, hidden, past).forward(
             arrays, self.network.trained(index), hidden, past, at
@@ -158,7 +160,7 @@ class CachedBlocks:
         hidden: mx.array,
         past: Pair,
         at: ColumnInputs,
-        cotangents: tuple[mx.array, mx.array, mx.array],
+        cotangents: Column,
     ) -> tuple[mx.array, Pair, Arrays]:
         """The cotangents of the hidden states, (B, w, D), and of the cache, and the gradients.
 
@@ -180,19 +182,24 @@ class CachedBlocks:
 class CachedProgram:
     """The functions of blocks that have the same structure and are called in the same way."""
 
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
+    forward: Callable[..., Column]
+    backward: Callable[..., tuple[mx.array, Pair, Arrays]]
 
 
 def cached_program(block: nn.Module, call: CachedCall) -> CachedProgram:
     template = skeleton(block)
     empty(template)
 
-    def run(arrays: Arrays, trained: Arrays, hidden: mx.array, past: Pair, at: ColumnInputs) -> Any:
+    def run(
+        arrays: Arrays, trained: Arrays, hidden: mx.array, past: Pair, at: ColumnInputs
+    ) -> Column:
         with filled(template, arrays, trained):
             return call.run(template, hidden, past, ColumnInputs(*at))
 
-    def backward(arrays, trained, hidden, past, at, cotangents):
+    def backward(
+        arrays: Arrays, trained: Arrays, hidden: mx.array, past: Pair, at: ColumnInputs,
+        cotangents: Column,
+    ) -> tuple[mx.array, Pair, Arrays]:  # fmt: skip
         names = list(trained)
 
         def of(hidden: mx.array, keys: mx.array, values: mx.array, *own: mx.array) -> Any:
@@ -252,7 +259,8 @@ def _record(network: Network) -> list[CachedCall]:
 def _agrees(found: CachedBlocks) -> bool:
     """Whether the blocks compute the model's logits for rows with padding, column by column."""
     network = found.network
-    tokens, left = mx.array([[3, 1, 2, 0, 1], [0, 0, 1, 2, 3]]), mx.array([0, 2], mx.int32)
+    tokens, paddings = mx.array([[3, 1, 2, 0, 1], [0, 0, 1, 2, 3]]), (0, 2)
+    left = mx.array(paddings, mx.int32)
     columns = (CacheColumn(0, 3), CacheColumn(3, 4), CacheColumn(4, 5))
     hidden = network.embedding.after(network.embedding.hard(tokens))
     for index in range(len(found.calls)):
@@ -270,13 +278,13 @@ def _agrees(found: CachedBlocks) -> bool:
         mx.eval(hidden)
     ours = network.parts.finished_head(hidden).astype(mx.float32)
     distance, size = mx.array(0.0), mx.array(0.0)
-    for row, padding in enumerate(left.tolist()):
+    for row, padding in enumerate(paddings):
         whole = network.model(tokens[row : row + 1, padding:])[0].astype(mx.float32)
         distance += mx.square(ours[row, padding:] - whole).sum()
         size += mx.square(whole).sum()
     # Wrong masks or positions are as far away as other tokens; half precision, up to a tenth.
     tolerance = 1e-3 if hidden.dtype == mx.float32 else 0.2
-    return (distance <= tolerance**2 * size).item()
+    return bool(distance <= tolerance**2 * size)
 
 
 def empty_cache(

@@ -15,14 +15,14 @@ positions (the cache has room for a multiple of data.batches.MULTIPLE), D hidden
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from your_ai.data.batches import MULTIPLE
 from your_ai.memory.sizes import PREFILL_TOKENS
-from your_ai.nets.parts import Arrays
+from your_ai.nets.block_calls import Arrays
 from your_ai.soft.cached_blocks import (
     CacheColumn,
     CachedBlocks,
@@ -120,7 +120,7 @@ def gradients(
     longest, left = int(rows.starts.max()), left_padding(rows)
     size, room = inputs.shape[1], caches[0][0].shape[2]
     # In float32, because each is a sum over all later columns.
-    cotangents = [tuple(mx.zeros(array.shape) for array in cache) for cache in caches]
+    cotangents = [(mx.zeros(keys.shape), mx.zeros(values.shape)) for keys, values in caches]
     total: dict[int, Arrays] = {}
     later: mx.array | None = None
     for group in groups(longest, size, width_of(rows)):
@@ -139,15 +139,15 @@ def gradients(
             lowest = network.first if column.start < longest else 0
             for index in reversed(range(lowest, len(caches))):
                 dtype = caches[index][0].dtype
-                own = [array.astype(dtype) for array in column.of(cotangents[index])]
+                keys, values = (array.astype(dtype) for array in column.of(cotangents[index]))
                 cotangent, of_cache, grads = blocks.backward(
                     index, network.arrays(index), of_blocks[index][:, here], caches[index],
-                    at, (cotangent, *own),
+                    at, (cotangent, keys, values),
                 )  # fmt: skip
                 cotangents[index] = added(cotangents[index], of_cache)
                 before = total.pop(index, None)
                 total[index] = grads if before is None else added_arrays(before, grads)
-                del of_cache, own, grads, before
+                del of_cache, keys, values, grads, before
                 mx.eval(cotangent, cotangents[index], total[index])
             later = network.embedding.cotangent(cotangent) if token > 0 else None
     return {index: grads for index, grads in total.items() if grads}
@@ -168,8 +168,8 @@ def block_inputs(
     return found
 
 
-def added(total: Any, more: Pair) -> Any:
-    return tuple(a + b for a, b in zip(total, more, strict=True))
+def added(total: Pair, more: Pair) -> Pair:
+    return total[0] + more[0], total[1] + more[1]
 
 
 def added_arrays(total: Arrays, more: Arrays) -> Arrays:

@@ -25,7 +25,7 @@ import mlx.core as mx
 import numpy as np
 
 from your_ai.errors import UserError
-from your_ai.nets.parts import Arrays
+from your_ai.nets.block_calls import Arrays
 from your_ai.objectives.objective import Sums
 from your_ai.soft import columns, passes, sweeps
 from your_ai.soft.cached_blocks import CachedBlocks, cached_blocks
@@ -186,7 +186,7 @@ def reference_inputs(reference: Network, rows: SoftRows, soft: mx.array | None) 
         states = chosen.gather(hidden, -1)
         inputs = reference.head.inputs(states.reshape(-1, states.shape[-1]))
         inputs = inputs.reshape(*states.shape[:2], -1)
-        found.append(mx.pad(inputs, ((0, 0), (0, rows.count - chosen.count), (0, 0))))
+        found.append(mx.pad(inputs, [(0, 0), (0, rows.count - chosen.count), (0, 0)]))
         mx.eval(found[-1])
     return mx.concatenate(found)
 

@@ -14,7 +14,8 @@ import mlx.core as mx
 from mlx.utils import tree_unflatten
 
 from your_ai.engine.compiled import GraphShape
-from your_ai.nets.parts import Arrays
+from your_ai.engine.programs import Extras
+from your_ai.nets.block_calls import Arrays
 from your_ai.soft.roles import Network, SoftRows
 
 GROUP_TOKENS = 256  # tokens of the rows, with padding, that go through a frozen network together
@@ -49,7 +50,7 @@ def forward(
 
     which: the blocks, all by default.
     """
-    shape = GraphShape(*hidden.shape[:2])
+    shape = GraphShape(hidden.shape[0], hidden.shape[1])
     which = range(len(network.parts.blocks)) if which is None else which
     found: list[mx.array] = []
     network.weights.ahead(which)
@@ -72,7 +73,7 @@ def backward(
 
     inputs: of each block. which: the blocks, all by default.
     """
-    shape = GraphShape(*cotangent.shape[:2])
+    shape = GraphShape(cotangent.shape[0], cotangent.shape[1])
     which = range(len(network.parts.blocks)) if which is None else which
     for index, given in zip(reversed(which), reversed(inputs), strict=True):
         arrays = network.arrays(index) | network.trained(index)
@@ -128,13 +129,14 @@ def parameter_gradients(
     network: Network, inputs: list[mx.array], cotangent: mx.array
 ) -> dict[int, Arrays]:
     """The gradients of each trained block. Removes the inputs."""
-    shape = GraphShape(*cotangent.shape[:2])
+    shape = GraphShape(cotangent.shape[0], cotangent.shape[1])
     found: dict[int, Arrays] = {}
     for index in reversed(range(network.first, len(network.parts.blocks))):
         arrays = network.arrays(index)
         network.weights.ahead(reversed(range(network.first, index)))
         program = network.programs.of(index, shape)
-        given = (arrays, network.trained(index), inputs[index], {}, cotangent)
+        extras: Extras = {}
+        given = (arrays, network.trained(index), inputs[index], extras, cotangent)
         del inputs[index:]
         if index > network.first:
             found[index], cotangent = program.backward(*given)

@@ -38,10 +38,10 @@ def judge(
         own = None if soft is None else soft[part, : chosen.count]
         judged = _judge(model, chosen, own, weights[part])
         missing = count - chosen.count
-        cotangents = mx.pad(judged.cotangents, ((0, 0), (0, missing), (0, 0)))
+        cotangents = mx.pad(judged.cotangents, [(0, 0), (0, missing), (0, 0)])
         found.append(RewardGradients(judged.rewards, cotangents))
         mx.eval(found[-1])
-    return RewardGradients(*(mx.concatenate(arrays) for arrays in zip(*found, strict=True)))
+    return RewardGradients(*(mx.concatenate([*arrays]) for arrays in zip(*found, strict=True)))
 
 
 def rewards_of(model: RewardNetwork, rows: SoftRows) -> mx.array:

@@ -118,7 +118,7 @@ def run(
             if ended.all().item():
                 break
     found = np.array(mx.stack(tokens, axis=1))
-    return found, [mx.stack(of_one, axis=1) for of_one in zip(*means, strict=True)]
+    return found, [mx.stack([*of_one], axis=1) for of_one in zip(*means, strict=True)]
 
 
 def step(

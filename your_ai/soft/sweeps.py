@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from your_ai.nets.block_calls import Arrays
 from your_ai.nets.gumbel import Noisy
-from your_ai.nets.parts import Arrays
 from your_ai.soft import passes
 from your_ai.soft.roles import CreditLength, Network, SoftRows, SoftSettings, noisy_head
 from your_ai.soft.terms import Terms, cotangent_of
@@ -85,5 +85,5 @@ def next_credit(policy: Network, rows: SoftRows, cotangent: mx.array) -> mx.arra
 def difference(new: mx.array, old: mx.array | None) -> float:
     """|new - old| / |new|; 0 if both are 0."""
     apart = new if old is None else new - old
-    size = mx.sqrt(mx.square(new.astype(mx.float32)).sum()).item()
-    return mx.sqrt(mx.square(apart.astype(mx.float32)).sum()).item() / max(size, 1e-30)
+    size = float(mx.sqrt(mx.square(new.astype(mx.float32)).sum()))
+    return float(mx.sqrt(mx.square(apart.astype(mx.float32)).sum())) / max(size, 1e-30)

@@ -69,7 +69,7 @@ def find_terms(
             grad, kl = grad + apart.grad * weights[part, None], apart.kl
         found.append([relaxed.log_sum, relaxed.mean, grad, kl])
         mx.eval(found[-1])
-    arrays = [mx.concatenate(arrays) for arrays in zip(*found, strict=True)]
+    arrays = [mx.concatenate([*each]) for each in zip(*found, strict=True)]
     arrays = [array.reshape(*shape, *array.shape[1:]) for array in arrays]
     return Terms(hidden, *places, *arrays)
 

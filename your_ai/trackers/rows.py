@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from your_ai.run import events
@@ -22,7 +23,7 @@ class TrackerRow:
     """What one event adds to a tracker."""
 
     step: int
-    values: dict[str, float | TextTable]
+    values: Mapping[str, float | TextTable]
     """By the name of the metric. Memory is in GB (1e9 bytes)."""
 
 

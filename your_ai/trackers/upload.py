@@ -81,7 +81,7 @@ def tracked(
                 log.write(events.Notice(text=fault))
 
 
-def start(folder: RunFolder, name: str) -> subprocess.Popen | None:
+def start(folder: RunFolder, name: str) -> subprocess.Popen[bytes] | None:
     """Start the process of a tracker; None if that fails, which trackers.log says."""
     path = folder.path / LOG
     command = python_module("your_ai.trackers.upload", str(folder.path), name)
@@ -102,7 +102,7 @@ def start(folder: RunFolder, name: str) -> subprocess.Popen | None:
 
 def finish(
     folder: RunFolder,
-    processes: Sequence[subprocess.Popen],
+    processes: Sequence[subprocess.Popen[bytes]],
     patience_s: float = 30.0,
     received: Sequence[int] = (),
 ) -> str | None:
@@ -113,6 +113,7 @@ def finish(
     """
     for process in processes:
         with contextlib.suppress(OSError):  # it has ended already
+            assert process.stdin is not None
             process.stdin.write(b"\n")
             process.stdin.close()
     before, deadline, log = len(received), time.monotonic() + patience_s, folder.path / LOG

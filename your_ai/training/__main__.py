@@ -4,6 +4,6 @@ from your_ai.gates.programs import claim_process, quick_imports
 
 claim_process()
 with quick_imports():
-    from your_ai.training.train import main
+    from your_ai.training.process import main
 
 main()

@@ -302,13 +302,25 @@ class Ranks:
             sent_bytes=max(sent),
         )
 
+    def write_figures(self, step: int, log: events.EventLog) -> None:
+        """Write what all ranks did in a step, and how rows are dealt from then on."""
+        if (figures := self.event(step)) is not None:
+            log.write(figures)
+            if (shares := self.learn(step)) is not None:
+                log.write(shares)
+
     # -- between two steps
 
-    def agreed_stop(self, stop: Stop) -> Stop:
-        """The stop that all ranks see at the same place; stop: that of this process."""
+    def begin(self, log: events.EventLog, heard: Stop) -> Stop:
+        """Begin the steps of the run; return the stop that all ranks see at the same place.
+
+        log: of the run; says how rows were dealt before. heard: the stop of this process.
+        """
         if self.size == 1:
-            return stop
+            return heard
+        self.recall(lambda: [record.event for record in events.tail(log.path)[0]])
         self.agreed = Stop()
+        self.agree(heard, self.agreed)
         return self.agreed
 
     def stopped_by(self, heard: Stop) -> int | None:

@@ -24,16 +24,16 @@ from your_ai.memory.plan import DoesNotFit
 from your_ai.nets.model import TRIED_TOKENS
 from your_ai.run import events
 from your_ai.training.memory_actions import Replan
-from your_ai.training.plan_events import write_plan
-from your_ai.training.prepare import Prepared
+from your_ai.training.planned import write_plan
+from your_ai.training.trainer import Trainer
 
 MEASURED = "measured"  # the kind of an Action that requests another plan
 
 
 def calibrated(
-    prepared: Prepared, log: events.EventLog, level: int, watch: Watch, step: int
-) -> Prepared:
-    """Return `prepared` with the largest micro-batches that fit, by measurements.
+    trainer: Trainer, log: events.EventLog, level: int, watch: Watch, step: int
+) -> Trainer:
+    """Return `trainer` with the largest micro-batches that fit, by measurements.
 
     step: the step from which the run continues.
 
@@ -41,15 +41,15 @@ def calibrated(
     continues under the plan it had. Raises Replan if another engine is the fastest that fits, or
     if nothing fits with these adapters.
     """
-    budget = prepared.budget
+    budget = trainer.budget
     if budget.kept:
-        return prepared
+        return trainer
     plan = budget.choice.option.plan
 
     def measure(plan: Plan, shape: Shape) -> MicroBatchPeak:
-        prepared.engine.keep(lambda rows, tokens: plan.kept)
-        prepared.engine.hold(plan.resident, plan.blocks_ahead)
-        return peak_of(prepared, shape, log)
+        trainer.engine.keep(lambda rows, tokens: plan.kept)
+        trainer.engine.hold(plan.resident, plan.blocks_ahead)
+        return peak_of(trainer, shape, log)
 
     found = list(budget.demand.calibration.measurements)
 
@@ -70,28 +70,28 @@ def calibrated(
         # `prepare` knows more now: it chooses smaller adapters where it may, or refuses the run.
         raise Replan(MemoryAction(kind=MEASURED, cause=str(error)), step, watch) from error
     if demand is budget.demand:
-        return prepared
+        return trainer
     option = choice.option
     if (option.plan.engine, option.plan.spill) != (plan.engine, plan.spill):
         cause = f"measured: {option.plan.engine} needs at least {size_text(option.needed_bytes)}"
         raise Replan(MemoryAction(kind=MEASURED, cause=cause), step, watch)
     allocator.set_limits(limit_bytes, option.needed_bytes, option.estimate.beside_bytes)
     allocator.free()
-    prepared.engine.keep(lambda rows, tokens: option.plan.kept)
-    prepared.engine.hold(option.plan.resident, option.plan.blocks_ahead)
+    trainer.engine.keep(lambda rows, tokens: option.plan.kept)
+    trainer.engine.hold(option.plan.resident, option.plan.blocks_ahead)
     budget = replace(budget, demand=demand, choice=choice)
-    prepared.graphs.room_bytes = budget.graphs_room_bytes
+    trainer.graphs.room_bytes = budget.graphs_room_bytes
     if option.plan != plan:
-        write_plan(budget, prepared.config, log)
-    return replace(prepared, budget=budget)
+        write_plan(budget, trainer.config, log)
+    return replace(trainer, budget=budget)
 
 
-def peak_of(prepared: Prepared, shape: Shape, log: events.EventLog) -> MicroBatchPeak:
+def peak_of(trainer: Trainer, shape: Shape, log: events.EventLog) -> MicroBatchPeak:
     """Compute the gradients of a micro-batch; return the memory that they needed."""
     log.write(events.Stage(text=f"measuring {shape.rows} x {shape.tokens} tokens"))
-    batch = batch_of(shape, prepared.config.packing)
-    objective = prepared.engine.objective
-    if prepared.rewards is not None:  # completions, whose log-probabilities need not be known
+    batch = batch_of(shape, trainer.config.packing)
+    objective = trainer.engine.objective
+    if trainer.rewards is not None:  # completions, whose log-probabilities need not be known
         ones = np.ones_like(batch.weights)
         batch = replace(batch, advantages=ones, old=-ones, reference=-ones)
     elif "others" in objective.phases:
@@ -103,15 +103,15 @@ def peak_of(prepared: Prepared, shape: Shape, log: events.EventLog) -> MicroBatc
     mx.set_cache_limit(0)  # cached buffers would add to the peak; `allocator.set_limits` resets it
     mx.clear_cache()
     mx.reset_peak_memory()
-    with unchanged(prepared.store):
-        mx.eval(prepared.engine.add_gradients(batch, 1.0, 0, prepared.gradients))
-    prepared.gradients.clear()
+    with unchanged(trainer.built.store):
+        mx.eval(trainer.engine.add_gradients(batch, 1.0, 0, trainer.gradients))
+    trainer.gradients.clear()
     mx.synchronize()
     peak_bytes = max(mx.get_peak_memory(), mx.get_active_memory())
     allocator.free(collect=False)  # the C library keeps freed buffers, which the peak has counted
     process_bytes = probe.process_bytes()  # while the graphs are there
     beside = None if process_bytes is None else process_bytes - mx.get_active_memory()
-    prepared.engine.drop()
+    trainer.engine.drop()
     return MicroBatchPeak(peak_bytes, beside)
 
 

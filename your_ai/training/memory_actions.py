@@ -40,7 +40,7 @@ from your_ai.memory.guard import guarded
 from your_ai.memory.sample import MemorySample
 from your_ai.run import events, exits, requests
 from your_ai.run.folder import RunFolder
-from your_ai.training.prepare import Prepared
+from your_ai.training.trainer import Trainer
 
 WRITE_S, WRITE_PAUSED_S = 2.0, 60.0  # seconds between two readings that are written
 CHECK_S = 0.2  # seconds between two checks whether a reading is due
@@ -63,7 +63,7 @@ class Replan(Exception):
 class Governor:
     """Watches one process under one plan, and keeps the state of the policy and estimates."""
 
-    prepared: Prepared
+    trainer: Trainer
     policy: Policy
     sampler: probe.Sampler
     log: events.EventLog
@@ -92,15 +92,15 @@ class Governor:
             if self.corrections.learn(rows, tokens, sample.peak_bytes):
                 ratio = self.corrections.ratios[tokens]
                 self.log.write(events.Corrected(step=step, tokens=tokens, ratio=ratio))
-        choice, store = self.prepared.budget.choice, self.prepared.store
+        choice, store = self.trainer.budget.choice, self.trainer.built.store
         observation = Observation(
             step=step,
             sample=sample,
             highest_process_bytes=highest_bytes,
             can_shrink=choice.smaller is not None,
             can_grow=choice.level > 0,
-            baseline_bytes=self.prepared.budget.demand.python_bytes,
-            kept_bytes=store.bytes_held if self.prepared.config.prefix_cache == "memory" else 0,
+            baseline_bytes=self.trainer.budget.demand.python_bytes,
+            kept_bytes=store.bytes_held if self.trainer.config.prefix_cache == "memory" else 0,
         )
         self.watch, actions, notices = decide(self.policy, self.watch, observation)
         for text in notices:
@@ -114,11 +114,15 @@ class Governor:
     def perform(self, action: MemoryAction, step: int) -> None:
         began, before, read = time.perf_counter(), probe.read(), 0
         if action.kind != "clear_cache":
-            self.prepared.engine.drop()
+            self.trainer.engine.drop()
         if action.kind == "reload_lora":
             self.log.write(events.Phase(text="reloading the adapted layers"))
-            read = reload_adapted(self.prepared.model, self.prepared.tensors, self.prepared.sharing)
-            read += self.prepared.engine.forget()
+            read = reload_adapted(
+                self.trainer.model,
+                self.trainer.opened.tensors,
+                self.trainer.beside.sharing(self.trainer.job),
+            )
+            read += self.trainer.engine.forget()
         allocator.free(collect=action.kind != "clear_cache")
         after = probe.read()
         self.watch = acted(self.policy, self.watch, action, before, after)
@@ -126,18 +130,18 @@ class Governor:
 
 
 def govern(
-    prepared: Prepared, sampler: probe.Sampler, log: events.EventLog, watch: Watch, step: int = 0
+    trainer: Trainer, sampler: probe.Sampler, log: events.EventLog, watch: Watch, step: int = 0
 ) -> Governor:
     """The governor of a run that continues from `step`, with its corrections up to then."""
-    budget = prepared.budget
+    budget = trainer.budget
     limit_bytes, plan = budget.limit.limit_bytes, budget.choice.option.plan
     trained = replace(budget.demand, rollouts=None)  # peaks are of the updates alone
     needed_bytes = budget.choice.option.needed_bytes
     corrections = Corrections(trained, plan, limit_bytes, learned(log, plan, step), needed_bytes)
-    prepared.engine.keep(corrections.kept)
+    trainer.engine.keep(corrections.kept)
     return Governor(
-        prepared=prepared,
-        policy=policy_of(prepared.config, limit_bytes),
+        trainer=trainer,
+        policy=policy_of(trainer.config, limit_bytes),
         sampler=sampler,
         log=log,
         corrections=corrections,

@@ -188,8 +188,7 @@ def make_update(
 
     def update(grads: Gradients, factor: float, rate: float) -> None:
         rule.learning_rate = rate
-        step = rule.state["step"] + 1
-        rule.state["step"] = step
+        rule.state["step"] = step = rule.state["step"] + 1
         number = step.item()
         parameters = dict(tree_flatten(model.trainable_parameters()))
         for names in groups(grads.sizes(), together):
@@ -227,23 +226,6 @@ def groups(sizes: Mapping[str, int], together: int) -> list[list[tuple[str, str]
             last, room = block, together
         found[-1].append((block, name))
         room -= size
-    return found
-
-
-def leaves(state: dict[str, Any]) -> dict[str, dict[str, mx.array]]:
-    """The optimizer state of each parameter, by path: the dicts themselves, to change in place."""
-    found: dict[str, dict[str, mx.array]] = {}
-
-    def walk(node: Any, path: str) -> None:
-        children = enumerate(node) if isinstance(node, list) else node.items()
-        if isinstance(node, dict) and node and all(isinstance(c, mx.array) for c in node.values()):
-            found[path] = node
-            return
-        for name, child in children:
-            if isinstance(child, (dict, list)):
-                walk(child, f"{path}.{name}" if path else str(name))
-
-    walk({n: c for n, c in state.items() if n not in ("step", "learning_rate")}, "")
     return found
 
 

@@ -8,7 +8,7 @@ from your_ai.memory import allocator
 from your_ai.run import events, requests
 from your_ai.run.folder import RunFolder
 from your_ai.run.stopping import Stop
-from your_ai.training.prepare import Prepared
+from your_ai.training.trainer import Trainer
 
 POLL_S = 0.1
 
@@ -31,14 +31,20 @@ def pause(folder: RunFolder, step: int, log: events.EventLog, stop: Stop) -> Non
 
 def pause_all(
     folder: RunFolder,
-    prepared: Prepared,
+    trainer: Trainer,
     step: int,
     log: events.EventLog,
+    heard: Stop,
     stop: Stop,
     pausing: bool,
 ) -> None:
-    """Pause if asked to; the other ranks wait for rank 0, with their freed buffers released."""
-    if prepared.ranks.size == 1 or (pausing and prepared.ranks.is_first):
-        pause(folder, step, log, stop)
+    """Pause if asked to; the other ranks wait for rank 0, with their freed buffers released.
+
+    heard: the stop of this process; stop: the one that all ranks see at the same place.
+    """
+    if trainer.ranks.size == 1 or (pausing and trainer.ranks.is_first):
+        pause(folder, step, log, heard)
     elif pausing:
         allocator.free()
+    if pausing:
+        trainer.ranks.agree(heard, stop)

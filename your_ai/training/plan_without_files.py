@@ -92,7 +92,7 @@ def planned_run(
             if memory_gb is not None:
                 model = replace(absent_of_config(folder / CONFIG, config, target), note="")
     if model is None:
-        from your_ai.training.prepare import planned_budget  # loads mlx
+        from your_ai.training.planned import planned_budget  # loads mlx
 
         return planned_budget(config, folder, seq_len)
     budget = planned(config, model, seq_len, target)

@@ -22,6 +22,9 @@ from your_ai.data.examples import Examples, delete_unused, map_array, unwritable
 from your_ai.engine.protocol import Engine
 from your_ai.files import atomic_folder, sha256
 from your_ai.gates.text import counted, now_and_then
+from your_ai.hub.find import store
+from your_ai.run import events
+from your_ai.training.trainer import Trainer
 
 FORMAT = 1
 VALUES, ABOUT = "reference.bin", "about.json"
@@ -106,3 +109,30 @@ def computed(
 def places(examples: Examples, row: int) -> np.ndarray:
     """Where in a text its trained tokens are."""
     return np.flatnonzero(examples[row].trained)
+
+
+def referenced(trainer: Trainer, log: events.EventLog) -> Trainer:
+    """The rows with the log-probabilities of their answers under the model as the run starts."""
+    depends_on = {
+        **trainer.depends_on["model"],
+        **trainer.depends_on.get("first adapter", {}),
+        "--quantize": str(trainer.config.quantize),
+        "dtype": str(trainer.opened.dtype),
+    }
+    if trainer.config.adapter_dtype != "float32":  # rounds the first adapter
+        depends_on["--adapter-dtype"] = trainer.config.adapter_dtype
+
+    def with_values(examples: Examples) -> Examples:
+        return with_reference(
+            examples,
+            trainer.engine,
+            trainer.rows_at,
+            depends_on,
+            store() / "cache",
+            lambda text: log.write(events.Stage(text=text)),
+        )
+
+    log.write(events.Stage(text="computing the reference"))
+    schedule = replace(trainer.schedule, examples=with_values(trainer.schedule.examples))
+    valid = None if trainer.valid is None else with_values(trainer.valid)
+    return replace(trainer, schedule=schedule, valid=valid)

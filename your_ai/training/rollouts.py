@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,11 @@ import mlx.core as mx
 import numpy as np
 
 from your_ai.config import SOFT
-from your_ai.data.batches import Batch, RowsAt, few_edges, micro_batches
+from your_ai.data.batches import RowsAt, few_edges, micro_batches
 from your_ai.data.encode import Encoder, token_ids
 from your_ai.data.examples import Examples, RowCounts
 from your_ai.data.prompts import PromptRows
 from your_ai.data.rows import Chat, Question
-from your_ai.engine.gradients import Gradients
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, now_and_then, shortened
 from your_ai.generation.rollouts import (
@@ -39,7 +39,6 @@ from your_ai.objectives.grpo import (
     completion_weights,
     spreads_of,
 )
-from your_ai.objectives.objective import Totals
 from your_ai.rewards.chosen import Pending, Rewarded
 from your_ai.rewards.rollout import Rollout
 from your_ai.rng import derive_seed
@@ -52,9 +51,10 @@ from your_ai.run.rollout_files import (
     write_rollouts,
 )
 from your_ai.run.stopping import Stop
-from your_ai.training.prepare import Prepared
 from your_ai.training.reference import computed
 from your_ai.training.shared_rollouts import GivenUp, of_all, own_batches, shared
+from your_ai.training.steps import RewardMeter, StepWork, accumulate
+from your_ai.training.trainer import Trainer
 
 SHOWN_CHARACTERS = 400  # of a completion in an event
 REFERENCE = "reference"  # the folder of the first adapters, in the run folder, of new ones
@@ -66,25 +66,11 @@ NO_SPREAD = (
 SPREAD = 1e-9  # rewards of a group that differ by less are equal
 
 
-@dataclass(frozen=True)
-class StepRollouts:
-    """What a step trains."""
-
-    batches: list[Batch]
-    """Micro-batches of the completions whose gradients are not known to be zero."""
-    denominator: float
-    """The number that divides the loss: of all completions that count."""
-    metrics: dict[str, float]
-    gradients: Callable[[float, Gradients], Totals] | None = None
-    """(scale, total): adds the gradients of `scale` times the loss to `total`, and returns the sums
-    of the step; None if they are those of the micro-batches under the objective."""
-
-
 @dataclass
 class RolloutSource:
     """Makes the rollouts of each step of a run."""
 
-    prepared: Prepared
+    trainer: Trainer
     folder: RunFolder
     log: events.EventLog
     stop: Stop
@@ -97,26 +83,32 @@ class RolloutSource:
     """Counts of the judge in the current step or measurement."""
     measures: str = ""
     """What a measurement does, before the names of its phases."""
+    preparing: str = "preparing the first step"
 
-    def of_step(self, index: int, rows_at: RowsAt) -> StepRollouts:
+    @property
+    def meter(self) -> RewardMeter:
+        return self
+
+    def step(self, index: int, rows_at: RowsAt) -> StepWork:
         """The completions of step `index` (from 0), and what their rewards weigh.
 
         Raises GivenUp.
         """
         self.begin()
-        prepared = self.prepared
-        config, objective = prepared.config, prepared.engine.objective
+        trainer = self.trainer
+        trainer.ranks.begin_step(index)
+        config, objective = trainer.config, trainer.engine.objective
         assert isinstance(objective, GRPO)
         first = index - index % config.updates_per_batch
         path = rollout_file(self.folder.path, first + 1)
-        records = shared(prepared.ranks, lambda: read_rollouts(path))
+        records = shared(trainer.ranks, lambda: read_rollouts(path))
         if records is None and first != index:
             raise UserError(
                 f"{path}: is missing or damaged; it is needed to go on with step {index + 1}; "
                 "restore it, or start a new run"
             )
         if records is None:
-            records = shared(prepared.ranks, self.generated(first))
+            records = shared(trainer.ranks, self.generated(first))
             self.write(path, records)
         needs_old = config.updates_per_batch > 1 and records[0].old is None
         needs_reference = objective.kl_beta > 0 and records[0].reference is None
@@ -147,7 +139,7 @@ class RolloutSource:
 
     def write(self, path: Path, records: list[RolloutRecord]) -> None:
         """Write the rollouts of a step, on the rank that owns the run folder."""
-        if self.prepared.ranks.is_first:
+        if self.trainer.ranks.is_first:
             write_rollouts(path, records)
 
     def begin(self) -> None:
@@ -163,24 +155,23 @@ class RolloutSource:
         Returns a function that rewards them, for rank 0: it may wait for completions of others.
         """
         self.in_step("generating completions")
-        prepared, config, began = self.prepared, self.prepared.config, time.perf_counter()
-        rows = np.sort(prepared.schedule.rows_of(first)).tolist()
+        trainer, config, began = self.trainer, self.trainer.config, time.perf_counter()
+        rows = np.sort(trainer.schedule.rows_of(first)).tolist()
         seeds = range(config.rollouts)
         prompts = [
             RolloutPrompt(
-                np.array(prepared.schedule.examples[row].tokens),
+                np.array(trainer.schedule.examples[row].tokens),
                 tuple(derive_seed(config.seed, "rollout", first, row, s) for s in seeds),
             )
             for row in rows
         ]
         sampler = sampler_of(config.temperature, config.top_p, config.top_k)
-        assert prepared.prompts is not None
-        questions = prepared.prompts["train"]
-        if prepared.ranks.size == 1:
+        questions = trainer.prompts["train"]
+        if trainer.ranks.size == 1:
             completions = self.completions(prompts, sampler)
         else:
-            completions = of_all(prepared.ranks, self.own_completions(prompts, sampler))
-            if not prepared.ranks.is_first:
+            completions = of_all(trainer.ranks, self.own_completions(prompts, sampler))
+            if not trainer.ranks.is_first:
                 with contextlib.suppress(GivenUp):  # rank 0 says so below
                     for _ in completions:
                         pass
@@ -199,17 +190,12 @@ class RolloutSource:
         self, prompts: Sequence[RolloutPrompt], sampler: Sampler
     ) -> Iterator[Completion]:
         """The completions of the prompts dealt to this rank: whole groups."""
-        new, hidden = self.prepared.config.max_new_tokens, self.hidden
+        new, hidden = self.trainer.config.max_new_tokens, self.trainer.hidden
         lengths = np.array([len(prompt.tokens) + new for prompt in prompts])
-        mine = self.prepared.ranks.rows(lengths, hidden).tolist()
+        mine = self.trainer.ranks.rows(lengths, hidden).tolist()
         if mine:
             for completion in self.completions([prompts[place] for place in mine], sampler):
                 yield replace(completion, prompt=mine[completion.prompt])
-
-    @property
-    def hidden(self) -> int:
-        """Hidden size of the model."""
-        return self.prepared.budget.demand.facts.hidden
 
     def rewarded(
         self,
@@ -224,10 +210,10 @@ class RolloutSource:
         The judge grades a group while the next is being generated. The user's functions are
         called once, with all completions. Raises GivenUp.
         """
-        prepared, began = self.prepared, time.perf_counter()
-        rewards = prepared.rewards
+        trainer, began = self.trainer, time.perf_counter()
+        rewards = trainer.rewards
         assert rewards is not None
-        encoder = Encoder(prepared.tokenizer)
+        encoder = Encoder(trainer.tokenizer)
         asked = [asked_of(questions, row, encoder) for row in rows]
         groups: list[dict[int, Completion]] = [{} for _ in rows]
         pending: dict[int, Pending] = {}
@@ -267,7 +253,7 @@ class RolloutSource:
         self, prompts: Sequence[RolloutPrompt], sampler: Sampler
     ) -> Iterator[Completion]:
         """Generate with the current adapters, and say now and then how far it is."""
-        prepared, done, tokens = self.prepared, 0, 0
+        trainer, done, tokens = self.trainer, 0, 0
         total = sum(len(prompt.seeds) for prompt in prompts)
 
         def text() -> str:
@@ -281,10 +267,10 @@ class RolloutSource:
             tokens += rows
             report()
 
-        wave = prepared.budget.choice.option.plan.wave or 1
-        tokenizer, new = prepared.tokenizer, prepared.config.max_new_tokens
+        wave = trainer.wave
+        tokenizer, new = trainer.tokenizer, trainer.config.max_new_tokens
         stops = tokenizer.eos_token_ids
-        for completion in complete(prepared.model, prompts, sampler, stops, new, wave, progress):
+        for completion in complete(trainer.model, prompts, sampler, stops, new, wave, progress):
             done += 1
             yield completion
 
@@ -293,7 +279,7 @@ class RolloutSource:
     ) -> Rollout:
         """A completion as rewards receive it; prompt: its tokens."""
         tokens = completion.tokens[: -1 if completion.stopped else None]
-        text = self.prepared.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        text = self.trainer.tokenizer.decode(list(tokens), skip_special_tokens=True)
         return Rollout(
             completion=text,
             tokens=len(completion.tokens),
@@ -327,14 +313,13 @@ class RolloutSource:
 
     def answered(self, split: str, most: int, step: int) -> list[RolloutRecord] | None:
         """`measured`, without the name of its phases."""
-        prepared = self.prepared
-        examples = {"valid": prepared.valid, "test": prepared.test}[split]
+        trainer = self.trainer
+        examples = {"valid": trainer.valid, "test": trainer.test}[split]
         assert examples is not None
-        assert prepared.prompts is not None
         self.in_step("generating completions")
         rows = range(min(most, len(examples)))
         prompts = [RolloutPrompt(np.array(examples[row].tokens), (0,)) for row in rows]
-        wave = max(1, prepared.budget.choice.option.plan.wave)
+        wave = trainer.wave
         found: list[RolloutRecord] = []
         for start in range(0, len(rows), wave):
             part = slice(start, start + wave)
@@ -342,7 +327,7 @@ class RolloutSource:
                 self.check_stop()
                 completions = self.completions(prompts[part], sampler_of(0))
                 found += self.rewarded(
-                    prepared.prompts[split], rows[part], prompts[part], completions, step
+                    trainer.prompts[split], rows[part], prompts[part], completions, step
                 )
             except GivenUp:
                 return None
@@ -359,7 +344,7 @@ class RolloutSource:
         if old:
             records = self.with_scores(records, rows_at, "old")
         if reference:
-            with first_adapters(self.prepared, self.folder):
+            with first_adapters(self.trainer, self.folder):
                 records = self.with_scores(records, rows_at, "reference")
         self.freed("score", began)
         return records
@@ -367,12 +352,14 @@ class RolloutSource:
     def with_scores(
         self, records: list[RolloutRecord], rows_at: RowsAt, name: str
     ) -> list[RolloutRecord]:
-        ranks = self.prepared.ranks
+        ranks = self.trainer.ranks
         if ranks.size == 1:
             scores = self.scores_of(records, rows_at)
         else:
             lengths = self.examples(records).lengths
-            own = [ranks.rows_at_rank(lengths, self.hidden, rank) for rank in range(ranks.size)]
+            own = [
+                ranks.rows_at_rank(lengths, self.trainer.hidden, rank) for rank in range(ranks.size)
+            ]
             mine = [records[place] for place in own[ranks.rank]]
             parts = ranks.gather(self.scores_of(mine, rows_at) if mine else [])
             scores = [[]] * len(records)
@@ -384,7 +371,7 @@ class RolloutSource:
     def scores_of(self, records: list[RolloutRecord], rows_at: RowsAt) -> list[list[float]]:
         """The log-probabilities of the tokens of each completion, under the current adapters."""
         examples = self.examples(records)
-        engine, edges = self.prepared.engine, self.edges(examples)
+        engine, edges = self.trainer.engine, self.edges(examples)
         values = computed(examples, engine, rows_at, lambda _: None, edges)
         ends = examples.starts[1:]
         return [
@@ -393,9 +380,9 @@ class RolloutSource:
 
     # -- train
 
-    def batched(self, records: list[RolloutRecord], rows_at: RowsAt) -> StepRollouts:
-        """The micro-batches of the rollouts, and what to show of them."""
-        objective = self.prepared.engine.objective
+    def batched(self, records: list[RolloutRecord], rows_at: RowsAt) -> StepWork:
+        """The gradients of the rollouts, and what to show of them."""
+        objective = self.trainer.engine.objective
         examples = self.examples(records)
         edges, order = self.edges(examples), np.argsort(-examples.lengths, kind="stable")
         every = list(micro_batches(examples, order, rows_at, edges))
@@ -404,20 +391,21 @@ class RolloutSource:
         if not (moves.any() or objective.kl_beta or self.told_no_spread):
             self.told_no_spread = True
             self.log.write(events.Notice(text=NO_SPREAD))
-        ranks = self.prepared.ranks
+        ranks = self.trainer.ranks
         if not (objective.kl_beta or moves.any()):
             trained = every[:1] if ranks.is_first else []
         elif ranks.size == 1 and (objective.kl_beta or moves.all()):
             trained = every
         else:  # the gradients of the others are zero
             rows = order if objective.kl_beta else order[moves[order]]
-            trained = own_batches(ranks, examples, rows, rows_at, edges, self.hidden)
-        return StepRollouts(trained, denominator, self.metrics(records))
+            trained = own_batches(ranks, examples, rows, rows_at, edges, self.trainer.hidden)
+        add = partial(accumulate, self.trainer.engine, trained)
+        return StepWork(trained, denominator, add, self.metrics(records))
 
     def examples(self, records: Sequence[RolloutRecord]) -> Examples:
         """The prompts with their completions, of which only these are trained."""
-        prepared, config = self.prepared, self.prepared.config
-        data, objective = prepared.schedule.examples, prepared.engine.objective
+        trainer, config = self.trainer, self.trainer.config
+        data, objective = trainer.schedule.examples, trainer.engine.objective
         assert isinstance(objective, GRPO)
         texts = [(np.asarray(data[r.row].tokens), np.array(r.tokens, np.uint32)) for r in records]
         lengths = np.array([len(tokens) for _, tokens in texts])
@@ -440,14 +428,14 @@ class RolloutSource:
 
     def edges(self, examples: Examples) -> np.ndarray:
         """The lengths that rollouts are padded to: few, and the same in every step."""
-        prepared = self.prepared
-        found = few_edges(max(prepared.budget.demand.lengths[-1], int(examples.lengths.max())))
-        positions = model.learned_positions(prepared.model)
+        trainer = self.trainer
+        found = few_edges(max(trainer.budget.demand.lengths[-1], int(examples.lengths.max())))
+        positions = model.learned_positions(trainer.model)
         return found if positions is None else np.minimum(found, positions)
 
     def metrics(self, records: Sequence[RolloutRecord]) -> dict[str, float]:
         """What to show of the rollouts of a step, with the names of TRL."""
-        config = self.prepared.config
+        config = self.trainer.config
         found = reward_metrics(records, 1 if config.objective == SOFT else config.rollouts)
         lengths = [len(record.tokens) for record in records]
         found["completions/mean_length"] = float(np.mean(lengths))
@@ -561,31 +549,33 @@ def reward_metrics(records: Sequence[RolloutRecord], group: int) -> dict[str, fl
 
 
 @contextlib.contextmanager
-def first_adapters(prepared: Prepared, folder: RunFolder) -> Iterator[None]:
+def first_adapters(trainer: Trainer, folder: RunFolder) -> Iterator[None]:
     """Give the model the adapters that the run started with, until the `with` block ends.
 
     They make it the reference: with new adapters, that is the base model.
     """
-    current = model.adapter_arrays(prepared.model)
-    place = first_adapters_of(prepared, folder)
+    current = model.adapter_arrays(trainer.model)
+    place = first_adapters_of(trainer, folder)
     if (fault := checkpoint.fault(place, ADAPTER_FILES)) is not None:
         raise UserError(f"{fault}; restore it, or start a new run")
-    model.set_adapters(prepared.model, checkpoint.load_adapters(place))
+    model.set_adapters(trainer.model, checkpoint.load_adapters(place))
     try:
         yield
     finally:
-        model.set_adapters(prepared.model, current)
+        model.set_adapters(trainer.model, current)
 
 
-def keep_first_adapters(prepared: Prepared, folder: RunFolder) -> None:
-    """Write the adapters that a run starts with, for `first_adapters`, if the run needs them."""
-    place = first_adapters_of(prepared, folder)
-    needed = prepared.config.kl_beta > 0 and prepared.soft is None
+def keep_first_adapters(trainer: Trainer, folder: RunFolder, step: int) -> None:
+    """Write the adapters that a run starts with, for `first_adapters`, if the run needs them, and
+    give them to all ranks. step: from which it goes on."""
+    place = first_adapters_of(trainer, folder)
+    needed = step == 0 and trainer.config.kl_beta > 0 and trainer.soft is None
     if needed and checkpoint.fault(place, ADAPTER_FILES) is not None:
-        arrays = model.adapter_arrays(prepared.model)
-        checkpoint.save_adapter(place, arrays, prepared.adapters.config, 0)
+        arrays = model.adapter_arrays(trainer.model)
+        checkpoint.save_adapter(place, arrays, trainer.adapters.config, 0)
+    trainer.ranks.share_files(folder, REFERENCE)
 
 
-def first_adapters_of(prepared: Prepared, folder: RunFolder) -> Path:
+def first_adapters_of(trainer: Trainer, folder: RunFolder) -> Path:
     """The folder of the adapters that the run started with."""
-    return folder.start if prepared.config.from_adapter else folder.path / REFERENCE
+    return folder.start if trainer.config.from_adapter else folder.path / REFERENCE

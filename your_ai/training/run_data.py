@@ -100,10 +100,7 @@ def read_data(
     limit = row_limit(config.max_row_bytes, config.max_memory, config.force)
     vocabulary = vocabulary_of(network)
     encoder = Encoder(tokenizer, config.mask_prompt, vocabulary, limit, config.row_kind)
-    asking = splits.get("test", splits.get("valid"))
-    samples = sample_prompts(asking, encoder, config.sample_count)
-    if config.samples == AUTO:
-        samples = [s for s in samples if has_room(config, network, tokenizer, s)]
+    samples = samples_of(config, splits, encoder, network)
     used = {n: path for n, path in splits.items() if n != "test" or config.exact_match}
     prompts = {}
     if config.generates:  # before the examples, which must be those of the same files
@@ -112,25 +109,18 @@ def read_data(
     examples = {
         name: load_split(name, path, config, encoder, files, write) for name, path in used.items()
     }
-    for name in ("train", "valid"):
-        if name in splits:
-            check_weights(name, splits[name], examples[name], limit)
-    best = None
-    if "valid" in splits:
-        check_margin(config, splits["valid"], examples["valid"], limit)
-        tokenized_by = tokenizer_fingerprint(files, tokenizer.eos_token_ids)
-        best = best_metric_of(config, splits["valid"], encoder, tokenized_by)
-    longest = max(int(found.lengths.max()) for found in examples.values())
-    if config.packing:
-        longest = max(longest, config.max_seq_length)
-    scored = [*examples.values(), *([best.rows.answers.examples] if best else [])]
-    longest = max(longest, *(int(found.lengths.max()) for found in scored))
+    best = checked_metric(config, splits, examples, encoder, files)
+    scored, asked = [*examples.values()], list[SamplePrompt]()
+    if best is not None:
+        scored, asked = [*scored, best.rows.answers.examples], [*best.prompts]
+    longest = max(int(found.lengths.max()) for found in scored)
+    longest = max(longest, config.max_seq_length) if config.packing else longest
     model.check_positions(network, longest, f"--max-seq-length {config.max_seq_length}")
     allocator.free()  # memory that tokenizing left
     if config.generates:
         return prompts_of_run(config, network, prompts, examples, samples, encoder)
     rooms = [sample_room(config, network, tokenizer, prompt) for prompt in samples]
-    rooms += [answer_room(network, tokenizer, prompt) for prompt in (best.prompts if best else ())]
+    rooms += [answer_room(network, tokenizer, prompt) for prompt in asked]
     return RunData(
         examples=examples,
         samples=samples,
@@ -139,6 +129,34 @@ def read_data(
         tokens=sum(int((found.lengths - 1).sum()) for found in examples.values()),
         answer_tokens=max((both for _, both in rooms), default=0),
     )
+
+
+def samples_of(
+    config: TrainConfig, splits: dict[str, Path], encoder: Encoder, network: nn.Module
+) -> list[SamplePrompt]:
+    """The prompts of --samples: of test rows, or else of validation rows."""
+    found = sample_prompts(splits.get("test", splits.get("valid")), encoder, config.sample_count)
+    if config.samples != AUTO:
+        return found
+    return [s for s in found if has_room(config, network, encoder.tokenizer, s)]
+
+
+def checked_metric(
+    config: TrainConfig,
+    splits: dict[str, Path],
+    examples: dict[str, Examples],
+    encoder: Encoder,
+    files: dict[str, str],
+) -> BestMetric | None:
+    """What --best-metric measures, once the weights of all rows are known to be good."""
+    for name in ("train", "valid"):
+        if name in splits:
+            check_weights(name, splits[name], examples[name], encoder.limit)
+    if "valid" not in splits:
+        return None
+    check_margin(config, splits["valid"], examples["valid"], encoder.limit)
+    tokenized_by = tokenizer_fingerprint(files, encoder.tokenizer.eos_token_ids)
+    return best_metric_of(config, splits["valid"], encoder, tokenized_by)
 
 
 def prompts_of_run(

@@ -13,11 +13,11 @@ from your_ai.run import checkpoint, events, requests
 from your_ai.run.checkpoint import SavedCheckpoint, TrainState
 from your_ai.run.folder import RunFolder, check_resumable
 from your_ai.training import optimizer
-from your_ai.training.distributed import digest_of
-from your_ai.training.prepare import Prepared
+from your_ai.training.distributed import ALONE, Ranks, digest_of
+from your_ai.training.trainer import Trainer
 
 
-def restore(folder: RunFolder, prepared: Prepared, log: events.EventLog) -> TrainState:
+def restore(folder: RunFolder, trainer: Trainer, log: events.EventLog) -> TrainState:
     """Restore the newest intact checkpoint and return its state, or return a first state.
 
     Raises UserError if the run cannot be resumed, or not with this model and data.
@@ -27,31 +27,31 @@ def restore(folder: RunFolder, prepared: Prepared, log: events.EventLog) -> Trai
     for problem in faults:
         log.write(events.Notice(text=f"{problem}; using the checkpoint before it"))
     if path is None:
-        if source := prepared.config.from_adapter:
+        if source := trainer.config.from_adapter:
             log.write(events.Notice(text=f"starting from the adapter {source}"))
-        return optimizer.first_state(prepared.dtype)
-    check_unchanged(folder, prepared)
+        return optimizer.first_state(trainer.opened.dtype)
+    check_unchanged(folder, trainer)
     saved = checkpoint.load(path)
-    if saved.state.step > prepared.steps:
+    if saved.state.step > trainer.steps:
         done = counted(saved.state.step, "step")
         raise UserError(f"{folder.path}: has done {done} already; set more steps")
-    model.set_adapters(prepared.model, saved.adapters)
-    optimizer.restore_states(prepared.optimizer, saved.optimizer)
+    model.set_adapters(trainer.model, saved.adapters)
+    optimizer.restore_states(trainer.optimizer, saved.optimizer)
     return saved.state
 
 
-def share_state(prepared: Prepared, state: TrainState) -> TrainState:
+def share_state(trainer: Trainer, state: TrainState) -> TrainState:
     """Rank 0's state, adapters and optimizer, on every rank.
 
     They are equal, bit for bit, unless the ranks' processors round differently.
     """
-    ranks = prepared.ranks
+    ranks = trainer.ranks
     if ranks.size == 1:
         return state
-    found = ranks.same_arrays(model.adapter_arrays(prepared.model))
+    found = ranks.same_arrays(model.adapter_arrays(trainer.model))
     if found is not None:
-        model.set_adapters(prepared.model, found)
-    rule, states = prepared.optimizer.rule, prepared.optimizer.states
+        model.set_adapters(trainer.model, found)
+    rule, states = trainer.optimizer.rule, trainer.optimizer.states
     found = ranks.same_arrays({"step": rule.state["step"]})
     if found is not None:
         rule.state.update(found)
@@ -65,13 +65,13 @@ def share_state(prepared: Prepared, state: TrainState) -> TrainState:
     return TrainState(**ranks.of_first(lambda: asdict(state)))
 
 
-def check_unchanged(folder: RunFolder, prepared: Prepared) -> None:
+def check_unchanged(folder: RunFolder, trainer: Trainer) -> None:
     """Raise UserError if the model, the data or a setting is not what the run began with."""
     path, _ = checkpoint.newest(folder.checkpoints)
     if path is None:
         return
     saved = checkpoint.load(path)
-    for kind, now in prepared.depends_on.items():
+    for kind, now in trainer.depends_on.items():
         before = saved.depends_on[kind]
         changed = sorted(n for n in before.keys() | now.keys() if before.get(n) != now.get(n))
         if "objective" in changed:
@@ -83,10 +83,14 @@ def check_unchanged(folder: RunFolder, prepared: Prepared) -> None:
             )
 
 
-def saved_step(folder: RunFolder) -> int:
-    """The step of the newest checkpoint; 0 if there is none."""
-    found = checkpoint.list_checkpoints(folder.checkpoints)
-    return checkpoint.step_of(found[0]) if found else 0
+def saved_step(folder: RunFolder, ranks: Ranks = ALONE) -> int:
+    """The step of the newest checkpoint, of the rank that owns the run folder; 0 without one."""
+
+    def newest() -> int:
+        found = checkpoint.list_checkpoints(folder.checkpoints)
+        return checkpoint.step_of(found[0]) if found else 0
+
+    return ranks.of_first(newest)
 
 
 def is_save_due(folder: RunFolder, config: TrainConfig, step: int) -> bool:
@@ -95,9 +99,9 @@ def is_save_due(folder: RunFolder, config: TrainConfig, step: int) -> bool:
     return asked or requests.is_asked(folder, requests.PAUSE) or is_due(config.save_every, step)
 
 
-def save(folder: RunFolder, prepared: Prepared, state: TrainState, log: events.EventLog) -> None:
+def save(folder: RunFolder, trainer: Trainer, state: TrainState, log: events.EventLog) -> None:
     """Write a checkpoint, if this rank is the one that owns the run folder."""
-    if not prepared.ranks.is_first:
+    if not trainer.ranks.is_first:
         return
     began = time.perf_counter()
     log.write(events.Phase(text="saving"))
@@ -105,28 +109,26 @@ def save(folder: RunFolder, prepared: Prepared, state: TrainState, log: events.E
         folder.checkpoints,
         SavedCheckpoint(
             state=state,
-            adapters=model.adapter_arrays(prepared.model),
-            optimizer=optimizer.saved_states(prepared.optimizer),
-            adapter_config=prepared.adapters.config,
-            depends_on=prepared.depends_on,
+            adapters=model.adapter_arrays(trainer.model),
+            optimizer=optimizer.saved_states(trainer.optimizer),
+            adapter_config=trainer.adapters.config,
+            depends_on=trainer.depends_on,
         ),
     )
-    best = state.best_step if prepared.config.keep_best else None
-    checkpoint.prune(folder.checkpoints, state.step, prepared.config.keep, best)
+    best = state.best_step if trainer.config.keep_best else None
+    checkpoint.prune(folder.checkpoints, state.step, trainer.config.keep, best)
     seconds = time.perf_counter() - began
     log.write(events.Checkpoint(step=state.step, folder=str(path), seconds=seconds))
 
 
-def use_result(
-    folder: RunFolder, prepared: Prepared, state: TrainState, log: events.EventLog
-) -> int:
+def use_result(folder: RunFolder, trainer: Trainer, state: TrainState, log: events.EventLog) -> int:
     """Give the model the adapters that are the result of the run; return their step.
 
     These are the ones with the best validation loss, or the last ones: without validations, with
     --no-keep-best, and with a notice if the checkpoint of the best is damaged or gone.
     """
     best = state.best_step
-    if not prepared.config.keep_best or best is None or best == state.step:
+    if not trainer.config.keep_best or best is None or best == state.step:
         return state.step
     path = checkpoint.path_at(folder.checkpoints, best)
     problem = checkpoint.fault(path)
@@ -134,12 +136,16 @@ def use_result(
         text = f"{problem}; using the adapter of the last step, {state.step}, instead of the best"
         log.write(events.Notice(text=text))
         return state.step
-    model.set_adapters(prepared.model, checkpoint.load_adapters(path))
+    model.set_adapters(trainer.model, checkpoint.load_adapters(path))
     return best
 
 
-def keep_settings(folder: RunFolder, config: TrainConfig, steps: int, log: events.EventLog) -> None:
-    """Write what was chosen or changed; notify if the end of the schedule of a run moves."""
+def keep_settings(folder: RunFolder, trainer: Trainer, log: events.EventLog) -> None:
+    """Write what was chosen or changed, if this rank owns the run folder; notify if the end of the
+    schedule of a run moves."""
+    if not trainer.ranks.is_first:
+        return
+    config, steps = trainer.ranks.as_given(trainer.config), trainer.steps
     before = folder.read_config()
     folder.change_config(config)
     began = before.epochs != AUTO  # else nothing was recorded yet

@@ -27,8 +27,9 @@ from your_ai.run.rollout_files import (
 )
 from your_ai.soft.engine import SoftEngine, column_engine, sweep_engine
 from your_ai.soft.roles import Sampled, SoftSettings
-from your_ai.training.rollouts import RolloutSource, StepRollouts, completion_examples
+from your_ai.training.rollouts import RolloutSource, completion_examples
 from your_ai.training.soft_networks import SoftNetworks
+from your_ai.training.steps import RewardMeter, StepWork
 
 RESIDUAL = "credit/residual"  # the metric of what sweeps left out
 
@@ -43,7 +44,13 @@ class SoftSource:
     _engines: dict[float, SoftEngine] = field(default_factory=dict)
     """By temperature; only the last one."""
 
-    def of_step(self, index: int, rows_at: RowsAt) -> StepRollouts:
+    preparing: str = "preparing the first step"
+
+    @property
+    def meter(self) -> RewardMeter:
+        return self.source
+
+    def step(self, index: int, rows_at: RowsAt) -> StepWork:
         """The completions of step `index` (from 0), and how to train through them.
 
         Raises GivenUp.
@@ -59,25 +66,25 @@ class SoftSource:
         source.in_step("computing gradients")
         batches = self.batches(records, rows_at)
 
-        def gradients(scale: float, total: Gradients) -> Totals:
+        def add(scale: float, seed: int, total: Gradients) -> Totals:
             return self.gradients(records, index, rows_at, scale, total)
 
         metrics = source.metrics(records)
-        if source.prepared.config.temperature_end is not None:
+        if source.trainer.config.temperature_end is not None:
             metrics["temperature"] = self.temperature(index)
-        denominator = source.prepared.engine.objective.denominator(batches)
-        return StepRollouts(batches, denominator, metrics, gradients)
+        denominator = source.trainer.engine.objective.denominator(batches)
+        return StepWork(batches, denominator, add, metrics)
 
     def temperature(self, index: int) -> float:
         """Of step `index` (from 0)."""
-        return temperature_at(self.source.prepared.config, index, self.source.prepared.steps)
+        return temperature_at(self.source.trainer.config, index, self.source.trainer.steps)
 
     def engine(self, index: int) -> SoftEngine:
         """The engine at the temperature of a step."""
         tau = self.temperature(index)
         if tau not in self._engines:
             self._engines.clear()
-            settings = settings_of(self.source.prepared.config, tau, self.source)
+            settings = settings_of(self.source.trainer.config, tau, self.source)
             roles, columns = self.networks.roles, self.networks.columns
             engine = sweep_engine(roles, settings)
             if columns is not None:
@@ -90,19 +97,16 @@ class SoftSource:
     def generated(self, index: int) -> list[RolloutRecord]:
         """Sample a completion for each prompt of the step, and score it."""
         self.source.in_step("generating completions")
-        prepared = self.source.prepared
-        rows = np.sort(prepared.schedule.rows_of(index)).tolist()
-        prompts = [
-            RolloutPrompt(np.array(prepared.schedule.examples[r].tokens), (0,)) for r in rows
-        ]
+        trainer = self.source.trainer
+        rows = np.sort(trainer.schedule.rows_of(index)).tolist()
+        prompts = [RolloutPrompt(np.array(trainer.schedule.examples[r].tokens), (0,)) for r in rows]
         keys = self.keys(rows, index)
         sampled = self.sampled(prompts, keys, index)
-        assert prepared.prompts is not None
-        return self.source.rewarded(prepared.prompts["train"], rows, prompts, sampled, index + 1)
+        return self.source.rewarded(trainer.prompts["train"], rows, prompts, sampled, index + 1)
 
     def keys(self, rows: Sequence[int], index: int) -> np.ndarray:
         """(B,) uint32, of the noise of these rows in step `index`."""
-        seed = self.source.prepared.config.seed
+        seed = self.source.trainer.config.seed
         keys = [derive_seed(seed, "soft", index, row) % 2**32 for row in rows]
         return np.array(keys, np.uint32)
 
@@ -110,13 +114,13 @@ class SoftSource:
         self, prompts: Sequence[RolloutPrompt], keys: np.ndarray, index: int
     ) -> Iterator[Completion]:
         """The completions, in waves that fit into memory."""
-        prepared = self.source.prepared
-        engine, stops = self.engine(index), prepared.tokenizer.eos_token_ids
-        wave = max(1, prepared.budget.choice.option.plan.wave)
+        trainer = self.source.trainer
+        engine, stops = self.engine(index), trainer.tokenizer.eos_token_ids
+        wave = trainer.wave
         for start in range(0, len(prompts), wave):
             part = slice(start, start + wave)
             tokens = [prompt.tokens for prompt in prompts[part]]
-            found = engine.sample(tokens, keys[part], prepared.config.max_new_tokens, stops)
+            found = engine.sample(tokens, keys[part], trainer.config.max_new_tokens, stops)
             for row, length in enumerate(found.lengths.tolist()):
                 own = tuple(found.tokens[row, :length].tolist())
                 yield Completion(start + row, 0, own, own[-1] in stops)
@@ -132,8 +136,8 @@ class SoftSource:
         total: Gradients,
     ) -> Totals:
         """Add the gradients of `scale` times the loss of a step to `total`; return its sums."""
-        prepared = self.source.prepared
-        examples, engine = prepared.schedule.examples, self.engine(index)
+        trainer = self.source.trainer
+        examples, engine = trainer.schedule.examples, self.engine(index)
         weights = examples.weights[[record.row for record in records]].astype(np.float64)
         keys = self.keys([record.row for record in records], index)
         totals = Totals()
@@ -148,9 +152,9 @@ class SoftSource:
             total.add(found, sums)
             totals.add(sums)
         shown = {"kl": "kl"}
-        if prepared.config.soft_credit != "exact":
+        if trainer.config.soft_credit != "exact":
             shown["credit_residual"] = RESIDUAL
-        if not prepared.config.straight_through:
+        if not trainer.config.straight_through:
             shown["reward"] = "reward_relaxed"
         totals.metrics = {
             new: totals.metrics[old] for old, new in shown.items() if old in totals.metrics
@@ -159,7 +163,7 @@ class SoftSource:
 
     def batches(self, records: Sequence[RolloutRecord], rows_at: RowsAt) -> list[Batch]:
         """The micro-batches of a step, for their sizes."""
-        data = self.source.prepared.schedule.examples
+        data = self.source.trainer.schedule.examples
         texts = [(np.asarray(data[r.row].tokens), np.array(r.tokens, np.uint32)) for r in records]
         weights = data.weights[[record.row for record in records]]
         examples = completion_examples(texts, weights, np.zeros(len(records), np.float32))

@@ -17,47 +17,45 @@ from your_ai.run.checkpoint import TrainState
 from your_ai.run.stopping import Stop
 from your_ai.training import best_metric
 from your_ai.training.best_metric import METRIC_ROWS
-from your_ai.training.prepare import Prepared
-from your_ai.training.rollouts import RolloutSource, reward_metrics
+from your_ai.training.rollouts import reward_metrics
 from your_ai.training.run_data import sample_room
-from your_ai.training.soft_rollouts import SoftSource
+from your_ai.training.steps import RewardMeter
+from your_ai.training.trainer import Trainer
 
 
 def validate_here(
-    prepared: Prepared,
+    trainer: Trainer,
     state: TrainState,
     log: events.EventLog,
     stop: Stop,
-    rollouts: RolloutSource | SoftSource | None = None,
+    meter: RewardMeter | None = None,
 ) -> TrainState:
     """Measure the loss and --best-metric that are due after `state.step`; return the state.
 
-    rollouts: of a run that trains on rewards: the mean reward is measured.
+    meter: of a run that trains on rewards: the mean reward is measured.
 
     If asked to stop, the validation is still due, and a resumed run does it first.
     """
-    if prepared.valid is None or not state.validation_due:
+    if trainer.valid is None or not state.validation_due:
         return replace(state, validation_due=False)
     began = time.perf_counter()
     log.write(events.Phase(text="validating"))
-    if isinstance(rollouts, SoftSource):
-        rollouts = rollouts.source
-    if rollouts is not None:
-        return validate_reward(rollouts, state, log, stop, began)
-    measured = mean_loss(prepared, prepared.valid, stop)
+    if meter is not None:
+        return validate_reward(meter, state, log, stop, began)
+    measured = mean_loss(trainer, trainer.valid, stop)
     if measured is None:
-        dealt = prepared.ranks.size > 1 and is_dealt(prepared, rollouts)
-        stopped = any(prepared.ranks.gather(bool(stop))) if dealt else bool(stop)
+        dealt = trainer.ranks.size > 1 and is_dealt(trainer, meter)
+        stopped = any(trainer.ranks.gather(bool(stop))) if dealt else bool(stop)
         return replace(state, validation_due=stopped)
     metrics = dict(measured.metrics)
-    value = metrics.get(REWARD_METRICS.get(prepared.config.best_metric, ""))
-    if prepared.best_metric is not None:
-        log.write(events.Phase(text=f"validating: {prepared.best_metric.name}"))
-        ready = Ready(prepared.model, prepared.tokenizer, prepared.engine, prepared.rows_at)
-        value = best_metric.measured(prepared.best_metric, ready, stop)
+    value = metrics.get(REWARD_METRICS.get(trainer.config.best_metric, ""))
+    if trainer.best_metric is not None:
+        log.write(events.Phase(text=f"validating: {trainer.best_metric.name}"))
+        ready = Ready(trainer.model, trainer.tokenizer, trainer.engine, trainer.rows_at)
+        value = best_metric.measured(trainer.best_metric, ready, stop)
         if value is None:
             return state
-        metrics[prepared.best_metric.name] = value
+        metrics[trainer.best_metric.name] = value
     state = after_validation(replace(state, validation_due=False), measured.loss, value)
     log.write(
         events.Validation(
@@ -73,53 +71,53 @@ def validate_here(
 
 
 def validate(
-    prepared: Prepared,
+    trainer: Trainer,
     state: TrainState,
     log: events.EventLog,
     stop: Stop,
-    rollouts: RolloutSource | SoftSource | None = None,
+    meter: RewardMeter | None = None,
 ) -> TrainState:
     """The state after the validation that is due.
 
     Rank 0 does for all what cannot be dealt: answers, rewards, and losses of whole files.
     """
-    ranks = prepared.ranks
-    if ranks.size == 1 or is_dealt(prepared, rollouts):
-        return validate_here(prepared, state, log, stop, rollouts)
-    if prepared.valid is None or not state.validation_due:
+    ranks = trainer.ranks
+    if ranks.size == 1 or is_dealt(trainer, meter):
+        return validate_here(trainer, state, log, stop, meter)
+    if trainer.valid is None or not state.validation_due:
         return replace(state, validation_due=False)
-    found = ranks.of_first(lambda: asdict(validate_here(prepared, state, log, stop, rollouts)))
+    found = ranks.of_first(lambda: asdict(validate_here(trainer, state, log, stop, meter)))
     return TrainState(**found)
 
 
-def is_dealt(prepared: Prepared, rollouts: RolloutSource | SoftSource | None) -> bool:
+def is_dealt(trainer: Trainer, meter: RewardMeter | None) -> bool:
     """Whether each rank measures a part of the validation rows."""
-    is_local = prepared.engine.objective.token_local
-    return rollouts is None and prepared.best_metric is None and is_local
+    is_local = trainer.engine.objective.token_local
+    return meter is None and trainer.best_metric is None and is_local
 
 
-def mean_loss(prepared: Prepared, valid: Examples, stop: Stop) -> MeanLoss | None:
+def mean_loss(trainer: Trainer, valid: Examples, stop: Stop) -> MeanLoss | None:
     """The mean loss of the validation rows, of which each rank computes a part."""
-    ranks, engine, rows_at = prepared.ranks, prepared.engine, prepared.rows_at
-    if ranks.size == 1 or not is_dealt(prepared, None):
+    ranks, engine, rows_at = trainer.ranks, trainer.engine, trainer.rows_at
+    if ranks.size == 1 or not is_dealt(trainer, None):
         return measures.mean_loss(engine, valid, rows_at, stop)
     lengths = valid.lengths[measures.by_length(valid)]
-    ids = ranks.rows(lengths, prepared.budget.demand.facts.hidden)
+    ids = ranks.rows(lengths, trainer.budget.demand.facts.hidden)
     return measures.mean_loss_of_all(engine, valid, rows_at, stop, ids, ranks.gather)
 
 
 def validate_reward(
-    rollouts: RolloutSource, state: TrainState, log: events.EventLog, stop: Stop, began: float
+    meter: RewardMeter, state: TrainState, log: events.EventLog, stop: Stop, began: float
 ) -> TrainState:
     """Measure the mean reward of the most likely completions of the first validation prompts.
 
     Its negative is what training minimizes. Without any reward, nothing is measured.
     """
-    records = rollouts.measured("valid", METRIC_ROWS, state.step)
+    records = meter.measured("valid", METRIC_ROWS, state.step)
     if records is None:
         return state
     state = replace(state, validation_due=False)
-    metrics = reward_metrics(records, group=1) | rollouts.judged
+    metrics = reward_metrics(records, group=1) | meter.judged
     if "reward" not in metrics:
         log.write(events.Notice(text="validation: every reward is missing"))
         return state
@@ -160,45 +158,50 @@ def is_enough(config: TrainConfig, state: TrainState) -> bool:
 
 def show_test_rows(
     when: str,
-    prepared: Prepared,
+    trainer: Trainer,
     log: events.EventLog,
     stop: Stop,
-    rollouts: RolloutSource | SoftSource | None = None,
+    meter: RewardMeter | None = None,
 ) -> None:
     """Write answers to a few held-out prompts, and exact match over all test rows, if configured.
 
-    rollouts: of a run that trains on rewards: the answers of all test rows are generated.
+    meter: of a run that trains on rewards: the answers of all test rows are generated.
     """
-    if isinstance(rollouts, SoftSource):
-        rollouts = rollouts.source
-    if prepared.samples:
-        log.write(events.Phase(text="answering test prompts"))
+    if not trainer.ranks.is_first:
+        return
+    if trainer.samples:
+        show_samples(when, trainer, log, stop)
+    if stop or not trainer.config.exact_match or trainer.test is None:
+        return
+    log.write(events.Phase(text="comparing answers with the test rows"))
+    if meter is None:
+        rows_at, rows = trainer.rows_at, len(trainer.test)
+        correct = measures.exact_matches(trainer.engine, trainer.test, rows_at, stop)
+        if correct is not None:
+            log.write(events.ExactMatch(when=when, correct=correct, rows=rows))
+        return
+    records = meter.measured("test", len(trainer.test), 0)
+    if records is not None:
+        reward = reward_metrics(records, group=1).get("reward")
+        correct = sum(r.completion.strip() == (r.expected or "").strip() for r in records)
+        found = events.ExactMatch(when=when, correct=correct, rows=len(records), reward=reward)
+        log.write(found)
+
+
+def show_samples(when: str, trainer: Trainer, log: events.EventLog, stop: Stop) -> None:
+    """Write the answers to --samples; none if asked to stop."""
+    log.write(events.Phase(text="answering test prompts"))
     answers = []
-    for sample in prepared.samples:
+    for sample in trainer.samples:
         if stop:
             return
-        limit, _ = sample_room(prepared.config, prepared.model, prepared.tokenizer, sample)
-        answers.append(generate.answer(prepared.model, prepared.tokenizer, sample.rendered, limit))
-    if answers:
-        log.write(
-            events.Samples(
-                when=when,
-                prompts=[sample.asked for sample in prepared.samples],
-                answers=answers,
-                expected=[s.expected if s.is_good else "" for s in prepared.samples],
-            )
+        limit, _ = sample_room(trainer.config, trainer.model, trainer.tokenizer, sample)
+        answers.append(generate.answer(trainer.model, trainer.tokenizer, sample.rendered, limit))
+    log.write(
+        events.Samples(
+            when=when,
+            prompts=[sample.asked for sample in trainer.samples],
+            answers=answers,
+            expected=[s.expected if s.is_good else "" for s in trainer.samples],
         )
-    if prepared.config.exact_match and prepared.test is not None:
-        log.write(events.Phase(text="comparing answers with the test rows"))
-    if prepared.config.exact_match and prepared.test is not None and rollouts is not None:
-        records = rollouts.measured("test", len(prepared.test), 0)
-        if records is not None:
-            reward = reward_metrics(records, group=1).get("reward")
-            correct = sum(r.completion.strip() == (r.expected or "").strip() for r in records)
-            found = events.ExactMatch(when=when, correct=correct, rows=len(records), reward=reward)
-            log.write(found)
-    elif prepared.config.exact_match and prepared.test is not None:
-        rows_at = prepared.rows_at
-        correct = measures.exact_matches(prepared.engine, prepared.test, rows_at, stop)
-        if correct is not None:
-            log.write(events.ExactMatch(when=when, correct=correct, rows=len(prepared.test)))
+    )

@@ -11,6 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from your_ai.nets.mlx_types import custom_function
+
 Step = Callable[..., tuple[mx.array, mx.array]]
 """(state, *pieces, *constants) -> (next state, output of the chunk).
 
@@ -45,8 +47,8 @@ def _over_chunks(step: Step, tokens: int, count: int) -> Callable[..., tuple[mx.
     count: the number of sequences.
     """
 
-    @mx.custom_function
-    def run(state: mx.array, *arrays: mx.array) -> Any:
+    @custom_function
+    def run(state: mx.array, *arrays: mx.array) -> tuple[mx.array, ...]:
         sequences, constants = arrays[:count], arrays[count:]
         outputs: list[mx.array] = []
         states: list[mx.array] = []

@@ -8,10 +8,14 @@ Shapes: B rows, n outputs per row, C channels, K weights per channel.
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
+from your_ai.nets.mlx_types import custom_function
 
-@mx.custom_function
+
+@custom_function
 def convolution(x: mx.array, weight: mx.array) -> mx.array:
     """y_t = sum over j of w_j x_{t+j}: x (B, n + K - 1, C), weight (C, K, 1) -> (B, n, C).
 
@@ -21,7 +25,7 @@ def convolution(x: mx.array, weight: mx.array) -> mx.array:
 
 
 @convolution.vjp
-def _convolution_vjp(primals, cotangent: mx.array, result: mx.array) -> tuple[mx.array, mx.array]:
+def _convolution_vjp(primals: Any, cotangent: mx.array, result: Any) -> tuple[mx.array, mx.array]:
     x, weight = primals
     K, n = weight.shape[1], cotangent.shape[1]
     padded = mx.pad(cotangent, [(0, 0), (K - 1, K - 1), (0, 0)])

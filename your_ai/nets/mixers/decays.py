@@ -21,11 +21,12 @@ import mlx.core as mx
 import numpy as np
 
 from your_ai.nets import numerics
+from your_ai.nets.mlx_types import custom_function
 
 STRONGEST = -1e4  # smaller logarithms, -inf among them, count as this: the decay is 0 long before
 
 
-@mx.custom_function
+@custom_function
 def exp(x: mx.array) -> mx.array:
     """exp(x) for float32 x <= 0, -inf included; differentiable."""
     return numerics.exp(x)
@@ -92,7 +93,7 @@ def products(rows: mx.array, keys: mx.array, decays: Decays) -> mx.array:
     return (_masks(rows.shape[-2]) * (rows @ keys.swapaxes(-1, -2))).sum(axis=-3)
 
 
-@mx.custom_function
+@custom_function
 def unit_lower_inverse(a: mx.array) -> mx.array:
     """(I + A)^-1 for strictly lower triangular A, (..., n, n).
 
@@ -140,4 +141,4 @@ def _sizes(tokens: int) -> list[int]:
 
 def _seen(tokens: int, size: int) -> np.ndarray:
     place = np.arange(tokens) // size
-    return (place[:, None] == place + 1) & (place % 2 == 0)
+    return np.asarray((place[:, None] == place + 1) & (place % 2 == 0))

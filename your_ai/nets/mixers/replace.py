@@ -33,6 +33,7 @@ from your_ai.nets.numerics import device, mlx_version
 from your_ai.nets.tiled_attention import TileCache
 
 MODELS = "mlx_lm.models."
+Update = Callable[..., tuple[mx.array, mx.array]]  # -> the output, the last state
 
 
 def replace_mixers(module: nn.Module) -> int:
@@ -89,7 +90,7 @@ def _original(module: nn.Module) -> nn.Module:
     if not _is_replaced(module) and all(child is module[n] for n, child in children.items()):
         return module
     kind = getattr(type(module), "chunked_from", type(module))
-    view = kind.__new__(kind)
+    view: nn.Module = kind.__new__(kind)
     object.__setattr__(view, "__dict__", vars(module))
     dict.update(view, children)
     return view
@@ -128,9 +129,9 @@ def _unchanged(kind: type) -> dict[str, FunctionType]:
     return found
 
 
-def _methods(kind: type) -> dict[str, Callable]:
+def _methods(kind: type) -> dict[str, Callable[..., Any]]:
     """The methods that differ in the subclass of a mixer's class; none if it has no known loop."""
-    found: dict[str, Callable] = {}
+    found: dict[str, Callable[..., Any]] = {}
     for name, function in _unchanged(kind).items():
         own = {
             called: make(function.__globals__[called])
@@ -147,7 +148,7 @@ def _is_of_mlx_lm(function: FunctionType, name: str) -> bool:
     return isinstance(called, FunctionType) and called.__module__.startswith(MODELS)
 
 
-def _with_globals(function: FunctionType, own: dict[str, Callable]) -> FunctionType:
+def _with_globals(function: FunctionType, own: dict[str, Callable[..., Any]]) -> FunctionType:
     """The same code, with other functions behind some of the names that it calls."""
     given = {**function.__globals__, **own}
     twin = FunctionType(
@@ -168,7 +169,7 @@ def _name(kind: type) -> str:
 # from no state, and calls mlx-lm's with a state, a mask or lengths.
 
 
-def _gated_delta_update(original: Callable) -> Callable:
+def _gated_delta_update(original: Update) -> Update:
     def run(
         q: mx.array,
         k: mx.array,
@@ -195,7 +196,7 @@ def _gated_delta_update(original: Callable) -> Callable:
     return run
 
 
-def _ssm_update(original: Callable) -> Callable:
+def _ssm_update(original: Update) -> Update:
     def run(
         hidden_states: mx.array,
         A_log: mx.array,
@@ -219,7 +220,7 @@ def _ssm_update(original: Callable) -> Callable:
     return run
 
 
-def _recurrent_gla(original: Callable) -> Callable:
+def _recurrent_gla(original: Update) -> Update:
     def run(
         q: mx.array,
         k: mx.array,
@@ -240,14 +241,14 @@ def _recurrent_gla(original: Callable) -> Callable:
     return run
 
 
-def _rnn_scan(original: Callable) -> Callable:
+def _rnn_scan(original: Update) -> Update:
     def run(x: mx.array, a: mx.array, h0: mx.array | None) -> tuple[mx.array, mx.array]:
         return real_gated_lru(x, a) if h0 is None else original(x, a, h0)
 
     return run
 
 
-def _attend(original: Callable) -> Callable:
+def _attend(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def run(
         queries: mx.array,
         keys: mx.array,
@@ -274,7 +275,7 @@ def _attend(original: Callable) -> Callable:
     return run
 
 
-FUNCTIONS = {
+FUNCTIONS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "scaled_dot_product_attention": _attend,
     "gated_delta_update": _gated_delta_update,
     "ssm_update": _ssm_update,
@@ -338,7 +339,7 @@ def _convolve_padded(self: Any, x: mx.array, cache: None = None) -> tuple[mx.arr
     return convolution(padded, self.weight) + self.bias, padded[:, 1 - K :]
 
 
-METHODS: dict[str, dict[str, Callable]] = {
+METHODS: dict[str, dict[str, Callable[..., Any]]] = {
     "mamba.MambaBlock": {"_process_sequence": _mamba_sequence},
     "jamba.JambaMambaMixer": {"ssm_step": _jamba_step},
     "rwkv7.Rwkv7TimeMixing": {"_wkv7": _wkv7},

@@ -8,11 +8,14 @@ Shapes: B rows, T tokens per row, n tokens per chunk, D channels, N states per c
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
 from your_ai.memory.sizes import LRU_CHUNK, SELECTIVE_CHUNK
 from your_ai.nets.mixers.chunks import in_chunks
 from your_ai.nets.mixers.decays import exp
+from your_ai.nets.mlx_types import custom_function
 
 
 def selective_scan(
@@ -80,7 +83,7 @@ def _lru_step(state: mx.array, x: mx.array, a: mx.array) -> tuple[mx.array, mx.a
     return mx.contiguous(h[:, -1]), h.astype(x.dtype)
 
 
-@mx.custom_function
+@custom_function
 def token_by_token(a: mx.array, x: mx.array, state: mx.array) -> mx.array:
     """h of all tokens, (B, n, ...), from a and x (B, n, ...) and state (B, ...).
 
@@ -94,7 +97,7 @@ def token_by_token(a: mx.array, x: mx.array, state: mx.array) -> mx.array:
 
 
 @token_by_token.vjp
-def _token_by_token_vjp(primals, cotangent: mx.array, h: mx.array) -> tuple[mx.array, ...]:
+def _token_by_token_vjp(primals: Any, cotangent: mx.array, h: mx.array) -> tuple[mx.array, ...]:
     a, _, state = primals
     *earlier, last = _tokens(cotangent)
     found = [last]
@@ -105,10 +108,10 @@ def _token_by_token_vjp(primals, cotangent: mx.array, h: mx.array) -> tuple[mx.a
 
 def _tokens(x: mx.array) -> list[mx.array]:
     """(B, n, ...) -> n times (B, 1, ...)"""
-    return mx.split(x, x.shape[1], axis=1)
+    return x.split(x.shape[1], axis=1)
 
 
-@mx.custom_function
+@custom_function
 def by_doubling(a: mx.array, x: mx.array, state: mx.array) -> mx.array:
     """The same as `token_by_token` in log2(n) operations on whole chunks.
 
@@ -119,7 +122,7 @@ def by_doubling(a: mx.array, x: mx.array, state: mx.array) -> mx.array:
 
 
 @by_doubling.vjp
-def _by_doubling_vjp(primals, cotangent: mx.array, h: mx.array) -> tuple[mx.array, ...]:
+def _by_doubling_vjp(primals: Any, cotangent: mx.array, h: mx.array) -> tuple[mx.array, ...]:
     a, _, state = primals
     later = mx.concatenate([mx.zeros_like(a[:, :1]), a[:, :0:-1]], axis=1)
     return _gradients(a, state, h, _doubled(later, cotangent[:, ::-1])[:, ::-1])

@@ -1,0 +1,35 @@
+"""Functions of mlx.core, with the types that its stubs leave out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
+
+import mlx.core as mx
+
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
+
+
+class CustomFunction(Protocol[P, R_co]):
+    """A function whose gradients are those of the function that `vjp` is given."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+    def vjp(self, gradients: Callable[..., Any]) -> Any: ...
+
+
+def custom_function(function: Callable[P, R_co]) -> CustomFunction[P, R_co]:
+    """mx.custom_function"""
+    return cast(CustomFunction[P, R_co], mx.custom_function(function))
+
+
+def load_arrays(file: Path, stream: mx.Stream | mx.Device | None = None) -> dict[str, mx.array]:
+    """mx.load, of a file with names."""
+    return cast(dict[str, mx.array], mx.load(str(file), stream=stream))
+
+
+def memory_of(array: mx.array) -> memoryview:
+    """memoryview(array)"""
+    return memoryview(array)  # type: ignore[arg-type]

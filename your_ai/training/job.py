@@ -1,0 +1,181 @@
+"""What a run is to do: its settings, rows, schedule and sizes, before there is a plan or a model.
+
+Nothing here computes with MLX. Of the model it uses only what the files say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from your_ai.config import AUTO, GRPO, TrainConfig, defaults, flag, last_step
+from your_ai.data.batches import Schedule
+from your_ai.data.examples import Examples
+from your_ai.data.preferences import kind_of
+from your_ai.data.prompts import PromptRows
+from your_ai.data.sources import find_splits
+from your_ai.engine.opened import Opened
+from your_ai.errors import UserError
+from your_ai.files import sha256
+from your_ai.gates.text import counted
+from your_ai.hub.find import store
+from your_ai.hub.fingerprint import fingerprint
+from your_ai.nets import model
+from your_ai.nets.tokenizer import end_notes
+from your_ai.objectives.chosen import objective_of
+from your_ai.objectives.objective import Objective
+from your_ai.rewards.chosen import Rewards, load_rewards
+from your_ai.rewards.judge import JudgeSettings
+from your_ai.rewards.names import reward_texts
+from your_ai.run import events
+from your_ai.run.rollout_files import missing_in_a_row
+from your_ai.training.reward_models import RewardRun, reward_runs
+from your_ai.training.run_data import RunData, read_data
+from your_ai.training.steps_of_run import schedule_of
+
+MOST_IMBALANCE = 4 / 3  # between good and bad answers in KTO; the bound that its authors suggest
+HIGHER_RATE = 2.5  # times the learning rate, for a run that learned too little
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run is to do."""
+
+    asked: TrainConfig
+    """The settings as they were given."""
+    config: TrainConfig
+    """The settings as they were decided, but for the adapters, which depend on the plan."""
+    data: RunData
+    schedule: Schedule
+    steps: int
+    files: dict[str, str]
+    """The checksums of the model's files."""
+    reward_runs: list[RewardRun]
+    tokenizer: Any
+
+    @property
+    def objective(self) -> Objective:
+        return objective_of(self.config)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the training data, or pairs of texts."""
+        return len(self.data.examples["train"]) // self.objective.rows_together
+
+    def with_adapters(self, rank: int, blocks: int, of: int) -> Job:
+        """The job with adapters of this rank in the last blocks of a model that has `of`."""
+        return replace(self, config=defaults.with_adapters(self.config, rank, blocks, of))
+
+    def depends_on(self) -> dict[str, dict[str, str]]:
+        """What must be the same when the run is resumed: checksums and values, by kind."""
+        splits = find_splits(self.config).files.items()
+        return {
+            "model": self.files,
+            "data": {path.name: sha256(path) for name, path in splits if name != "test"},
+            "settings": self.config.fixed_on_resume(),
+            **{f"reward model {run.name}": run.checksums for run in self.reward_runs},
+        }
+
+    def notices(self) -> list[str]:
+        """What the user should know of the settings."""
+        given, found = self.config, []
+        if self.asked.warmup_steps != AUTO and given.warmup_steps >= self.steps:
+            steps = counted(self.steps, "step")
+            found.append(f"--warmup-steps {given.warmup_steps}: the run has only {steps}")
+        if given.patience and "valid" not in self.data.examples:
+            found.append("--patience: has no effect, because there are no validation rows")
+        if given.objective == "kto":
+            found.append(imbalance(given, self.data.examples["train"]))
+        return [text for text in found if text]
+
+
+def job_of(config: TrainConfig, base: Path, opened: Opened, log: events.EventLog) -> Job:
+    """Read the rows, and decide what depends on them. Raises UserError.
+
+    base: the folder of the model as it was downloaded; opened: as it is trained.
+    """
+    network, tokenizer = opened.network, opened.tokenizer()
+    model.adapted_layers(network, config)  # checks the settings of the adapters
+    files = fingerprint(base)
+    runs = reward_runs(config, files)
+    for text in end_notes(opened.folder, tokenizer):
+        log.write(events.Notice(text=text))
+    data = read_data(config, network, tokenizer, files, log.write)
+    rows = len(data.examples["train"]) // objective_of(config).rows_together
+    sized = defaults.sized(config, rows, "valid" in data.examples)
+    schedule = schedule_of(sized, data)
+    steps = last_step(sized, schedule.steps_per_epoch)
+    timed = defaults.timed(sized, rows, schedule.steps_per_epoch)
+    found = Job(config, timed, data, schedule, steps, files, runs, tokenizer)
+    for text in found.notices():
+        log.write(events.Notice(text=text))
+    return found
+
+
+def rewards_of(config: TrainConfig, log: events.EventLog, folder: Path) -> Rewards | None:
+    """The rewards of a run that generates completions; None for other runs.
+
+    log: says how often the judge was asked before the run was interrupted.
+    folder: of the run, with the rewards that it has written.
+
+    Raises UserError if there are none, or the judge cannot be asked.
+    """
+    if not config.generates:
+        return None
+    if config.objective == GRPO and not config.reward:
+        raise UserError("--reward is missing: what a completion earns, e.g. exact_match")
+    judge = JudgeSettings(
+        model=config.judge_model,
+        url=config.judge_url or None,
+        rubric=config.judge_rubric,
+        concurrency=config.judge_concurrency,
+        max_calls=config.judge_max_calls,
+        timeout_s=config.judge_timeout_s,
+    )
+    written = (record.event for record in events.tail(log.path)[0])
+    counted_in = (e for e in written if isinstance(e, events.Step | events.Validation))
+    calls = (event.metrics.get("judge/calls", 0) for event in counted_in)
+    missing = missing_in_a_row(folder, config.rollouts)
+    return load_rewards(reward_texts(config), judge, store() / "cache", int(sum(calls)), missing)
+
+
+def imbalance(config: TrainConfig, examples: Examples) -> str:
+    """A notice if good and bad answers count very differently in KTO; else an empty text."""
+    assert examples.labels is not None
+    answers = examples.labels[:: objective_of(config).rows_together]
+    good, bad = int(answers.sum()), int((~answers).sum())
+    counts = f"{counted(good, 'good answer')} and {counted(bad, 'bad one')}"
+    if not (good and bad):
+        return f"{counts}: kto learns from both, so add rows with the other label"
+    sums = good * config.kto_desirable_weight, bad * config.kto_undesirable_weight
+    if max(sums) <= MOST_IMBALANCE * min(sums):
+        return ""
+    few = "kto_desirable_weight" if sums[0] < sums[1] else "kto_undesirable_weight"
+    weight = max(sums) / (good if sums[0] < sums[1] else bad)
+    return f"{counts}: they count the same with {flag(few)} {weight:.2g}"
+
+
+def have_answers(prompts: Mapping[str, PromptRows]) -> bool:
+    """Whether the first row that an evaluation would take has an answer; True without prompts.
+
+    prompts: the rows of the prompts, by split.
+    """
+    for split in ("test", "valid", "train"):
+        if split in prompts:
+            return kind_of(prompts[split].read(0)[0]) is not None
+    return True
+
+
+def ways_to_learn_more(config: TrainConfig, adapters: model.Adapters, blocks: int) -> str:
+    """Settings to try if a run barely learns, without those that it has.
+
+    blocks: number of blocks of the model.
+    """
+    targets = [] if config.lora_targets == ("all-linear",) else ["--lora-targets all-linear"]
+    layers = ["--lora-layers all"] if adapters.config["num_layers"] < blocks else []
+    longer = "--epochs" if config.max_steps is None else "--max-steps"
+    rate = f"a higher --learning-rate, such as {HIGHER_RATE * config.learning_rate:g}"
+    ways = [rate, " ".join(targets + layers), f"or more {longer}"]
+    return ", ".join(filter(None, ways))

@@ -1,0 +1,211 @@
+"""The memory plan of a run: chosen before anything is loaded, and kept in the run's events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from your_ai.config import AUTO, TrainConfig, defaults
+from your_ai.data.sources import with_reward_loss
+from your_ai.engine.opened import Opened, open_model
+from your_ai.errors import UserError
+from your_ai.gates.text import size_text
+from your_ai.generation.generate import ANSWER_TOKENS
+from your_ai.hub.fingerprint import fingerprint
+from your_ai.memory import allocator
+from your_ai.memory.budget import Budget, PriorPlans, budget_of, plan_of
+from your_ai.memory.calibration_file import valid_measurements
+from your_ai.memory.plan import Option, choose, front_points
+from your_ai.memory.plan_words import words
+from your_ai.memory.workload import RewardModelSizes
+from your_ai.modelfiles.quantize import quantized_lazily
+from your_ai.modelfiles.quantized_copies import needs_copy, place_of_copy
+from your_ai.modelfiles.repack import repacked_lazily
+from your_ai.modelfiles.shards import largest_shard, process_bytes_of
+from your_ai.nets import model
+from your_ai.nets.tokenizer import open_tokenizer
+from your_ai.objectives.chosen import objective_of
+from your_ai.run import events
+from your_ai.training.job import Job
+from your_ai.training.preview import about_seconds
+from your_ai.training.reward_models import reward_runs
+from your_ai.training.run_data import RunData, check_splits, read_data, rollouts_planned
+from your_ai.training.steps_of_run import step_sizes
+
+
+def budget_of_job(
+    job: Job, opened: Opened, level: int = 0, past: PriorPlans | None = None, joined: bool = False
+) -> Budget:
+    """The limit and the plan of a run. Raises UserError if nothing fits.
+
+    level: the number of faster plans that fit but are skipped. joined: one of several ranks.
+    """
+    sizes = [run.sizes(opened.folder, opened.dtype.size) for run in job.reward_runs]
+    return budget_of_run(
+        job.config, opened.folder, opened.dtype, job.data, opened.can_stream, level, past,
+        reward_models=sizes, joined=joined,
+    )  # fmt: skip
+
+
+def budget_of_run(
+    config: TrainConfig,
+    folder: Path,
+    dtype: mx.Dtype,
+    data: RunData,
+    can_stream: bool,
+    level: int = 0,
+    past: PriorPlans | None = None,
+    before_bytes: int = 0,
+    reward_models: Sequence[RewardModelSizes] = (),
+    joined: bool = False,
+) -> Budget:
+    """The limit and the plan of a run on `data`. Raises UserError if nothing fits.
+
+    before_bytes: peak memory of the process before it trains. reward_models: those that score.
+    joined: as in `demand_of`.
+    """
+    return budget_of(
+        config,
+        folder,
+        dtype,
+        data.lengths,
+        level,
+        past,
+        can_stream=can_stream,
+        prefix_tokens=data.tokens,
+        prefix_texts=sum(map(len, data.examples.values())),
+        answer_tokens=data.answer_tokens,
+        prompt_tokens=data.prompt_tokens,
+        before_bytes=before_bytes,
+        reward_models=tuple(reward_models),
+        steps=step_sizes(config, data),
+        joined=joined,
+    )
+
+
+def planned_budget(config: TrainConfig, folder: Path, seq_len: int | None = None) -> Budget:
+    """The budget of a run of the model in `folder`; no weight is read.
+
+    seq_len: the sequence length T of all rows. By default the lengths come from --data, or
+        without data from --max-seq-length.
+
+    Raises UserError if nothing fits.
+    """
+    if seq_len is not None and seq_len < 1:
+        raise UserError(f"--seq-len {seq_len}: must be at least 1")
+    dtype, before_bytes = model.compute_dtype(config.dtype), 0
+    if not needs_copy(folder, config.quantize):
+        opened = open_model(folder, dtype)
+        network, streamable = opened.network, opened.can_stream
+    else:
+        if config.quantize is None:
+            network, _, input_bytes = repacked_lazily(folder)
+        else:
+            network, _, input_bytes = quantized_lazily(folder, config.quantize)
+        streamable = True  # the copy contains the weights in the form the model uses
+        if not place_of_copy(folder, config.quantize).is_dir():
+            arrays = dict(tree_flatten(network.parameters()))
+            before_bytes = process_bytes_of(input_bytes + largest_shard(arrays))
+    tokenizer = None
+    if any(folder.glob("tokenizer*")):  # its memory counts; models made by `bench` have none
+        tokenizer = open_tokenizer(folder)
+    model.adapted_layers(network, config)  # checks the settings of the adapters
+    if seq_len is None and config.data:
+        config = with_reward_loss(config, check_splits(config))
+        files = fingerprint(folder)
+        data = read_data(config, network, tokenizer, files, lambda _: None)
+        together = objective_of(config).rows_together
+        config = defaults.sized(config, len(data.examples["train"]) // together)
+    else:
+        config = defaults.sized(config, 0)
+        longest = config.max_seq_length if seq_len is None else seq_len
+        generates = config.samples not in (0, AUTO) or ":" in config.best_metric
+        answers = longest + ANSWER_TOKENS if generates else 0
+        data = RunData({}, [], None, [longest], 0, answers)
+        if config.generates:
+            data = rollouts_planned(config, seq_len)
+    sizes = []
+    if runs := reward_runs(config, fingerprint(folder)):
+        sizes = [run.sizes(folder, dtype.size) for run in runs]
+    return budget_of_run(
+        config,
+        folder,
+        dtype,
+        data,
+        streamable,
+        before_bytes=before_bytes,
+        reward_models=sizes,
+    )
+
+
+def planned_again(budget: Budget, engine: str, level: int, past: PriorPlans) -> Budget:
+    """The budget under another engine than the one chosen. Raises UserError if it does not fit."""
+    demand = replace(budget.demand, engine=engine, spill=False)
+    choice = choose(demand, budget.limit.limit_bytes, level, past.plan)
+    return replace(budget, demand=demand, choice=choice)
+
+
+def announce(budget: Budget, past: PriorPlans, config: TrainConfig, log: events.EventLog) -> None:
+    """Write the measurements, the limit and the plan; set MLX's limits."""
+    for found in budget.demand.calibration.measurements:
+        if not past.begun and found not in past.measurements:  # the run depends on these
+            log.write(events.Measured(**asdict(found)))
+    chosen = write_plan(budget, config, log)
+    allocator.set_limits(
+        budget.limit.limit_bytes, chosen.needed_bytes, chosen.estimate.beside_bytes
+    )
+
+
+def asked_of_memory(config: TrainConfig) -> str:
+    """The settings that decide the plan, as text."""
+    return f"--max-memory {config.max_memory} --plan {config.plan} --spill {config.spill}"
+
+
+def past_of(log: events.EventLog, config: TrainConfig, level: int) -> PriorPlans:
+    """The earlier plan and measurements of the run, in this process or an earlier one.
+
+    The plan is the one it had when it last trained, if the level and settings are the same.
+    """
+    written = [record.event for record in events.tail(log.path)[0]]
+    starts = [at for at, event in enumerate(written) if isinstance(event, events.Started)]
+    measured = [asdict(event) for event in written if isinstance(event, events.Measured)]
+    plans = [e for e in written[: starts[-1] if starts else 0] if isinstance(e, events.Planned)]
+    plan = None
+    if plans and plans[-1].level == level and plans[-1].asked == asked_of_memory(config):
+        plan = plan_of(plans[-1])
+    return PriorPlans(plan, tuple(valid_measurements(measured)), bool(starts))
+
+
+def write_plan(budget: Budget, config: TrainConfig, log: events.EventLog) -> Option:
+    """Write the limit and the plan with their reasons; return the option of the plan."""
+    limit, choice = budget.limit, budget.choice
+    log.write(events.Limit(limit_bytes=limit.limit_bytes, reason=limit.reason))
+    for text in limit.notices:
+        log.write(events.Notice(text=text))
+    plan, needed = choice.option.plan, choice.option.needed_bytes
+    log.write(
+        events.Planned(
+            plan=plan.engine,
+            micro_tokens=plan.micro_tokens,
+            spill=plan.spill,
+            wave=plan.wave,
+            kept=plan.kept.linear,
+            kept_attention=plan.kept.attention,
+            kept_activations=plan.kept.activations,
+            resident=plan.resident,
+            blocks_ahead=plan.blocks_ahead,
+            level=choice.level,
+            estimate_bytes=choice.option.estimate.process_bytes,
+            needed_bytes=needed,
+            seconds=choice.option.seconds,
+            front=front_points(budget.demand),
+            asked=asked_of_memory(config),
+            text=f"{words(plan, max(budget.demand.lengths))}: needs at least {size_text(needed)}"
+            + about_seconds(choice.option),
+        )
+    )
+    return choice.option

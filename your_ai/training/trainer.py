@@ -1,0 +1,299 @@
+"""The trainer of a run: its model with adapters, engine, optimizer and gradients, under a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.nn as nn
+
+from your_ai.config import AUTO, REWARD, SOFT, TrainConfig
+from your_ai.config.checks import credit_of
+from your_ai.data.batches import Schedule
+from your_ai.data.encode import SamplePrompt
+from your_ai.data.examples import Examples
+from your_ai.data.prompts import PromptRows
+from your_ai.engine.build import Built, build_engine
+from your_ai.engine.compiled import Graphs
+from your_ai.engine.gradients import Gradients
+from your_ai.engine.opened import Opened
+from your_ai.engine.prefix import (
+    DiskStore,
+    MemoryStore,
+    Store,
+    check_room,
+    needed_bytes,
+    shared_place,
+)
+from your_ai.engine.protocol import Engine
+from your_ai.errors import UserError
+from your_ai.files import sha256
+from your_ai.memory.budget import Budget
+from your_ai.memory.estimate_graphs import graphs_bytes
+from your_ai.memory.plan import kept_by_some, rows_of, workload_of
+from your_ai.nets import model, score_head
+from your_ai.nets.saved_adapter import base_files
+from your_ai.rewards.chosen import Rewards
+from your_ai.run import checkpoint, events
+from your_ai.run.checkpoint import SCORE_HEAD
+from your_ai.run.folder import RunFolder
+from your_ai.training.best_metric import BestMetric
+from your_ai.training.distributed import ALONE, Ranks
+from your_ai.training.job import Job, have_answers, ways_to_learn_more
+from your_ai.training.optimizer import StatefulOptimizer
+from your_ai.training.reward_models import open_reward_model, scorer_of
+from your_ai.training.soft_networks import (
+    SoftNetworks,
+    build_networks,
+    check_tokenizers,
+    engine_without_rows,
+    open_reference,
+    put_first_adapter,
+    scorer_of_network,
+)
+
+PREFIX = "prefix"  # the folder of a prefix cache on disk, inside the run folder
+
+
+class Beside(NamedTuple):
+    """The networks beside the one that is trained, of which some share its weights."""
+
+    scored_by: list[Opened]
+    """The reward models, in the order of the job's."""
+    reference: Opened | None
+    """Of a run that trains through its own tokens."""
+
+    def sharing(self, job: Job) -> tuple[nn.Module, ...]:
+        """Those that share the weights of the base."""
+        scored = zip(job.reward_runs, self.scored_by, strict=True)
+        shared = [opened.network for run, opened in scored if run.shares_base]
+        return (*shared, *([] if self.reference is None else [self.reference.network]))
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Everything that the training loop needs, checked and loaded."""
+
+    job: Job
+    budget: Budget
+    opened: Opened
+    adapters: model.Adapters
+    built: Built
+    graphs: Graphs
+    optimizer: StatefulOptimizer
+    gradients: Gradients
+    """Those of the step that is computed."""
+    depends_on: dict[str, dict[str, str]]
+    """What must be the same when the run is resumed: checksums and values, by kind."""
+    schedule: Schedule
+    """That of the job, with the reference of its rows if the objective needs one."""
+    valid: Examples | None
+    beside: Beside
+    soft: SoftNetworks | None = None
+    """The networks of a run that trains through its own tokens."""
+    rewards: Rewards | None = None
+    """What rewards the completions, of a run that generates them."""
+    ranks: Ranks = ALONE
+
+    @property
+    def config(self) -> TrainConfig:
+        return self.job.config
+
+    @property
+    def model(self) -> nn.Module:
+        return self.opened.network
+
+    @property
+    def engine(self) -> Engine:
+        return self.built.engine
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.job.tokenizer
+
+    @property
+    def steps(self) -> int:
+        return self.job.steps
+
+    @property
+    def test(self) -> Examples | None:
+        return self.job.data.examples.get("test")
+
+    @property
+    def prompts(self) -> dict[str, PromptRows]:
+        """The rows of the prompts, by split, of a run that generates completions."""
+        return self.job.data.prompts or {}
+
+    @property
+    def best_metric(self) -> BestMetric | None:
+        return self.job.data.best_metric
+
+    @property
+    def samples(self) -> list[SamplePrompt]:
+        unasked = self.config.samples == AUTO and self.built.plan == "streamed"
+        return [] if unasked else self.job.data.samples
+
+    @property
+    def hidden(self) -> int:
+        """Hidden size of the model."""
+        return self.budget.demand.facts.hidden
+
+    @property
+    def wave(self) -> int:
+        """The completions that are generated together."""
+        return self.budget.choice.option.plan.wave or 1
+
+    def rows_at(self, tokens: int) -> int:
+        """Rows of `tokens` tokens in one micro-batch under the plan."""
+        return rows_of(self.budget.demand, self.budget.choice.option.plan, tokens)
+
+    def close(self) -> None:
+        """Free what waits for others, such as the judge of completions."""
+        if self.rewards is not None:
+            self.rewards.close()
+
+    def started_event(self, step: int) -> events.Started:
+        arrays = model.adapter_arrays(self.model)
+        return events.Started(
+            step=step,
+            steps=self.steps,
+            steps_per_epoch=self.schedule.steps_per_epoch,
+            model=self.config.model,
+            rows=self.job.rows,
+            trainable_parameters=sum(array.size for array in arrays.values()),
+            dtype=str(self.opened.dtype).removeprefix("mlx.core."),
+            plan=self.built.plan,
+            more=ways_to_learn_more(self.config, self.adapters, len(self.model.layers)),
+            has_answers=have_answers(self.prompts),
+            is_reward_model=self.config.objective == REWARD,
+        )
+
+
+def networks_beside(job: Job, opened: Opened) -> Beside:
+    """Open the other networks of a run, before its model has adapters. Raises UserError."""
+    scored_by = [open_reward_model(run, opened) for run in job.reward_runs]
+    if job.config.objective != SOFT:
+        return Beside(scored_by, None)
+    reference = open_reference(opened) if job.config.kl_beta else None
+    theirs = scored_by[0].tokenizer()
+    check_tokenizers(job.reward_runs[0], opened, job.tokenizer, theirs)
+    return Beside(scored_by, reference)
+
+
+def add_adapters(
+    job: Job, network: nn.Module, hidden: int, folder: RunFolder
+) -> tuple[model.Adapters, dict[str, dict[str, str]]]:
+    """Give the model its adapters and score head, those of --from if there are any.
+
+    hidden: hidden size of the model. Returns also the checksums of what it starts from.
+    """
+    adapters = model.add_adapters(network, job.config)
+    more: dict[str, Any] = {"base_files": base_files(job.files)}
+    if job.config.objective == REWARD:
+        score_head.put_score_head(network, hidden, job.config.seed)
+        more["score_head"] = SCORE_HEAD
+    start = begin_from(folder, network) if job.config.from_adapter else {}
+    return replace(adapters, config={**adapters.config, **more}), start
+
+
+def begin_from(folder: RunFolder, network: nn.Module) -> dict[str, dict[str, str]]:
+    """Set the adapters to those that the run starts from; return the checksums of their files.
+
+    A resumed run then continues with the adapters of its checkpoint. Raises UserError if a file
+    is damaged or missing.
+    """
+    names = (checkpoint.ADAPTERS, checkpoint.ADAPTER_CONFIG)
+    if (fault := checkpoint.fault(folder.start, names)) is not None:
+        raise UserError(f"{fault}; restore it, or start a new run")
+    arrays = checkpoint.load_adapters(folder.start)
+    if (layer := score_head.score_layer(network)) is None:
+        arrays.pop(score_head.WEIGHT, None)
+    else:
+        arrays.setdefault(score_head.WEIGHT, layer.weight)
+    model.set_adapters(network, arrays)
+    return {"first adapter": {name: sha256(folder.start / name) for name in names}}
+
+
+def build(
+    job: Job,
+    opened: Opened,
+    adapters: model.Adapters,
+    beside: Beside,
+    budget: Budget,
+    graphs: Graphs,
+    folder: Path,
+) -> tuple[Built, SoftNetworks | None]:
+    """The engine of the plan, and the networks of a run that trains through its own tokens."""
+    config, plan = job.config, budget.choice.option.plan
+    if config.objective == SOFT:
+        reference = beside.reference
+        if reference is not None and config.from_adapter:
+            put_first_adapter(reference, RunFolder(folder), adapters, config.adapter_dtype)
+        exact = credit_of(config.soft_credit) == "exact"
+        soft = build_networks(opened, beside.scored_by[0], reference, plan.engine, graphs, exact)
+        return Built(engine_without_rows(graphs), plan.engine, soft.notices), soft
+    built = build_engine(
+        opened.network,
+        adapters.dropout_keys,
+        plan.engine,
+        config.packing,
+        opened.tensors,
+        store_maker(job, opened, adapters, folder),
+        objective=job.objective,
+        spill=folder if plan.gradients_on_disk else None,
+        graphs=graphs,
+        neftune_alpha=config.neftune_alpha,
+        temperature=config.temperature,
+        longest=config.max_seq_length,
+        kept=plan.kept,
+        resident=plan.resident,
+        blocks_ahead=plan.blocks_ahead,
+    )
+    return built, None
+
+
+def put_scorers(
+    rewards: Rewards | None, job: Job, beside: Beside, soft: SoftNetworks | None, budget: Budget
+) -> None:
+    """Let the reward models of the run score its completions, under its plan."""
+    plan, rows = budget.choice.option.plan, budget.demand.batch_size
+    trained_against = None if soft is None else job.reward_runs[0]
+    for run, opened in zip(job.reward_runs, beside.scored_by, strict=True):
+        assert rewards is not None  # it names the reward models
+        rewards.models[run.name] = (
+            scorer_of_network(soft.roles.reward)
+            if run is trained_against
+            else scorer_of(run, opened, plan, rows)
+        )
+
+
+def graphs_within(budget: Budget) -> Graphs:
+    """A cache of compiled graphs, with as much room as the plan leaves."""
+    workload, plan = workload_of(budget.demand), budget.choice.option.plan
+    of_plan = partial(graphs_bytes, workload, plan.engine, kept=kept_by_some(budget.demand, plan))
+    return Graphs(lambda s: of_plan(s.rows, s.tokens, trained=s.trained), budget.graphs_room_bytes)
+
+
+def store_maker(
+    job: Job, opened: Opened, adapters: model.Adapters, folder: Path
+) -> Callable[[int], Store] | None:
+    """Return f(hidden_size) -> the configured prefix cache, or None if it is off."""
+    kind, shared = job.config.prefix_cache, job.config.prefix_cache_folder
+    if kind == "off":
+        return None
+    frozen = len(opened.network.layers) - adapters.config["num_layers"]
+    key = job.files | {"frozen blocks": str(frozen), "--quantize": str(job.config.quantize)}
+
+    def make(size: int) -> Store:
+        if kind == "memory":
+            return MemoryStore()
+        place = shared_place(Path(shared), key, size, opened.dtype) if shared else folder / PREFIX
+        store = DiskStore(place, key, size, opened.dtype, shared=bool(shared))
+        held = store.bytes_held // needed_bytes(1, size, opened.dtype)
+        check_room(place, max(0, job.data.tokens - held), size, opened.dtype)
+        return store
+
+    return make
