@@ -154,7 +154,7 @@ def test_no_adapter_uses_the_base_model(run, capsys, tmp_path):
 def test_bad_prompt_lines_are_reported_before_the_model_is_loaded(run, capsys):
     write_rows(Path("p.jsonl"), [{"prompt": "good"}, {"text": "bad"}])
     error = refused(capsys, run.path, "--prompts", "p.jsonl", "--model", "nowhere")
-    assert "p.jsonl:2: needs" in error
+    assert "p.jsonl:2: has no prompt" in error
 
 
 @pytest.mark.parametrize(

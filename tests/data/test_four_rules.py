@@ -16,6 +16,7 @@ from your_ai.data.encode import Encoder
 from your_ai.data.preferences import parser_of
 from your_ai.data.rows import parse_row
 from your_ai.errors import UserError
+from your_ai.generation.generate import parse_prompt, prompt_tokens
 
 EXAMPLES = 2000 if os.environ.get("YOUR_AI_SLOW") else 60
 # As templates of the field behave, in small: what they show, refuse and rewrite.
@@ -162,3 +163,27 @@ def all_or_refusal(encoder: Encoder, row: Any) -> Any:
         return [(e.tokens.tolist(), e.trained.tolist()) for e in encoder.encode_all(row)]
     except UserError as error:
         return str(error)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=max(8, EXAMPLES // 10), deadline=None)
+@given(chat=CHATS, text=TEXT, system=st.sampled_from(["", "be kind"]), history=st.booleans())
+def test_generate_asks_as_was_trained(tokenizers, name, chat, text, system, history):
+    messages, tools = chat
+    more = ({"system": system} if system else {}) | ({"tools": tools} if tools else {})
+    rows = [
+        {"messages": messages, **more},
+        {"prompt": text, "completion": "yes", **more}
+        | ({"history": [["before", "then"]]} if history else {}),
+        {"prompt": f"<s>user {text}", "completion": "yes"},
+    ]
+    tokenizer, encoder = tokenizers[name], Encoder(tokenizers[name])
+    for row in rows:
+        try:
+            trained = encoder.prompt_of(parse_row(row, "f.jsonl:1"))
+            asked = parse_prompt(row, "f.jsonl:1")
+            found = prompt_tokens(tokenizer, asked.messages, "", asked.tools, asked.is_text)
+        except UserError:
+            continue
+        if trained is not None:
+            assert found == tokenizer.encode(trained.rendered, add_special_tokens=False)

@@ -226,11 +226,14 @@ def test_final_answer_is_removed_from_messages():
     [
         ("{", "p.jsonl:2: is not valid JSON"),
         ("[]", "p.jsonl:2: expected a JSON object"),
-        ('{"question": 1}', 'p.jsonl:2: needs "prompt" or "messages"; keys found: question'),
-        ('{"prompt": " "}', "p.jsonl:2: is empty"),
-        ('{"prompt": 3}', "p.jsonl:2: prompt: expected a list of messages"),
+        ('{"question": 1}', "p.jsonl:2: has no prompt; keys found: question"),
+        ('{"prompt": " "}', "p.jsonl:2: prompt: is empty"),
+        ('{"prompt": {}}', "p.jsonl:2: prompt: expected text"),
         ('{"messages": []}', "p.jsonl:2: messages: expected a list"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}', "p.jsonl:2: messages: has only"),
+        (
+            '{"messages": [{"role": "assistant", "content": "x"}]}',
+            "p.jsonl:2: prompt: has only messages",
+        ),
         ('{"prompt": "\\ud800"}', "p.jsonl:2: .*half of a character"),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "p.jsonl:2: .*half of a char"),
     ],
@@ -238,6 +241,15 @@ def test_final_answer_is_removed_from_messages():
 def test_error_names_the_bad_line(line, message):
     with pytest.raises(UserError, match=message):
         generate.read_prompts("p.jsonl", f'{{"prompt": "good"}}\n{line}\n'.encode())
+
+
+def test_prompts_of_a_table_are_found_by_their_columns(own_folder):
+    path = own_folder / "asked.csv"
+    path.write_text("id,Frage,Antwort\n1,Wo ist Oslo?,im Norden\n2,Wer?,niemand\n")
+    found = generate.read_table(path, ("prompt=Frage",))
+    assert [prompt.text for prompt in found] == ["Wo ist Oslo?", "Wer?"]
+    with pytest.raises(UserError, match="--columns prompt=Frage"):
+        generate.read_table(path, ())
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,18 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
 from your_ai.commands.options import (
     CHECKPOINT,
+    COLUMNS,
     MAX_MEMORY,
     MODEL,
     NEWEST,
+    columns_of,
     open_trained_with_note,
     run_or_newest,
 )
@@ -47,11 +50,12 @@ def generate(
     prompts: Annotated[
         str | None,
         typer.Option(
-            help="A file with one prompt per line, or a .jsonl file with prompt or messages in "
-            "each row; - is standard input.",
+            help="A file with one prompt per line, or a .jsonl file or a table with prompt or "
+            "messages in each row; - is standard input.",
             metavar="FILE",
         ),
     ] = None,
+    columns: Annotated[list[str] | None, COLUMNS] = None,
     system: Annotated[str, SYSTEM] = "",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per line for each answer.")
@@ -84,8 +88,7 @@ def generate(
     name = which_run(run, named)
     folders.find(name)
     asked = [
-        generation.Prompt(p.where, generation.with_system(p.messages, system))
-        for p in gather(prompt, prompts)
+        generation.asked_with(each, system) for each in gather(prompt, prompts, columns_of(columns))
     ]
     streamed = num_samples == len(asked) == 1 and not as_json
     answerer = generation.open_answerer(
@@ -116,7 +119,9 @@ def which_run(run: str | None, named: str | None) -> str:
     return run_or_newest(run if run is not None else named)
 
 
-def gather(prompt: Sequence[str] | None, prompts: str | None) -> list[Prompt]:
+def gather(
+    prompt: Sequence[str] | None, prompts: str | None, columns: Sequence[str] = ()
+) -> list[Prompt]:
     """What to answer, from the one place that was given, or else standard input."""
     from your_ai.data.sources import STDIN
     from your_ai.generation import generate as generation
@@ -127,6 +132,10 @@ def gather(prompt: Sequence[str] | None, prompts: str | None) -> list[Prompt]:
         return [generation.text_prompt(text, "--prompt") for text in prompt]
     if prompts is None and sys.stdin.isatty():
         raise UserError("nothing to answer: give --prompt TEXT, --prompts FILE, or text on stdin")
+    if prompts is not None and generation.is_table(prompts):
+        return generation.read_table(Path(prompts), columns)
+    if columns:
+        raise UserError("--columns: is for tables; give one with --prompts, such as FILE.csv")
     if prompts is not None and prompts != STDIN:
         return generation.read_prompts(prompts, read_file(prompts))
     data = read_most(sys.stdin.buffer, "stdin")

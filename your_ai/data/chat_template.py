@@ -206,7 +206,8 @@ class ChatTemplate:
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
         """The special tokens that the template writes, the longest first."""
-        added = self.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        added = backend.get_added_tokens_decoder().values() if backend else ()
         asked = [{"role": USER, "content": "a"}, {"role": ASSISTANT, "content": "b"}]
         text = ""
         for messages in ([{"role": SYSTEM, "content": "c"}, *asked], asked):

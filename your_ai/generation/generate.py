@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,14 +17,18 @@ from mlx_lm import stream_generate
 from mlx_lm.generate import GenerationResponse
 
 from your_ai.config import TrainConfig
+from your_ai.data.chat_template import ChatTemplate
+from your_ai.data.columns import layout_of
 from your_ai.data.encode import SamplePrompt, token_ids
-from your_ai.data.lines import decode_line, text_field
-from your_ai.data.template import TemplateRefused, render
-from your_ai.data.turns import parse_turns
+from your_ai.data.lines import ROW_LIMIT, RowLimit, decode_line
+from your_ai.data.prompts import parse_prompts
+from your_ai.data.records import read_records, suffix_of
+from your_ai.data.rows import Question
+from your_ai.data.template import TemplateRefused
 from your_ai.engine.opened import open_model, prepare_for_generation
 from your_ai.engine.weights import last_position_only
 from your_ai.errors import RunError, UserError, first_line, is_memory_error
-from your_ai.gates.text import counted, quoted, shortened
+from your_ai.gates.text import counted, quoted
 from your_ai.gates.token_ids import EMBEDDINGS, HEADS, check_ids, rows_of, vocabulary_of
 from your_ai.gates.untrusted import read_json
 from your_ai.generation.rollouts import Sampler, keys_at, sampler_of, seed_keys
@@ -48,6 +53,7 @@ TEMPLATE_BYTES = 1 << 30  # maximum memory of a chat template
 PROMPT_CHARACTERS = 4_000_000  # maximum length of one prompt
 TEMPLATE_TOKENS = 200  # upper estimate of the tokens a chat template adds per message
 CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx")
+TABLES = (".csv", ".tsv", ".parquet", ".arrow")
 ANSWER_TOKENS = 128  # an answer may have this many tokens more than twice the expected one
 SEEDS = 1 << 64  # MLX accepts seeds below this
 
@@ -91,6 +97,9 @@ class Prompt:
     where: str
     """The source: `--prompt`, `stdin` or file:line."""
     messages: list[Message]
+    tools: list[Any] | None = None
+    is_text: bool = False
+    """Whether it is a text, which may have the tokens of the chat template already."""
 
     @property
     def text(self) -> str:
@@ -102,6 +111,7 @@ class Prompt:
     def most_tokens(self) -> int:
         """An upper bound of the number of tokens: a token has at least one byte."""
         texts = [str(message.get("content", "")) for message in self.messages]
+        texts += [json.dumps(self.tools)] if self.tools else []
         return sum(len(text.encode()) for text in texts) + TEMPLATE_TOKENS * len(texts)
 
 
@@ -121,27 +131,37 @@ def read_prompts(path: str, data: bytes) -> list[Prompt]:
 
 
 def parse_prompt(row: dict[str, Any], where: str) -> Prompt:
-    """Parse a row with a prompt, or a row of chat data, whose final answer is left out."""
-    if isinstance(row.get("prompt"), str):
-        return text_prompt(row["prompt"], where)
-    key = next((key for key in ("messages", "prompt") if key in row), None)
-    if key is None:
-        keys = shortened(", ".join(row)) or "none"
-        raise UserError(f'{where}: needs "prompt" or "messages"; keys found: {keys}')
-    messages = parse_turns(row[key], key, where)
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
-    if not messages:
-        raise UserError(f"{where}: {key}: has only assistant messages; add a user message")
-    for message in messages:
-        check_text(text_field(message, "content", where), where)
-    return Prompt(where, messages)
+    """Parse a row with a prompt as training does, or a row of answers without its last answer."""
+    content = parse_prompts(row, where).content
+    assert isinstance(content, Question)
+    if isinstance(content.prompt, str):
+        return text_prompt(content.prompt, where)
+    for message in content.prompt.messages:
+        check_text(message["content"], where)
+    return Prompt(where, content.prompt.messages, content.prompt.tools)
+
+
+def is_table(path: str) -> bool:
+    """Whether a file has columns, by its name."""
+    return suffix_of(Path(path)) in TABLES
+
+
+def read_table(path: Path, columns: Sequence[str]) -> list[Prompt]:
+    """Read the prompts of a table (CSV, Parquet ...). columns: the value of --columns.
+
+    Raises UserError with the place of a row that has none.
+    """
+    layout = layout_of(columns, "", "prompts")
+    return [
+        parse_prompt(layout.row_of(record, where), where)
+        for where, record in read_records(path, ROW_LIMIT)
+    ]
 
 
 def text_prompt(text: str, where: str) -> Prompt:
     if not text.strip():
         raise UserError(f"{where}: is empty; enter some text")
-    return Prompt(where, [{"role": "user", "content": check_text(text, where)}])
+    return Prompt(where, [{"role": "user", "content": check_text(text, where)}], is_text=True)
 
 
 def decoded(data: bytes, where: str) -> str:
@@ -171,6 +191,12 @@ def with_system(messages: list[Message], system: str) -> list[Message]:
     if not system or messages[0]["role"] == "system":
         return messages
     return [{"role": "system", "content": system}, *messages]
+
+
+def asked_with(prompt: Prompt, system: str) -> Prompt:
+    """The prompt after a system prompt, unless that is empty or there is one."""
+    messages = with_system(prompt.messages, system)
+    return replace(prompt, messages=messages, is_text=prompt.is_text and len(messages) == 1)
 
 
 def find_base_model(run: str, base: str | None = None) -> tuple[TrainConfig, Path]:
@@ -318,15 +344,22 @@ def context_tokens(base: Path) -> int | None:
 
 
 def prompt_tokens(
-    tokenizer: Any, messages: list[Message], where: str = "the conversation"
+    tokenizer: Any,
+    messages: list[Message],
+    where: str = "the conversation",
+    tools: list[Any] | None = None,
+    is_text: bool = False,
 ) -> list[int]:
-    """The tokens of a chat up to the answer. Raises UserError if the template refuses it.
+    """The tokens of a chat up to the answer, as training has them before the answer.
 
-    Without a chat template, the messages are joined into one text; each user turn begins on a
-    new line.
+    is_text: the only message is used as it is if it has tokens of the chat template. Without a
+    chat template, the messages are joined into one text; each user turn begins on a new line.
+    Raises UserError if the template refuses the chat.
     """
-    if tokenizer.has_chat_template:
-        text = render(tokenizer, messages, where, TEMPLATE_BYTES, add_generation_prompt=True)
+    template = ChatTemplate(tokenizer, RowLimit(room_bytes=TEMPLATE_BYTES))
+    is_whole = is_text and tokenizer.has_chat_template and template.wrote(messages[0]["content"])
+    if tokenizer.has_chat_template and not is_whole:
+        text = template.render(messages, tools, where, answer_next=True)
         tokens = token_ids(tokenizer, text, where, special=False)
     else:
         text = ""
@@ -344,7 +377,7 @@ def fit(
     tokenizer: Any, prompt: Prompt, sampling: Sampling, context: int | None
 ) -> tuple[list[int], Sampling]:
     """The tokens of the prompt, and the sampling limited to the model's context length."""
-    tokens = prompt_tokens(tokenizer, prompt.messages, prompt.where)
+    tokens = prompt_tokens(tokenizer, prompt.messages, prompt.where, prompt.tools, prompt.is_text)
     if context is None:
         return tokens, sampling
     if len(tokens) >= context:
