@@ -19,7 +19,7 @@ from transformers.utils import chat_template_utils
 from tests.conftest import DEMO_FOLDER
 from your_ai.data import answers, encode
 from your_ai.data.encode import EncodedRow, Encoder
-from your_ai.data.rows import Chat, Pair, Row, Text
+from your_ai.data.rows import Chat, Pair, Row, Text, parse_row
 from your_ai.errors import UserError
 
 # Templates with different difficulties, each followed by its special tokens.
@@ -901,3 +901,18 @@ def test_token_ids_equals_tokenizer_encode_for_long_texts(demo_tokenizer):
         for special in (True, False):
             expected = demo_tokenizer.encode(text, add_special_tokens=special)
             assert encode.token_ids(demo_tokenizer, text, "a row", special) == expected
+
+
+@pytest.mark.parametrize("more", [{}, {"system": "be kind"}])
+def test_end_tokens_that_answers_have_already_are_there_once(more):
+    tokenizer = make_tokenizer(CHATML)
+    asked, said = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a<|im_end|>"}
+    for row in (
+        {"messages": [asked, said]},
+        {"prompt": [asked], "completion": [said]},
+        {"prompt": "q", "completion": "a<|im_end|>\n"},
+    ):
+        encoder = Encoder(tokenizer)
+        encoded = encoder.encode(parse_row(row | more, "f.jsonl:1"))
+        assert trained_texts(tokenizer, encoded) == ["a<|im_end|>"]
+        assert "have it only once" in encoder.notes.lines()[0]

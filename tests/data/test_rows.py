@@ -268,13 +268,13 @@ BAD = {
     "no keys": ({}, "keys found: none"),
     "half a pair": ({"prompt": "x"}, "keys found: prompt;"),
     "text": ({"text": 0.5}, "text: expected text, found float"),
-    "prompt": ({"prompt": None, "completion": "y"}, "prompt: expected text, found NoneType"),
+    "prompt": ({"prompt": None, "completion": "y"}, "unknown row format; keys found: completion"),
     "completion": ({"prompt": "x", "completion": ["y"]}, "completion[0]: expected an object"),
     "list and text": ({"prompt": [USER], "completion": 0.5}, "completion: expected text, found"),
     "empty prompt list": ({"prompt": [], "completion": [ASSISTANT]}, "prompt: expected a list"),
     "pair tools": ({"prompt": [USER], "completion": [ASSISTANT], "tools": 5}, "tools: expected"),
     "instruction": ({"instruction": True, "output": "y"}, "instruction: expected text, found bool"),
-    "output": ({"instruction": "x", "output": None}, "output: expected text, found NoneType"),
+    "output": ({"instruction": "x", "output": None}, "unknown row format; keys found: instruction"),
     "input": (
         {"instruction": "x", "input": [5], "output": "y"},
         "input: expected text, found list",
@@ -318,7 +318,6 @@ BAD = {
         "conversations[0]: content: expected",
     ),
     "weight as text": ({"text": "x", "weight": "much"}, "weight: expected a number, found much"),
-    "weight null": ({"text": "x", "weight": None}, "weight: expected a number, found None"),
     "weight true": ({"text": "x", "weight": True}, "weight: expected a number, found True"),
     "weight negative": ({"text": "x", "weight": -1}, "weight -1: must be finite and at least 0"),
     "weight NaN": ('{"text": "x", "weight": NaN}', "weight nan: must be finite"),
@@ -342,6 +341,18 @@ def test_the_error_names_a_bad_row(line, reason):
     where, text = str(caught.value).split(": ", 1)
     assert where == "train.jsonl:3"
     assert reason in text
+
+
+def test_columns_without_a_value_are_as_good_as_none():
+    joined = {"messages": None, "prompt": None, "text": "hello", "weight": None}
+    (row,) = rows_of(joined)
+    assert (row.content, row.weight, row.unused) == (Text("hello"), 1.0, ())
+
+
+@pytest.mark.parametrize("name", ["Input", "INPUT", "input"])
+def test_the_input_of_an_instruction_has_any_capitals(name):
+    row = {"instruction": "Add", name: "1 and 2", "output": "3"}
+    assert content_of(row) == Pair("Add\n\n1 and 2", "3")
 
 
 def test_the_error_names_a_row_that_is_not_utf8():

@@ -81,7 +81,7 @@ def shown(capsys, *arguments: object) -> str:
     before = files()
     status, out, error = call(capsys, "plan", *map(str, arguments))
     assert status == 0
-    assert all(line.startswith("note: writing the shape") for line in error.splitlines())
+    assert all(line.startswith("note: ") for line in error.splitlines())
     assert files() == before
     return " ".join(out.split())
 
@@ -95,6 +95,7 @@ def refused(capsys, *arguments: object) -> str:
     """The line on stderr if `your_ai plan` fails; checks that it changes no file."""
     before = files()
     status, out, error = call(capsys, "plan", *map(str, arguments))
+    error = "".join(x for x in error.splitlines(True) if not x.startswith("note: "))
     assert (status, out) == (2, "")
     assert re.fullmatch(r"error: [^\n]+\n", error)
     assert files() == before
@@ -207,6 +208,14 @@ def test_a_disk_that_is_too_small_for_inputs_is_named(capsys, monkeypatch):
     found = " ".join(shown(capsys, *spilled).split())
     assert "in the run's folder while it trains" in found
     assert "the disk of runs/ has only 10.0 MB free, and this needs more" in found
+
+
+def test_columns_that_are_not_used_are_named(capsys, own_folder):
+    rows = [{"prompt": f"a{n}", "completion": "b", "Ticket": n + 1} for n in range(60)]
+    write_rows(own_folder / "t.jsonl", rows)
+    status, _, error = call(capsys, "plan", "--model", "demo", "--data", "t.jsonl")
+    assert status == 0
+    assert error.count("the column Ticket is not used") == 1  # not once for each split
 
 
 def test_smaller_limit_gives_a_smaller_plan(capsys):

@@ -187,7 +187,7 @@ def plan(
 
         dtype = "float32" if settings.dtype == "auto" else settings.dtype
         folder = weights_of(shape, None, 4 if bits is None else bits, dtype, echo_note)
-        budget = planned_budget(settings, folder, seq_len)
+        budget = planned_budget(settings, folder, seq_len, echo_note)
     if longest:
         rows = preview.longest_shown(budget.demand, max_memory)
         if as_json:

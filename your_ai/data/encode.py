@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, pairwise
 from typing import Any
@@ -23,6 +23,7 @@ from your_ai.data.lines import ROW_LIMIT, RowLimit
 from your_ai.data.notes import Notes, compared, not_used
 from your_ai.data.preferences import Kind
 from your_ai.data.rows import Chat, Labeled, Pair, Preference, Question, Row, Scored, Text, texts_of
+from your_ai.data.turns import ASSISTANT
 from your_ai.data.windows import (
     SIZES,
     CannotJoin,
@@ -127,6 +128,11 @@ class Encoder:
         return tuple(t for t in self.tokenizer.convert_ids_to_tokens(ids) if t)
 
     @cached_property
+    def written_ends(self) -> tuple[str, ...]:
+        """The end tokens that the template writes itself."""
+        return tuple(end for end in self.end_tokens if end in self.template.special_tokens)
+
+    @cached_property
     def template(self) -> ChatTemplate:
         return ChatTemplate(self.tokenizer, self.limit)
 
@@ -174,7 +180,7 @@ class Encoder:
         return encoded
 
     def _encode(self, content: Chat | Pair | Text, where: str) -> EncodedRow:
-        if isinstance(content, Pair):
+        if not isinstance(content, Text):
             content = self._ready.used.pop(id(content), None) or self._as_it_is_used(content, where)
         if isinstance(content, Chat):
             tokens, trained = self._encode_chat(content, where)
@@ -189,21 +195,33 @@ class Encoder:
         check_ids(tokens, self.vocabulary, self.tokenizer, where)
         return EncodedRow(tokens, trained)
 
-    def _as_it_is_used(self, pair: Pair, where: str) -> Chat | Pair:
-        """A pair as a chat if there is a template, unless it has that template's tokens already."""
+    def _as_it_is_used(self, pair: Pair | Chat, where: str) -> Chat | Pair:
+        """A pair as a chat if there is a template, unless it has that template's tokens already;
+        answers without the token that the template writes at their end."""
         if not self.tokenizer.has_chat_template:
             return pair
+        if isinstance(pair, Chat):
+            return self._with_one_end(pair, where)
         if token := self.template.wrote(pair.prompt):
             self.notes.add(
                 f"prompts with tokens of the chat template, such as {token}, are used as they are",
                 where,
             )
             return pair
-        text = pair.completion.rstrip()
-        if end := next((end for end in self.end_tokens if text.endswith(end)), None):
-            self.notes.add(f"answers with {end} at their end have it only once", where)
-            pair = Pair(pair.prompt, text.removesuffix(end))
-        return pair_to_chat(pair)
+        return self._with_one_end(pair_to_chat(pair), where)
+
+    def _with_one_end(self, chat: Chat, where: str) -> Chat:
+        """The chat without end tokens at the end of its answers, which the template writes."""
+        found, ends = {}, self.written_ends
+        for index, message in enumerate(chat.messages):
+            text = message["content"].rstrip()
+            if message["role"] == ASSISTANT and text.endswith(ends):
+                end = next(end for end in ends if text.endswith(end))
+                self.notes.add(f"answers with {end} at their end have it only once", where)
+                found[index] = {**message, "content": text.removesuffix(end)}
+        if not found:
+            return chat
+        return replace(chat, messages=[found.get(i, m) for i, m in enumerate(chat.messages)])
 
     def _encode_question(self, question: Question, where: str) -> EncodedRow:
         """The tokens of a prompt up to where its answer begins."""
@@ -242,7 +260,7 @@ class Encoder:
             content = content.answer
         if isinstance(content, Question):
             return self._prompt_of_question(content, row.where)
-        if isinstance(content, Pair):
+        if isinstance(content, Pair | Chat):
             content = self._as_it_is_used(content, row.where)
         if isinstance(content, Pair):
             return SamplePrompt(content.prompt, content.prompt, content.completion, is_good)
@@ -363,7 +381,7 @@ class Encoder:
         ready, chats = ReadAhead(), []
         for row in rows if self.tokenizer.has_chat_template else ():
             for text in texts_of(row.content):
-                if isinstance(text, Pair):
+                if isinstance(text, Pair | Chat):
                     text = ready.used[id(text)] = self._as_it_is_used(text, row.where)
                 chats += [text] if isinstance(text, Chat) else []
         plain = [chat for chat in chats if not chat.tools]

@@ -26,7 +26,7 @@ from your_ai.errors import UserError
 from your_ai.files import atomic_folder, sha256
 from your_ai.gates.text import counted
 
-FORMAT = 7  # increase it when the encoding of rows changes, so that old caches are not used
+FORMAT = 8  # increase it when the encoding of rows changes, so that old caches are not used
 KEEP_CACHE_DAYS = 30
 ARRAYS = ("tokens.bin", "trained.bin", "starts.npy", "weights.npy", "labels.npy", "ratings.npy")
 TALLY = "tally.json"

@@ -24,6 +24,12 @@ class Notes:
         count, first = self.found.get(text, (0, where))
         self.found[text] = count + 1, first
 
+    def add_all(self, others: Notes) -> None:
+        """Add what was noticed in the rows of a further file."""
+        for text, (count, first) in others.found.items():
+            before, place = self.found.get(text, (0, first))
+            self.found[text] = before + count, place
+
     def lines(self) -> list[str]:
         """`answers without text are not trained: 3 rows, the first in data.jsonl:1`"""
         return [

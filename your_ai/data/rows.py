@@ -166,7 +166,8 @@ def parse_line(
     size = len(line)
     limit.check_line(line, where)
     content, place = decode_row(line, where)
-    fields = Fields(content)
+    # A column without a value is as good as none: joined tables have them for rows of other kinds.
+    fields = Fields({name: value for name, value in content.items() if value is not None})
     row = (parse or parse_row)(fields, place)
     row = replace(row, line=int(where.rpartition(":")[2]), unused=fields.unused())
     memory = TEXT_MEMORY if isinstance(row.content, Text) else CHAT_MEMORY
@@ -282,8 +283,9 @@ def parse_alpaca(row: dict, where: str) -> Chat | Pair:
 
 def alpaca_prompt(row: dict, where: str) -> str:
     prompt = text_field(row, "instruction", where)
-    if row.get("input"):
-        prompt += "\n\n" + text_field(row, "input", where)
+    more = next((name for name in row if name.lower() == "input"), "input")
+    if row.get(more):
+        prompt += "\n\n" + text_field(row, more, where)
     return prompt
 
 

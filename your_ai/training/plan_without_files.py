@@ -94,7 +94,7 @@ def planned_run(
     if model is None:
         from your_ai.training.planned import planned_budget  # loads mlx
 
-        return planned_budget(config, folder, seq_len)
+        return planned_budget(config, folder, seq_len, on_note)
     budget = planned(config, model, seq_len, target)
     for text in notes_of(config, model, seq_len, target):
         on_note(text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -87,11 +87,16 @@ def budget_of_run(
     )
 
 
-def planned_budget(config: TrainConfig, folder: Path, seq_len: int | None = None) -> Budget:
+def planned_budget(
+    config: TrainConfig,
+    folder: Path,
+    seq_len: int | None = None,
+    on_note: Callable[[str], object] = lambda _: None,
+) -> Budget:
     """The budget of a run of the model in `folder`; no weight is read.
 
     seq_len: the sequence length T of all rows. By default the lengths come from --data, or
-        without data from --max-seq-length.
+        without data from --max-seq-length. on_note: receives what was noticed in the data.
 
     Raises UserError if nothing fits.
     """
@@ -115,11 +120,18 @@ def planned_budget(config: TrainConfig, folder: Path, seq_len: int | None = None
         tokenizer = open_tokenizer(folder)
     model.adapted_layers(network, config)  # checks the settings of the adapters
     if seq_len is None and config.data:
-        config = with_reward_loss(config, check_splits(config))
-        files = fingerprint(folder)
-        data = read_data(config, network, tokenizer, files, lambda _: None)
-        together = objective_of(config).rows_together
-        config = defaults.sized(config, len(data.examples["train"]) // together)
+        found = check_splits(config)
+        for text in found.notes:
+            on_note(text)
+        config = with_reward_loss(config, found)
+
+        def tell(event: events.Event) -> None:
+            if isinstance(event, events.Notice):
+                on_note(event.text)
+
+        data = read_data(config, network, tokenizer, fingerprint(folder), tell)
+        rows = len(data.examples["train"]) // objective_of(config).rows_together
+        config = defaults.sized(config, rows, "valid" in data.examples)
     else:
         config = defaults.sized(config, 0)
         longest = config.max_seq_length if seq_len is None else seq_len

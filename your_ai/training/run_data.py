@@ -109,6 +109,11 @@ def read_data(
     examples = {
         name: load_split(name, path, config, encoder, files, write) for name, path in used.items()
     }
+    noticed = Notes()
+    for found in examples.values():
+        noticed.add_all(found.notes)
+    for text in noticed.lines():
+        write(events.Notice(text=text))
     best = checked_metric(config, splits, examples, encoder, files)
     scored, asked = [*examples.values()], list[SamplePrompt]()
     if best is not None:
@@ -253,8 +258,6 @@ def load_split(
         store() / "cache",
         reading,
     )
-    for text in examples.notes.lines():
-        write(events.Notice(text=text))
     tally = examples.tally
     if tally.truncated or tally.split:
         count = tally.truncated + tally.split
