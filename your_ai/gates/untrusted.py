@@ -18,7 +18,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, shown
@@ -101,7 +101,7 @@ def is_hash(value: object) -> bool:
     return isinstance(value, str) and HASH.fullmatch(value) is not None
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     """Whether a value of JSON or YAML is a number, also an infinite one; true and false are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -300,6 +300,6 @@ def entry_of(path: Path, name: str, described: Any, base: int) -> Entry:
     return Entry(name, kind, tuple(shape), base + offsets[0], base + offsets[1])
 
 
-def is_counts(value: Any) -> bool:
+def is_counts(value: Any) -> TypeGuard[list[int]]:
     """Whether an untrusted value is a list of integers from 0 to 2**62."""
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
