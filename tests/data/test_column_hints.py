@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from your_ai.config import FIELDS, TrainConfig
+from your_ai.config import ABOUT, TrainConfig
 from your_ai.data.column_hints import UnknownColumns, columns_option
 from your_ai.data.columns import ROLES, Layout, parse_columns
 
@@ -56,4 +56,4 @@ def test_option_has_the_columns_of_the_file_and_the_roles_of_the_objective(
 
 def test_help_names_every_role():
     for role in ROLES:
-        assert role in FIELDS["columns"].metadata["help"]
+        assert role in ABOUT["columns"].help
