@@ -238,7 +238,7 @@ def test_steps_are_the_updates_of_mlx_lm(name):
     config, args = ours(FILES[name])[0], theirs(FILES[name])
     updates = sum(it % args.grad_accumulation_steps == 0 for it in range(1, args.iters + 1))
     assert (config.max_steps, defaults.sized(config, rows=1).epochs) == (updates, None)
-    assert config.rows_per_step == args.batch_size * args.grad_accumulation_steps
+    assert defaults.rows_per_step(config, rows=1) == args.batch_size * args.grad_accumulation_steps
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -158,7 +158,7 @@ def test_the_planner_gives_the_same_plan_for_each_recommended_command(name):
         demand, choice = first_that_fits(
             (
                 dataclasses.replace(
-                    demand_of(smaller, facts, [config.max_seq_length]),
+                    demand_of(config, facts, [config.max_seq_length], adapters=smaller),
                     python_bytes=PYTHON_BYTES,
                     sliced=room.sliced,
                     engine="fused" if each.known.model_type in WHOLE else "auto",

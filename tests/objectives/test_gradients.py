@@ -178,7 +178,7 @@ def load(
         tree_map(lambda p: p + 0.05 * mx.random.normal(p.shape), network.trainable_parameters())
     )
     mx.eval(network.trainable_parameters())
-    return network, keys, model.lora_scale(config)
+    return network, keys, model.lora_scale(config, config.lora_rank)
 
 
 def make_examples(objective: str) -> Examples:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -24,6 +25,7 @@ from tests.conftest import (
 from tests.data.test_records import written
 from your_ai.data.encode import Encoder
 from your_ai.data.rows import read_rows
+from your_ai.engine import build
 from your_ai.engine.prefix import DiskStore
 from your_ai.files import sha256
 from your_ai.memory import probe
@@ -70,6 +72,18 @@ def test_resuming_with_a_prefix_cache_is_bit_identical(configure, where):
     assert resume(cut, max_steps=5) == 0
     assert losses_of(cut) == losses_of(whole)
     assert final_files(cut) == final_files(whole)
+
+
+def test_a_prefix_cache_is_left_out_where_the_model_has_no_blocks(configure, monkeypatch):
+    whole = build.split_model
+
+    def without_blocks(*args: Any) -> build.SplitModel:
+        return whole(*args)._replace(parts=None, reason="a test")
+
+    monkeypatch.setattr(build, "split_model", without_blocks)
+    run = train(configure(prefix_cache="memory", plan="fused", lora_layers=1, max_steps=2))
+    notices = [event.text for event in events_of(run, events.Notice)]
+    assert any("--prefix-cache" in text and "training without it" in text for text in notices)
 
 
 def test_runs_with_a_shared_prefix_cache_compute_the_prefix_once(configure, monkeypatch):

@@ -149,8 +149,8 @@ def show_split(
     if unit == "tokens":
         share = split.trained_tokens / total
         rows = split.rows - split.empty - split.refused
-        config = defaults.sized(config, rows)
-        steps = -(-rows // config.rows_per_step)
+        rows_per_step = defaults.rows_per_step(config, rows)
+        steps = -(-rows // rows_per_step)
         console.print(
             f"  tokens: {total:,}, of which {split.trained_tokens:,} are trained ({share:.0%})"
         )
@@ -161,7 +161,7 @@ def show_split(
                 if seconds is None
                 else f", about {duration(seconds)} at the speed of the newest run"
             )
-            length = f"{counted(steps, 'step')} of {counted(config.rows_per_step, 'row')}"
+            length = f"{counted(steps, 'step')} of {counted(rows_per_step, 'row')}"
             console.print(f"  an epoch: {length}{took}")
     bins = split.histogram()
     highest = max(count for *_, count in bins)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typing
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from your_ai.config.names import (
     ALL_LINEAR,
@@ -44,10 +44,10 @@ def types_of(kind: type) -> dict[str, Any]:
 
 def check(config: TrainConfig) -> None:
     """Raise UserError for a value out of range or a contradiction."""
-    for name, about in settings_of(type(config)).items():
+    for name, about in settings_of(config.__class__).items():
         if fault := fault_of(about, getattr(config, name)):
             raise UserError(f"{flag(name)} {fault}")
-    for name, kind in types_of(type(config)).items():
+    for name, kind in types_of(config.__class__).items():
         value = getattr(config, name)
         if kind in (str, tuple[str, ...]):
             check_texts(name, (value,) if kind is str else value)
@@ -156,7 +156,7 @@ def check_schedule(config: TrainConfig) -> None:
 
 
 def has_default(config: TrainConfig, name: str) -> bool:
-    return getattr(config, name) == config.__dataclass_fields__[name].default
+    return bool(getattr(config, name) == config.__dataclass_fields__[name].default)
 
 
 def in_effect(config: TrainConfig, name: str) -> Any:
@@ -167,7 +167,7 @@ def in_effect(config: TrainConfig, name: str) -> Any:
 
 def check_objective(config: TrainConfig) -> None:
     """Raise UserError for settings of another objective, or out of range."""
-    for name, about in settings_of(type(config)).items():
+    for name, about in settings_of(config.__class__).items():
         used = not about.objectives or config.objective in about.objectives
         if not used and not has_default(config, name):
             users = ", ".join(about.objectives)
@@ -240,11 +240,11 @@ def check_soft(config: TrainConfig) -> None:
         raise UserError("--plan staged: not supported with --objective soft; use fused or streamed")
 
 
-def credit_of(text: str) -> str | int | float | None:
+def credit_of(text: str) -> Literal["exact"] | int | float | None:
     """The value of --soft-credit: exact, a number of tokens, or a share; None if it is neither."""
     text = text.strip()
     if text == "exact":
-        return text
+        return "exact"
     if text.isascii() and text.isdigit() and len(text) < 10:
         return int(text)
     try:

@@ -60,7 +60,12 @@ def line_of(name: str, value: Any) -> str:
     """`name: value` in one line of YAML, however long the value is."""
     import yaml
 
-    options: dict[str, Any] = {"allow_unicode": True, "width": math.inf}
-    options["default_flow_style"] = None if isinstance(value, tuple) else False
+    flow = None if isinstance(value, tuple) else False
     value = list(value) if isinstance(value, tuple) else value
-    return yaml.dump({name: value}, Dumper=quoting_dumper(), **options)
+    return yaml.dump(
+        {name: value},
+        Dumper=quoting_dumper(),
+        allow_unicode=True,
+        width=math.inf,
+        default_flow_style=flow,
+    )

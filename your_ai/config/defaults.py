@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from your_ai.config.names import AUTO, GRPO, OLD_LAYERS, SFT, SOFT
-from your_ai.config.settings import TrainConfig
+from your_ai.config.settings import FIELDS, Resolved, TrainConfig
 from your_ai.gates.text import counted
 
 RANKS = (16, 8, 4)  # the adapters are tried with these ranks, in this order
@@ -23,6 +24,40 @@ REPEATED, REPEATED_UNCHECKED = (3_000, 50), (2_000, 10)
 LONGEST_WARMUP, WARMUP_SHARE = 10, 0.1
 FEWEST_STEPS, MOST_STEPS, VALIDATIONS = 10, 100, 10  # between validations; fewest of a run
 CHOSEN = ("batch_size", "epochs", "warmup_steps", "eval_every", "lora_rank", "lora_layers")
+
+
+def resolved(
+    config: TrainConfig,
+    rows: int,
+    validated: bool,
+    steps_per_epoch: int,
+    rank: int,
+    count: int,
+    blocks: int,
+) -> Resolved:
+    """The settings with which a run trains.
+
+    rows, validated: as in `sized`. steps_per_epoch: of so many rows.
+    rank: of the adapters, which are on the last `count` of `blocks` blocks.
+
+    Only automatic settings change. The length of the warm-up and the steps between validations do
+    not depend on how long the run is to be: so a run that is made longer when it is resumed ends
+    like one that was so long from the start.
+    """
+    config = sized(config, rows, validated)
+    changes: dict[str, Any] = {}
+    if config.warmup_steps == AUTO:
+        changes["warmup_steps"] = min(LONGEST_WARMUP, int(WARMUP_SHARE * steps_per_epoch))
+    if config.eval_every == AUTO:
+        tenth = epochs_for(config, rows) * steps_per_epoch // VALIDATIONS
+        # A large model may be at its best after one epoch, however many there are.
+        changes["eval_every"] = min(MOST_STEPS, max(FEWEST_STEPS, min(tenth, steps_per_epoch)))
+    if config.lora_rank == AUTO:
+        changes["lora_alpha"] = alpha_of_same_scale(config, RANKS[0], rank)
+        changes["lora_rank"] = rank
+    if config.lora_layers == AUTO:
+        changes["lora_layers"] = "all" if count == blocks else count
+    return Resolved(**{name: getattr(config, name) for name in FIELDS} | changes)
 
 
 def sized(config: TrainConfig, rows: int, validated: bool = False) -> TrainConfig:
@@ -39,13 +74,20 @@ def sized(config: TrainConfig, rows: int, validated: bool = False) -> TrainConfi
 
 def batch_size(config: TrainConfig, rows: int) -> int:
     """Rows of a micro-batch, for so many training rows."""
-    if config.batch_size != AUTO:
+    if not isinstance(config.batch_size, str):
         return config.batch_size
     if config.objective == GRPO:
         return min(config.rollouts, MOST_ROLLOUTS)
     if config.objective == SOFT:
         return min(config.prompts_per_step, MOST_SOFT)
     return next(size for least, size in BATCHES if rows >= least)
+
+
+def rows_per_step(config: TrainConfig, rows: int) -> int:
+    """Rows of a step, for so many training rows; with grpo and soft, its prompts."""
+    if config.generates:
+        return config.prompts_per_step
+    return batch_size(config, rows) * config.grad_accumulation
 
 
 def epochs_for(config: TrainConfig, rows: int, validated: bool = True) -> int:
@@ -55,49 +97,24 @@ def epochs_for(config: TrainConfig, rows: int, validated: bool = True) -> int:
     return min(most, -(-trained // max(1, rows)))
 
 
-def timed(config: TrainConfig, rows: int, steps_per_epoch: int) -> TrainConfig:
-    """The settings with those that depend on the number of steps of an epoch.
+def adapters(config: TrainConfig, blocks: int) -> Iterator[tuple[int, int]]:
+    """Each size of adapters that is allowed, the largest first: the rank, and the number of the
+    last blocks with adapters, of a model of `blocks` blocks.
 
-    They do not depend on how long the run is to be: so a run that is made longer when it is resumed
-    ends like one that was so long from the start.
+    An automatic rank is reduced before an automatic number of blocks. A number that was given may
+    be more than the model has, which is for the caller to refuse.
     """
-    warmup, every = config.warmup_steps, config.eval_every
-    if warmup == AUTO:
-        warmup = min(LONGEST_WARMUP, int(WARMUP_SHARE * steps_per_epoch))
-    if every == AUTO:
-        tenth = epochs_for(config, rows) * steps_per_epoch // VALIDATIONS
-        # A large model may be at its best after one epoch, however many there are.
-        every = min(MOST_STEPS, max(FEWEST_STEPS, min(tenth, steps_per_epoch)))
-    return dataclasses.replace(config, warmup_steps=warmup, eval_every=every)
-
-
-def adapters(config: TrainConfig, blocks: int) -> Iterator[TrainConfig]:
-    """The settings with each size of adapters that is allowed, the largest first.
-
-    blocks: number of blocks of the model.
-
-    An automatic rank is reduced before an automatic number of blocks. The scale stays.
-    """
-    ranks = RANKS if config.lora_rank == AUTO else (config.lora_rank,)
+    ranks = RANKS if isinstance(config.lora_rank, str) else (config.lora_rank,)
+    count = config.lora_layers
+    if count is None:
+        count = min(OLD_LAYERS, blocks)
+    elif isinstance(count, str):
+        count = blocks
     for rank in ranks:
-        yield with_adapters(config, rank, blocks, blocks)
-    count = blocks
+        yield rank, count
     while config.lora_layers == AUTO and count > 1:
         count //= 2
-        yield with_adapters(config, ranks[-1], count, blocks)
-
-
-def with_adapters(config: TrainConfig, rank: int, count: int, blocks: int) -> TrainConfig:
-    """The settings with this rank, and adapters on the last `count` of `blocks` blocks.
-
-    Only automatic settings change.
-    """
-    alpha, layers = config.lora_alpha, config.lora_layers
-    if config.lora_rank == AUTO:
-        alpha = alpha_of_same_scale(config, RANKS[0], rank)
-    if layers == AUTO:
-        layers = "all" if count == blocks else count
-    return dataclasses.replace(config, lora_rank=rank, lora_alpha=alpha, lora_layers=layers)
+        yield ranks[-1], count
 
 
 def alpha_of_same_scale(config: TrainConfig, before: int, rank: int) -> float:
@@ -106,20 +123,9 @@ def alpha_of_same_scale(config: TrainConfig, before: int, rank: int) -> float:
     return config.lora_alpha * (math.sqrt(ratio) if config.use_rslora else ratio)
 
 
-def largest(config: TrainConfig, blocks: int) -> TrainConfig:
-    """The settings with the adapters that are used if memory is no limit."""
+def largest(config: TrainConfig, blocks: int) -> tuple[int, int]:
+    """The size of the adapters that are used if memory is no limit, as of `adapters`."""
     return next(adapters(config, blocks))
-
-
-def adapted_blocks(config: TrainConfig, blocks: int) -> int:
-    """How many of the last blocks have adapters, in a model of `blocks` blocks.
-
-    It may be more than the model has, which is for the caller to refuse.
-    """
-    layers = config.lora_layers
-    if layers in ("all", AUTO):
-        return blocks
-    return min(OLD_LAYERS, blocks) if layers is None else layers
 
 
 def recorded(config: TrainConfig, before: TrainConfig) -> TrainConfig:
@@ -134,31 +140,27 @@ def recorded(config: TrainConfig, before: TrainConfig) -> TrainConfig:
 
 
 def words(
-    asked: TrainConfig, chosen: TrainConfig, rows: int, steps: int, blocks: int, limit: str
+    asked: TrainConfig, chosen: Resolved, rows: int, steps: int, blocks: int, limit: str
 ) -> list[str]:
     """What was chosen and why, in lines; none if nothing was automatic.
 
     rows, steps: rows of the training data, and steps of the run.
     blocks: of the model. limit: the memory limit, as text.
     """
-
-    def text_of(config: TrainConfig) -> str:
-        return adapters_text(config.lora_rank, adapted_blocks(config, blocks), blocks)
-
     automatic = {name for name in CHOSEN if getattr(asked, name) == AUTO}
     length = []
     if "batch_size" in automatic:
-        length.append(f"{counted(chosen.rows_per_step, 'row')} per step")
+        length.append(f"{counted(rows_per_step(chosen, rows), 'row')} per step")
     if "epochs" in automatic and chosen.epochs is not None:
         length.append(f"{counted(chosen.epochs, 'epoch')} ({counted(steps, 'step')})")
     if "warmup_steps" in automatic and chosen.warmup_steps:
         length.append(f"{counted(chosen.warmup_steps, 'step')} to warm up")
     lines = [f"chosen for {counted(rows, 'training row')}: {', '.join(length)}"] if length else []
-    full = largest(asked, blocks)
-    if (chosen.lora_rank, chosen.lora_layers) != (full.lora_rank, full.lora_layers):
+    size, full = largest(chosen, blocks), largest(asked, blocks)
+    if size != full:
         lines.append(
-            f"chosen for a limit of {limit}: {text_of(chosen)}, because no plan fits with "
-            f"{text_of(full)}"
+            f"chosen for a limit of {limit}: {adapters_text(*size, blocks)}, because no plan fits "
+            f"with {adapters_text(*full, blocks)}"
         )
     return lines
 

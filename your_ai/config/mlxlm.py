@@ -150,13 +150,13 @@ class MlxlmFile:
         return self.as_whole(self.value(key), key, least)
 
     def as_whole(self, value: Any, label: str, least: int) -> int:
-        number = as_number(value, int)
+        number: int | None = as_number(value, int)
         if number is None or number < least:
             raise self.error(label, f"expected a whole number from {least}, found {quoted(value)}")
         return number
 
     def as_float(self, value: Any, label: str) -> float:
-        number = as_number(value, float)
+        number: float | None = as_number(value, float)
         if number is None:
             raise self.error(label, f"expected a number, found {quoted(value)}")
         return number

@@ -208,8 +208,8 @@ def to_yaml(config: TrainConfig) -> str:
 
     values = dataclasses.asdict(config)
     values = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
-    options = {"sort_keys": False, "allow_unicode": True, "explicit_end": True}
-    return yaml.dump(values, Dumper=quoting_dumper(), **options)
+    dumper = quoting_dumper()
+    return yaml.dump(values, Dumper=dumper, sort_keys=False, allow_unicode=True, explicit_end=True)
 
 
 @cache

@@ -30,6 +30,8 @@ from your_ai.config.setting import ALWAYS, LARGEST, Bounds, setting, settings_of
 from your_ai.errors import UserError
 
 AUTO_SAMPLES = 3  # of --samples auto
+RowKind = Literal["answers", "pairs", "labels", "prompts", "rated"]
+ObjectiveName = Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "grpo", "reward", "soft"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,16 +351,14 @@ class ObjectiveSettings:
 
     PANEL: ClassVar[str] = "Objective: all but --objective only with one other than sft"
 
-    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "grpo", "reward", "soft"] = (
-        setting(
-            SFT,
-            "What is learned: answers (sft), which of two answers is preferred (dpo, ipo, simpo, "
-            "orpo), which answers are good and which are bad (kto), what earns a reward (grpo), to "
-            "score answers (reward), or what a reward model scores highly, through the sampled "
-            "tokens (soft).",
-            before="sft",
-            in_card=True,
-        )
+    objective: ObjectiveName = setting(
+        SFT,
+        "What is learned: answers (sft), which of two answers is preferred (dpo, ipo, simpo, "
+        "orpo), which answers are good and which are bad (kto), what earns a reward (grpo), to "
+        "score answers (reward), or what a reward model scores highly, through the sampled "
+        "tokens (soft).",
+        before="sft",
+        in_card=True,
     )
     beta: float | None = setting(
         None,
@@ -874,14 +874,6 @@ class TrainConfig(
         check(self)
 
     @property
-    def rows_per_step(self) -> int:
-        """Rows of a step, once the batch size is known; with grpo and soft, its prompts."""
-        if self.generates:
-            return self.prompts_per_step
-        assert self.batch_size != AUTO
-        return self.batch_size * self.grad_accumulation
-
-    @property
     def generates(self) -> bool:
         """Whether each step trains completions that the model samples itself."""
         return self.objective in GENERATING
@@ -889,7 +881,7 @@ class TrainConfig(
     @property
     def sample_count(self) -> int:
         """How many held-out prompts are answered before and after training, if there are any."""
-        if self.samples == AUTO:
+        if isinstance(self.samples, str):
             return 0 if self.generates or self.objective == REWARD else AUTO_SAMPLES
         return self.samples
 
@@ -906,12 +898,10 @@ class TrainConfig(
         return 2 if self.row_kind in ("pairs", "labels", "rated") else 1
 
     @property
-    def row_kind(self) -> Literal["answers", "pairs", "labels", "prompts", "rated"]:
+    def row_kind(self) -> RowKind:
         """What the rows of the data are."""
-        kinds = {SFT: "answers", "kto": "labels", REWARD: "rated"} | dict.fromkeys(
-            GENERATING, "prompts"
-        )
-        return kinds.get(self.objective, "pairs")
+        kinds: dict[str, RowKind] = {SFT: "answers", "kto": "labels", REWARD: "rated"}
+        return "prompts" if self.generates else kinds.get(self.objective, "pairs")
 
     @property
     def measured_kind(self) -> Literal["answers", "chosen"]:
@@ -932,10 +922,22 @@ class TrainConfig(
         }
 
 
+class Resolved(TrainConfig):
+    """The settings with which a run trains: none is automatic but `samples`."""
+
+    batch_size: int
+    epochs: int | None
+    eval_every: int
+    warmup_steps: int
+    lora_rank: int
+    lora_layers: int | Literal["all"] | None
+
+
 def last_step(config: TrainConfig, steps_per_epoch: int) -> int:
     """The last step: --max-steps or the end of --epochs, whichever comes first."""
-    by_epochs = None if config.epochs is None else config.epochs * steps_per_epoch
-    limits = [n for n in (config.max_steps, by_epochs) if n is not None]
+    limits = [] if config.max_steps is None else [config.max_steps]
+    if isinstance(config.epochs, int):
+        limits.append(config.epochs * steps_per_epoch)
     return min(limits, default=steps_per_epoch)
 
 

@@ -122,9 +122,10 @@ def gigabytes(value: Any) -> float | None:
         for unit, size_bytes in UNITS.items():
             number = value.strip().lower().removesuffix(unit)
             if number != value.strip().lower():
-                found = as_number(number.strip(), float)
+                found: float | None = as_number(number.strip(), float)
                 return None if found is None else found * size_bytes / 1e9
-    return as_number(value, float)
+    found = as_number(value, float)
+    return found
 
 
 def describe(kind: Any) -> str:

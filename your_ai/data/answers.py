@@ -43,7 +43,7 @@ class Frame:
     """Of each answer: where the prompt of generation ends, counted from the beginning of its
     content, and where it ends, counted from the end of its content."""
 
-    def spans(self, text: str, messages: list[dict]) -> dict[int, tuple[int, int]] | None:
+    def spans(self, text: str, messages: list[dict[str, Any]]) -> dict[int, tuple[int, int]] | None:
         """The span of each answer in `text`, if that is what the frame makes of the messages."""
         for trimmed in (False, True):
             at, found = 0, {}
@@ -61,7 +61,7 @@ class Frame:
         return None
 
 
-def is_plain(message: dict) -> bool:
+def is_plain(message: dict[str, Any]) -> bool:
     """Whether a message has a content, and nothing else that a template shows."""
     content = message["content"]
     return bool(
@@ -197,7 +197,7 @@ class ChatAnswers:
             self._frames[key] = self._frame_of_marks(messages)
         return self._frames[key]
 
-    def _frame_of_marks(self, messages: list[dict]) -> Frame | None:
+    def _frame_of_marks(self, messages: list[dict[str, Any]]) -> Frame | None:
         marked = [marked_message(at, message) for at, message in enumerate(messages)]
         chat = Chat(marked)
         try:
@@ -212,14 +212,14 @@ class ChatAnswers:
             for at, message in enumerate(marked):
                 if message["role"] != ASSISTANT:
                     continue
-                before = self._begun(chat, at, "", answer_next=True)
+                begun = self._begun(chat, at, "", answer_next=True)
                 through = self._begun(chat, at + 1, "")
-                if before is None or through is None or not text.startswith(before):
+                if begun is None or through is None or not text.startswith(begun):
                     return None
-                if not text.startswith(through) or len(through) <= len(before):
+                if not text.startswith(through) or len(through) <= len(begun):
                     return None
                 place = text.index(message["content"])
-                borders[at] = len(before) - place, len(through) - place - len(message["content"])
+                borders[at] = len(begun) - place, len(through) - place - len(message["content"])
         except UserError:
             return None
         return Frame(tuple(parts), rest, borders)

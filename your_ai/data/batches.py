@@ -20,6 +20,7 @@ MERGE_PADDING = 0.05  # buckets are merged while this adds less than 5% padding 
 MAX_BUCKETS = 12
 TARGET_LEVELS = 8  # target slots are padded to a multiple of 1/8 of the batch's tokens
 RowsAt = Callable[[int], int]  # sequence length -> maximum rows in a micro-batch
+Order = tuple[np.ndarray, np.ndarray, np.ndarray]  # as of `epoch_order`
 FIRST_EMPTY = 0x80000000  # the ids in `Batch.rows` of rows without text begin here
 PADDING = 0xFFFFFFFF  # the value in `Batch.rows` at padding of a packed row
 
@@ -91,15 +92,15 @@ class Batch:
     def text_lengths(self) -> np.ndarray:
         """The input tokens of each token's text: (B, 1), or (B, T) if packed; at least 1."""
         if not self.packed:
-            return np.maximum(self.lengths, 1)[:, None]
+            return np.reshape(np.maximum(self.lengths, 1), (-1, 1))
         _, inverse, counts = np.unique(self.rows, return_inverse=True, return_counts=True)
-        return counts[inverse].reshape(self.rows.shape)
+        return np.asarray(counts[inverse].reshape(self.rows.shape))
 
     @property
     def text_ids(self) -> np.ndarray:
         """(trained_tokens,) the index in the step of the text of each target."""
         ids = np.broadcast_to(self.rows, self.tokens.shape).reshape(-1)
-        return ids[self.positions[: self.trained_tokens]]
+        return np.asarray(ids[self.positions[: self.trained_tokens]])
 
     @property
     def weight(self) -> float:
@@ -144,7 +145,7 @@ class Schedule:
     """The size of a group: consecutive examples that are weighed together, such as a pair."""
     repeats: int = 1
     """Steps in a row that use the same rows."""
-    _orders: dict = field(default_factory=dict, repr=False)  # of the current epoch
+    _orders: dict[int, Order] = field(default_factory=dict, repr=False)  # of the current epoch
 
     @property
     def steps_per_epoch(self) -> int:
@@ -225,7 +226,7 @@ class Schedule:
         longest = int(self.examples.lengths.max()) - 1
         return min(self.packed_tokens, rows_at(longest) * longest)
 
-    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _epoch(self, epoch: int) -> Order:
         if epoch not in self._orders:
             self._orders.clear()
             seed = derive_seed(self.seed, "epoch", epoch)
@@ -236,7 +237,7 @@ class Schedule:
 
 def group_lengths(lengths: np.ndarray, rows_together: int) -> np.ndarray:
     """The length of the longest row in each group of consecutive rows."""
-    return lengths.reshape(-1, rows_together).max(axis=1)
+    return np.asarray(lengths.reshape(-1, rows_together).max(axis=1))
 
 
 def members(groups: np.ndarray, rows_together: int) -> np.ndarray:
@@ -244,9 +245,7 @@ def members(groups: np.ndarray, rows_together: int) -> np.ndarray:
     return (groups[:, None] * rows_together + np.arange(rows_together)).reshape(-1)
 
 
-def epoch_order(
-    buckets: np.ndarray, rows_per_step: int, seed: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def epoch_order(buckets: np.ndarray, rows_per_step: int, seed: int) -> Order:
     """Return a permutation of the rows (or groups), and the start and end of each step in it.
 
     Rows are shuffled, then sorted by bucket, so the rows of a step have similar lengths. Then the

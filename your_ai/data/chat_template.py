@@ -60,12 +60,16 @@ class ChatTemplate:
         return str(self.tokenizer.chat_template)
 
     def render(
-        self, messages: list[dict], tools: list | None, where: str, answer_next: bool = False
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        where: str,
+        answer_next: bool = False,
     ) -> str:
         """The text of a chat. `answer_next` adds the header of an answer. Raises UserError."""
         return self._render(self.prepared(messages), tools, where, answer_next)
 
-    def render_all(self, chats: list[list[dict]]) -> list[str] | None:
+    def render_all(self, chats: list[list[dict[str, Any]]]) -> list[str] | None:
         """The texts of chats without tools; None if they cannot be rendered together."""
         room, most = self.limit.room_bytes, self._most_characters
         prepared = [self.prepared(messages) for messages in chats]
@@ -73,7 +77,11 @@ class ChatTemplate:
         return texts if texts and max(map(len, texts)) <= most else None
 
     def _render(
-        self, messages: list[dict], tools: list | None, where: str, answer_next: bool = False
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        where: str,
+        answer_next: bool = False,
     ) -> str:
         room, most = self.limit.room_bytes, self._most_characters
         options = self._options(tools, answer_next)
@@ -83,7 +91,7 @@ class ChatTemplate:
     def _most_characters(self) -> int:
         return TEMPLATE_GROWTH * self.limit.row_bytes + TEMPLATE_CHARACTERS
 
-    def _options(self, tools: list | None, answer_next: bool) -> dict[str, Any]:
+    def _options(self, tools: list[Any] | None, answer_next: bool) -> dict[str, Any]:
         """The options that the template uses: mlx-lm's templates that are functions do not accept
         others."""
         options: dict[str, Any] = {"add_generation_prompt": answer_next}
@@ -98,13 +106,13 @@ class ChatTemplate:
 
     # How it takes messages
 
-    def prepared(self, messages: list[dict]) -> list[dict]:
+    def prepared(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages with the roles, the name of reasoning, and the form of arguments that the
         template knows."""
         return [self._prepared(message) for message in messages]
 
-    def _prepared(self, message: dict) -> dict:
-        role, changes = message["role"], {}
+    def _prepared(self, message: dict[str, Any]) -> dict[str, Any]:
+        role, changes = message["role"], dict[str, Any]()
         if role in MEANINGS and not self.names(role):
             changes["role"] = MEANINGS[role]
         reasoning = reasoning_of(message)
@@ -134,7 +142,7 @@ class ChatTemplate:
         calls = [{"id": "call00000", "type": "function", "function": call}]
         said = {"role": ASSISTANT, "content": "", "tool_calls": calls}
 
-        def shows(message: dict) -> bool:
+        def shows(message: dict[str, Any]) -> bool:
             try:
                 return mark(0, "v") in self._render([asked, message], None, "")
             except UserError:
@@ -145,12 +153,13 @@ class ChatTemplate:
 
     # What it shows
 
-    def left_out(self, messages: list[dict], tools: list | None, text: str) -> LeftOut:
+    def left_out(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, text: str
+    ) -> LeftOut:
         """What is not in `text`, which `render` gave of a chat."""
         tried = self._try(messages, tools)
-        found = {name: set() for name in ("contents", "reasoning", "calls")}
-        if tried is not None:
-            found = {name: set(getattr(tried, name)) for name in found}
+        names = ("contents", "reasoning", "calls")
+        found: dict[str, set[int]] = {name: set(getattr(tried, name, ())) for name in names}
         for index, message in enumerate(messages):
             thought, said = split_thought(message["content"])
             if not contains(text, said):
@@ -168,7 +177,7 @@ class ChatTemplate:
             tools=no_tools or (tried is not None and tried.tools),
         )
 
-    def _try(self, messages: list[dict], tools: list | None) -> LeftOut | None:
+    def _try(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> LeftOut | None:
         """What the template leaves out of messages of these kinds; None if it refuses the marks."""
         if len(messages) > MOST_TRIED:
             return None
@@ -179,7 +188,7 @@ class ChatTemplate:
             self._tried[key] = self._try_marks(messages, tools)
         return self._tried[key]
 
-    def _try_marks(self, messages: list[dict], tools: list | None) -> LeftOut | None:
+    def _try_marks(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> LeftOut | None:
         marked = [marked_message(index, message) for index, message in enumerate(messages)]
         marked_tools = [marked_tool(tool) for tool in tools] if tools else None
         try:
@@ -230,13 +239,13 @@ def fixed_date(call: re.Match[str]) -> str:
     return repr(TEMPLATE_DATE.strftime(call[2]))
 
 
-def with_text_arguments(call: dict) -> dict:
+def with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     text = json.dumps(function["arguments"], ensure_ascii=False)
     return {**call, "function": {**function, "arguments": text}}
 
 
-def reasoning_of(message: dict) -> str:
+def reasoning_of(message: dict[str, Any]) -> str:
     return (message.get(REASONING[0]) or "").strip()
 
 
@@ -259,7 +268,7 @@ def contains(text: str, piece: str) -> bool:
     return WORDS.sub("", piece).lower() in WORDS.sub("", text).lower()
 
 
-def kind_of_message(message: dict) -> tuple:
+def kind_of_message(message: dict[str, Any]) -> tuple[str, bool, bool, bool, int]:
     """What a template may treat differently."""
     thought, said = split_thought(message["content"])
     return (
@@ -271,7 +280,7 @@ def kind_of_message(message: dict) -> tuple:
     )
 
 
-def marked_message(index: int, message: dict) -> dict:
+def marked_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     """A message of the same kind with marks in place of its texts."""
     thought, said = split_thought(message["content"])
     content = mark(index, "c") if said.strip() else ""

@@ -49,7 +49,7 @@ COMPLETE_PREFERENCES = (
     *({"prompt", "completion", "score"}, {"messages", "score"}),
 )
 LEFT_OUT = {*(key for keys in FORMATS for key in keys), "weight", "label"}
-NOTHING = (None, "", [], {})
+NOTHING: tuple[Any, ...] = (None, "", [], {})
 TEMPLATE_BYTES = 1 << 20
 TEMPLATE_SECONDS = 3.0
 # In a template: of the length of a text or list and a number, and an exponent.
@@ -251,14 +251,13 @@ def guess(
     if kind == "rated" and SCORE not in by_name:
         text = f"{where}: {SCORE} is missing; columns: {listed(record)}; {hint}"
         raise UnknownColumns(text, where, record)
-    wanted = ({"completion"},) if answer_only else COMPLETE
-    for complete in wanted:
-        roles = {role: found[role] for role in NAMES if role in complete}
-        if all(roles.values()):
+    for complete in ({"completion"},) if answer_only else COMPLETE:
+        roles = {role: name for role in NAMES if role in complete and (name := found[role])}
+        if roles.keys() == complete:
             system = {"system": by_name["system"]} if "system" in by_name else {}
             roles |= label
             roles |= further_input(by_name, roles)
-            return {**roles, **system} if complete != {"text"} else roles  # type: ignore[dict-item]
+            return {**roles, **system} if complete != {"text"} else roles
     if label and found["prompt"]:
         raise UnknownColumns(
             f"{where}: completion is missing; columns: {listed(record)}; {hint}", where, record
@@ -327,7 +326,8 @@ def template_of(name: str) -> tuple[Callable[[Mapping[str, Any], str], str], fro
     """
     import jinja2
     import jinja2.meta
-    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+    from jinja2.exceptions import SecurityError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     path = Path(name).expanduser()
     label = f"--prompt-template {shortened(name)}"

@@ -20,7 +20,7 @@ def costs_of(lengths: np.ndarray, hidden: int, rows_together: int = 1) -> np.nda
     """
     tokens = np.maximum(lengths, 1).astype(np.float64)
     costs = tokens + tokens**2 / (6 * max(1, hidden))
-    return costs.reshape(-1, rows_together).sum(axis=1)
+    return np.asarray(costs.reshape(-1, rows_together).sum(axis=1))
 
 
 def dealt(costs: Sequence[float], shares: Sequence[float]) -> list[list[int]]:

@@ -255,7 +255,7 @@ class Encoder:
         if isinstance(content, Preference):
             content = content.chosen
         elif isinstance(content, Labeled):
-            content, is_good = content.answer, content.good
+            is_good, content = content.good, content.answer
         elif isinstance(content, Scored):
             content = content.answer
         if isinstance(content, Question):
@@ -275,7 +275,7 @@ class Encoder:
         """The last message as the model is to write it: with its reasoning and calls."""
         answer = chat.messages[-1]
         if not (answer.get("tool_calls") or reasoning_of(answer)):
-            return answer["content"]
+            return str(answer["content"])
         text = self.template.render(chat.messages, chat.tools, where)
         start, end = self.answers.turn_span(text, chat, len(chat.messages) - 1, where) or (0, 0)
         return self._without_end(text[start:end])
@@ -361,7 +361,7 @@ class Encoder:
         encoded."""
         rows, before, ready = iter(rows), list[Row](), ReadAhead()
         with ThreadPoolExecutor(1) as pool:
-            tokens = pool.submit(dict)
+            tokens = pool.submit(dict[int, Tokens])
             while some := list(islice(rows, ROWS_AHEAD)):
                 ready.tokens = tokens.result()  # templates' memory is limited: no thread may run
                 following = self._rendered_together(some)
@@ -495,11 +495,12 @@ def token_ids(tokenizer: Any, text: str, where: str, special: bool = True) -> li
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or len(text) <= SIZES.window:
-        return tokenizer.encode(text, add_special_tokens=special)
+        return list(tokenizer.encode(text, add_special_tokens=special))
     backend.no_truncation()
     backend.no_padding()
     with naming(where):
-        return tokenize_ids(backend, text, special).tolist()
+        ids: list[int] = tokenize_ids(backend, text, special).tolist()
+        return ids
 
 
 def in_spans(tokens: Tokens, spans: Iterable[tuple[int, int]], length: int) -> np.ndarray:

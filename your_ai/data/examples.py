@@ -88,6 +88,12 @@ class Examples:
         part = slice(self.starts[index], self.starts[index + 1])
         return EncodedRow(self.tokens[part], self.trained[part])
 
+    @property
+    def tokens_file(self) -> Path:
+        """The file that the tokens are mapped from."""
+        assert isinstance(self.tokens, np.memmap)
+        return Path(str(self.tokens.filename))
+
     @cached_property
     def lengths(self) -> np.ndarray:
         """(n,) the number of tokens of each example."""
@@ -380,7 +386,7 @@ def has_tokens(examples: Examples, vocabulary: int | None) -> bool:
     """Whether all token ids in the examples are within the vocabulary size."""
     if vocabulary is None or not len(examples):
         return True
-    return largest(Path(examples.tokens.filename), np.uint32) < vocabulary
+    return largest(examples.tokens_file, np.uint32) < vocabulary
 
 
 def can_be_trained(path: Path, starts: np.ndarray) -> bool:

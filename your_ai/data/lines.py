@@ -7,12 +7,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from your_ai.config import FIELDS
+from your_ai.config import TrainConfig
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, shortened
 
@@ -36,7 +36,7 @@ SHORT_BYTES = 1 << 16  # rows up to this size are always read
 class RowLimit:
     """The limits on the size of a row."""
 
-    row_bytes: int = FIELDS["max_row_bytes"].default
+    row_bytes: int = TrainConfig.max_row_bytes
     """Maximum length of its line, in bytes."""
     room_bytes: int = 1 << 33
     """Memory that reading it may use in addition to what the process uses already."""
@@ -135,8 +135,10 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise Repeated(f"has the key {shortened(twice)} twice")
+        for name, _ in pairs:
+            if name in seen:
+                raise Repeated(f"has the key {shortened(name)} twice")
+            seen.add(name)
     return found
 
 
@@ -174,7 +176,7 @@ def depth_of(value: Any) -> int:
     return depth
 
 
-def decode_line(line: bytes, where: str) -> dict:
+def decode_line(line: bytes, where: str) -> dict[str, Any]:
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -185,7 +187,7 @@ def decode_line(line: bytes, where: str) -> dict:
     return row
 
 
-def decode_row(line: bytes, where: str) -> tuple[dict, str]:
+def decode_row(line: bytes, where: str) -> tuple[dict[str, Any], str]:
     """The object in a line, and the place that it was converted from, or else `where`."""
     row = decode_line(line, where)
     place = row.pop(ORIGIN, None)
@@ -193,7 +195,7 @@ def decode_row(line: bytes, where: str) -> tuple[dict, str]:
     return parsed_texts(row, where), where
 
 
-def parsed_texts(row: dict[str, Any], where: str) -> dict[str, Any]:
+def parsed_texts(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The row with those fields as values that tables can only have as text."""
     row = dict(row)
     for key in ("messages", "conversations"):
@@ -256,10 +258,10 @@ def read_first_row(path: Path, limit: RowLimit) -> dict[str, Any]:
     raise UserError(f"{path}: the file is empty; give at least one row")
 
 
-class Fields(dict):
+class Fields(dict[str, Any]):
     """The fields of a row. It remembers which were read: those that were not have no effect."""
 
-    def __init__(self, row: dict, read: set[str] | None = None) -> None:
+    def __init__(self, row: dict[str, Any], read: set[str] | None = None) -> None:
         super().__init__(row)
         self.read: set[str] = set() if read is None else read
 
@@ -284,11 +286,11 @@ class Fields(dict):
         )  # fmt: skip
 
 
-def fields_of(row: dict) -> Fields:
+def fields_of(row: dict[str, Any]) -> Fields:
     return row if isinstance(row, Fields) else Fields(row)
 
 
-def text_field(row: dict, key: str, where: str) -> str:
+def text_field(row: dict[str, Any], key: str, where: str) -> str:
     """The text in a field; a whole number is text, as in a table. Raises UserError."""
     value = row.get(key)
     if isinstance(value, int) and not isinstance(value, bool):

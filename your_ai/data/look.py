@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from your_ai.config import GRPO, REWARD, SFT, TrainConfig
+from your_ai.config import TrainConfig
+from your_ai.config.settings import ObjectiveName
 from your_ai.data.columns import layout_of
 from your_ai.data.lines import RowLimit
 from your_ai.data.preferences import parser_of
@@ -17,7 +18,7 @@ from your_ai.data.survey import survey
 from your_ai.errors import UserError
 
 # The first whose rows the data has is what it seems to be for.
-BY_ROWS = (SFT, "dpo", "kto", REWARD, GRPO)
+BY_ROWS: tuple[ObjectiveName, ...] = ("sft", "dpo", "kto", "reward", "grpo")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class DataLook:
 
 def look(
     data: str,
-    objective: str | None = None,
+    objective: ObjectiveName | None = None,
     progress: Progress = lambda *_: None,
     columns: Sequence[str] = (),
 ) -> DataLook:
@@ -65,7 +66,7 @@ def look(
     )
 
 
-def objective_of(data: str, columns: Sequence[str] = ()) -> str:
+def objective_of(data: str, columns: Sequence[str] = ()) -> ObjectiveName:
     """The objective that trains the first row of --data. Raises UserError if none does."""
     where, record = first_record(data)
     fault = None
@@ -83,14 +84,14 @@ def has_expected(data: str, columns: Sequence[str] = ()) -> bool:
     """Whether the first row has an expected answer for rewards."""
     where, record = first_record(data)
     try:
-        content = parsed_for(GRPO, record, where, columns).content
+        content = parsed_for("grpo", record, where, columns).content
     except UserError:
         return False
     return isinstance(content, Question) and content.expected is not None
 
 
 def parsed_for(
-    objective: str, record: dict[str, Any], where: str, columns: Sequence[str] = ()
+    objective: ObjectiveName, record: dict[str, Any], where: str, columns: Sequence[str] = ()
 ) -> Row:
     """A record as a row that the objective trains. Raises UserError if it is none."""
     kind = TrainConfig(objective=objective).row_kind
@@ -107,7 +108,7 @@ def first_record(data: str) -> tuple[str, dict[str, Any]]:
 
 def first_records(data: str, most: int) -> list[tuple[str, dict[str, Any]]]:
     """The places and contents of at most `most` training records. Raises UserError."""
-    limit, found = RowLimit(TrainConfig().max_row_bytes), []
+    limit, found = RowLimit(), list[tuple[str, dict[str, Any]]]()
     for source in sources_of(data):
         records = records_in(replace(source, rows=None), "train", limit, lambda *_: None)
         found += [(where, record) for _, where, record in islice(records, most - len(found))]

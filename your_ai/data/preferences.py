@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -65,7 +65,7 @@ def parser_of(kind: Kind) -> ParseRow:
     }[kind]
 
 
-def kind_of(row: dict) -> Kind | None:
+def kind_of(row: Mapping[str, Any]) -> Kind | None:
     """The kind of a row, by its keys; None if it has no known format."""
     if any(all(key in row for key in keys) for keys in PAIR_KEYS):
         return "pairs"
@@ -74,7 +74,7 @@ def kind_of(row: dict) -> Kind | None:
     return "answers" if any(all(key in row for key in keys) for keys in FORMATS) else None
 
 
-def parse_answers(row: dict, where: str) -> Row:
+def parse_answers(row: dict[str, Any], where: str) -> Row:
     """Rows of supervised fine-tuning. Refused are rows that are only a pair of answers, and answers
     that may be bad.
     """
@@ -92,7 +92,7 @@ def parse_answers(row: dict, where: str) -> Row:
     return parse_row(row, where)
 
 
-def parse_pairs(row: dict, where: str, alone: bool = False) -> Row:
+def parse_pairs(row: dict[str, Any], where: str, alone: bool = False) -> Row:
     """`chosen` and `rejected`: texts, or lists of messages; with or without `prompt`.
 
     alone: as in `preference_of`.
@@ -113,14 +113,14 @@ def parse_pairs(row: dict, where: str, alone: bool = False) -> Row:
     return Row(where, content, parse_weight(row, where))
 
 
-def parse_chosen(row: dict, where: str) -> Row:
+def parse_chosen(row: dict[str, Any], where: str) -> Row:
     """Rows with answers; of a pair, the chosen one."""
     if kind_of(row) != "pairs":
         return parse_answers(row, where)
     return Row(where, preference_of(row, where).chosen, parse_weight(row, where))
 
 
-def parse_any(row: dict, where: str) -> Row:
+def parse_any(row: dict[str, Any], where: str) -> Row:
     """Rows of pairs, of answers with a label, and of answers without one."""
     kind = kind_of(row)
     if kind is None:
@@ -137,7 +137,7 @@ def parse_any(row: dict, where: str) -> Row:
     return parser_of(kind)(row, where)
 
 
-def parse_labels(row: dict, where: str) -> Row:
+def parse_labels(row: dict[str, Any], where: str) -> Row:
     """An answer with a `label`: true for good, false for bad."""
     kind = kind_of(row)
     if kind != "labels":
@@ -159,11 +159,12 @@ def parse_labels(row: dict, where: str) -> Row:
     return Row(where, Labeled(judged(parsed.content, where), good), parsed.weight)
 
 
-def parse_rated(row: dict, where: str) -> Row:
+def parse_rated(row: dict[str, Any], where: str) -> Row:
     """Rows of a reward model: pairs, maybe with a `margin`; or an answer with a `score`."""
     kind, score = kind_of(row), rating_of(row, SCORE, where)
     if kind == "pairs":
         found = parse_pairs(row, where, alone=True)
+        assert isinstance(found.content, Preference)
         margin = rating_of(row, MARGIN, where) or 0.0
         if margin < 0:
             raise UserError(f"{where}: margin {margin:g}: must be at least 0; swap the answers")
@@ -181,7 +182,7 @@ def parse_rated(row: dict, where: str) -> Row:
     return Row(where, Scored(judged(parsed.content, where), score), parsed.weight)
 
 
-def parse_to_score(row: dict, where: str) -> Row:
+def parse_to_score(row: dict[str, Any], where: str) -> Row:
     """Rows that a reward model scores: pairs, or rows with an answer."""
     if kind_of(row) == "pairs":
         return Row(where, preference_of(row, where, alone=True), parse_weight(row, where))
@@ -192,7 +193,7 @@ def parse_to_score(row: dict, where: str) -> Row:
     return replace(parsed, content=content)
 
 
-def rating_of(row: dict, name: str, where: str) -> float | None:
+def rating_of(row: dict[str, Any], name: str, where: str) -> float | None:
     """The number in the column `name`, in any case; None if there is no such column."""
     key = next((key for key in row if key.strip().lower() == name), None)
     if key is None:
@@ -209,7 +210,7 @@ def rating_of(row: dict, name: str, where: str) -> float | None:
     return number
 
 
-def answer_without(row: dict, keys: tuple[str, ...]) -> Fields:
+def answer_without(row: dict[str, Any], keys: tuple[str, ...]) -> Fields:
     """The row without some keys."""
     return fields_of(row).without(*keys)
 
@@ -233,7 +234,7 @@ def of_one_form(rows: Iterator[Row]) -> Iterator[Row]:
         yield row
 
 
-def without_answer(row: dict, where: str) -> UserError:
+def without_answer(row: dict[str, Any], where: str) -> UserError:
     """A row has a label, but not the keys of a prompt and its answer."""
     keys = f"keys found: {shortened(', '.join(row))}"
     missing = [key for key in ("prompt", "completion") if key not in row]
@@ -245,7 +246,7 @@ def without_answer(row: dict, where: str) -> UserError:
     )
 
 
-def label_of(row: dict) -> bool | None:
+def label_of(row: dict[str, Any]) -> bool | None:
     """Whether the label of a row says good or bad; None if it says neither."""
     label = dict.get(row, "label")  # whoever asks may not use it
     return LABELS.get(str(label).lower()) if isinstance(label, bool | int | float | str) else None
@@ -271,11 +272,12 @@ def with_other_answers(rows: Iterator[Row]) -> Iterator[Row]:
     Raises UserError if there is only one row.
     """
     waiting: list[Row] = []  # rows at the beginning, all with the same prompt
-    before = differs = None  # the last row, and the last one whose prompt differs from its prompt
+    before: Row | None = None  # the last row
+    differs: Row | None = None  # the last one whose prompt differs from its prompt
     for row in rows:
         if before is not None and prompt_of(row) != prompt_of(before):
             differs = before
-        if differs is None and len(waiting) < MOST_WAITING:
+        if before is None or (differs is None and len(waiting) < MOST_WAITING):
             waiting.append(row)
         else:
             for early in waiting:
@@ -291,9 +293,14 @@ def with_other_answers(rows: Iterator[Row]) -> Iterator[Row]:
         yield with_other(row, other)
 
 
+def labeled(row: Row) -> Labeled:
+    assert isinstance(row.content, Labeled)
+    return row.content
+
+
 def prompt_of(row: Row) -> Any:
     """What a labeled answer answers."""
-    content = row.content.answer
+    content = labeled(row).answer
     return (
         content.prompt if isinstance(content, Pair) else content.messages[: content.first_trained]
     )
@@ -301,7 +308,8 @@ def prompt_of(row: Row) -> Any:
 
 def with_other(row: Row, other: Row) -> Row:
     """A labeled row, with the answer of `other` to its own prompt."""
-    own, given = row.content.answer, other.content.answer
+    own, given = labeled(row).answer, labeled(other).answer
+    mismatched: Chat | Pair
     if isinstance(given, Pair):
         turns = [{"role": "assistant", "content": given.completion}]
     else:
@@ -312,7 +320,7 @@ def with_other(row: Row, other: Row) -> Row:
     else:
         text = next((t["content"] for t in reversed(turns) if t["content"].strip()), "")
         mismatched = Pair(own.prompt, text or own.completion)
-    return replace(row, content=replace(row.content, other=mismatched))
+    return replace(row, content=replace(labeled(row), other=mismatched))
 
 
 def refused(where: str, wanted: str, found: str, kind: Kind) -> UserError:
@@ -322,7 +330,7 @@ def refused(where: str, wanted: str, found: str, kind: Kind) -> UserError:
     )
 
 
-def preference_of(row: dict, where: str, alone: bool = False) -> Preference:
+def preference_of(row: dict[str, Any], where: str, alone: bool = False) -> Preference:
     """Both answers with their prompt.
 
     alone: texts without a prompt and without a common beginning are compared as they are.
@@ -333,23 +341,24 @@ def preference_of(row: dict, where: str, alone: bool = False) -> Preference:
         raise UserError(f"{where}: chosen and rejected: expected two texts or two lists")
     if isinstance(chosen, list):
         return chats_of(row, prompt, where, alone)
-    texts = (text_field(row, "chosen", where), text_field(row, "rejected", where))
+    chosen, rejected = text_field(row, "chosen", where), text_field(row, "rejected", where)
     if "prompt" in row:
         row["prompt"]
     else:
-        if alone and not beginning_of(*texts).strip() and all(text.strip() for text in texts):
-            return Preference(*map(Text, texts))
-        prompt, *texts = shared_text(*texts, where)
-    for key, text in zip(("chosen", "rejected"), texts, strict=True):
+        different = alone and not beginning_of(chosen, rejected).strip()
+        if different and chosen.strip() and rejected.strip():
+            return Preference(Text(chosen), Text(rejected))
+        prompt, chosen, rejected = shared_text(chosen, rejected, where)
+    for key, text in (("chosen", chosen), ("rejected", rejected)):
         if not text.strip():
             raise UserError(f"{where}: {key}: is empty")
     if not isinstance(prompt, str | int | list):
         raise UserError(f"{where}: prompt: expected text, found {type(prompt).__name__}")
     prompt = str(prompt) if isinstance(prompt, int) else prompt
-    return Preference(*(as_chat(row, prompt, text, where) for text in texts))
+    return Preference(as_chat(row, prompt, chosen, where), as_chat(row, prompt, rejected, where))
 
 
-def pair_of(row: dict, where: str) -> Fields:
+def pair_of(row: dict[str, Any], where: str) -> Fields:
     """The row with `chosen`, `rejected` and, if it has a question, `prompt`, whatever their names
     in other programs' files: OpenAI's, LLaMA-Factory's, HH-RLHF's.
     """
@@ -402,7 +411,7 @@ def is_transcript(text: str) -> bool:
     return begins and speakers[:1] == ["Human"] and speakers[-1:] == ["Assistant"]
 
 
-def turns_of_transcript(text: str) -> list[dict]:
+def turns_of_transcript(text: str) -> list[dict[str, Any]]:
     _, *parts = SPEAKERS.split(text)
     roles = {"Human": USER, "Assistant": ASSISTANT}
     return [
@@ -411,7 +420,7 @@ def turns_of_transcript(text: str) -> list[dict]:
     ]
 
 
-def chats_of(row: dict, prompt: Any, where: str, alone: bool = False) -> Preference:
+def chats_of(row: dict[str, Any], prompt: Any, where: str, alone: bool = False) -> Preference:
     """Both answers as chats. The lists may repeat the prompt."""
     tools = parse_tools(row, where)
     answers = [parse_turns(row[key], key, where) for key in ("chosen", "rejected")]
@@ -444,10 +453,11 @@ def chats_of(row: dict, prompt: Any, where: str, alone: bool = False) -> Prefere
         turns = chat.messages[chat.first_trained :]
         if not any(turn["role"] == "assistant" for turn in turns):
             raise UserError(f"{where}: {key}: has no answer of the assistant after the prompt")
-    return Preference(*chats)
+    chosen, rejected = chats
+    return Preference(chosen, rejected)
 
 
-def common_beginning(first: list[dict], second: list[dict]) -> int:
+def common_beginning(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> int:
     """The number of messages that both begin with; never all of the shorter one."""
     most = min(len(first), len(second)) - 1
     same = (a == b for a, b in zip(first[:most], second[:most], strict=True))

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -46,14 +46,14 @@ from your_ai.gates.untrusted import is_number
 EXPECTED = ("completion", "answer", "expected", "solution", "ground_truth", "target", "reference")
 
 
-def is_prompt_row(row: dict) -> bool:
+def is_prompt_row(row: Mapping[str, Any]) -> bool:
     """Whether a row has a prompt in a known format."""
     return "prompt" in row or any(
         all(key in row for key in keys) for keys in FORMATS if keys != ("text",)
     )
 
 
-def parse_prompts(row: dict, where: str) -> Row:
+def parse_prompts(row: dict[str, Any], where: str) -> Row:
     """Parse a row with a prompt. Raises UserError if it has none, or an empty one."""
     weight = parse_weight(row, where)
     fields_of(row).read.update(row)  # rewards get all columns
@@ -77,7 +77,7 @@ def parse_prompts(row: dict, where: str) -> Row:
     return Row(where, content, weight)
 
 
-def prompt_of(row: dict, where: str) -> Chat | str:
+def prompt_of(row: dict[str, Any], where: str) -> Chat | str:
     """The prompt in the column `prompt`, with the row's system prompt, earlier turns and tools."""
     tools, prompt = parse_tools(row, where), row["prompt"]
     prompt = prompt if isinstance(prompt, list) else text_field(row, "prompt", where)
@@ -87,7 +87,7 @@ def prompt_of(row: dict, where: str) -> Chat | str:
     return Chat(without_answer(turns, where), tools)
 
 
-def expected_of(row: dict) -> str | None:
+def expected_of(row: dict[str, Any]) -> str | None:
     """The expected answer in another column, as text; None if there is none."""
     for name in EXPECTED:
         value = row.get(name)
@@ -110,7 +110,7 @@ def question_of(content: Any, where: str) -> Question:
     return Question(Chat(without_answer(content.messages, where), content.tools), expected)
 
 
-def without_answer(turns: list[dict], where: str) -> list[dict]:
+def without_answer(turns: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
     """The messages up to the last that is not the assistant's."""
     asked = list(turns)
     while asked and asked[-1]["role"] == "assistant":
@@ -121,7 +121,7 @@ def without_answer(turns: list[dict], where: str) -> list[dict]:
 
 
 def last_question(chat: Chat) -> str:
-    return chat.messages[-1]["content"]
+    return str(chat.messages[-1]["content"])
 
 
 @dataclass

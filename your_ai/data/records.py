@@ -477,7 +477,7 @@ def size_of(value: Any) -> int:
 def read_text(path: Path, limit: RowLimit) -> Iterator[Record]:
     """Yield the paragraphs of a text, which are separated by blank lines."""
     with opened(path) as file:
-        first, parts, size = 1, [], 0
+        first, parts, size = 1, list[bytes](), 0
         for number, line in enumerate(iter(lambda: file.readline(limit.row_bytes + 1), b""), 1):
             if number == 1:
                 line = line.removeprefix(BYTE_ORDER_MARK)

@@ -42,8 +42,8 @@ FLOAT32_MAX = 3.4028234663852886e38
 class Chat:
     """Messages for the chat template. Assistant turns from index `first_trained` are trained."""
 
-    messages: list[dict]
-    tools: list | None = None
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
     first_trained: int = 0
 
 
@@ -124,7 +124,7 @@ def texts_of(content: Any) -> list[Any]:
     return [content.answer if isinstance(content, Scored) else content]
 
 
-ParseRow = Callable[[dict, str], Row]  # (row, where) -> Row; raises UserError
+ParseRow = Callable[[dict[str, Any], str], Row]  # (row, where) -> Row; raises UserError
 
 
 def read_rows(
@@ -175,17 +175,17 @@ def parse_line(
     return row
 
 
-def parse_row(row: dict, where: str) -> Row:
+def parse_row(row: dict[str, Any], where: str) -> Row:
     """Parse a row with answers to train on. Raises UserError if it has no known format."""
     for keys, parse in FORMATS.items():
         if all(key in row for key in keys):
             return Row(where, parse(row, where), parse_weight(row, where))
     known = "; ".join(" + ".join(keys) for keys in FORMATS)
-    keys = shortened(", ".join(row)) or "none"
-    raise UserError(f"{where}: unknown row format; keys found: {keys}; expected one of: {known}")
+    there = shortened(", ".join(row)) or "none"
+    raise UserError(f"{where}: unknown row format; keys found: {there}; expected one of: {known}")
 
 
-def parse_weight(row: dict, where: str) -> float:
+def parse_weight(row: dict[str, Any], where: str) -> float:
     weight = row.get("weight", 1.0)
     if not is_number(weight):
         raise UserError(f"{where}: weight: expected a number, found {quoted(weight)}")
@@ -198,7 +198,7 @@ def parse_weight(row: dict, where: str) -> float:
     return number
 
 
-def parse_messages(row: dict, where: str) -> Chat:
+def parse_messages(row: dict[str, Any], where: str) -> Chat:
     key = "messages" if "messages" in row else "conversations"
     turns = row[key]
     if isinstance(turns, list) and all(isinstance(turn, str) for turn in turns):  # a person begins
@@ -208,7 +208,9 @@ def parse_messages(row: dict, where: str) -> Chat:
     return Chat(turns, parse_tools(row, where))
 
 
-def as_chat(row: dict, prompt: str | list, completion: str | list, where: str) -> Chat | Pair:
+def as_chat(
+    row: dict[str, Any], prompt: str | list[Any], completion: str | list[Any], where: str
+) -> Chat | Pair:
     """A prompt and its answer, each a text or messages; a chat if one is messages, or the row has a
     system prompt, tools, or earlier turns.
     """
@@ -218,7 +220,9 @@ def as_chat(row: dict, prompt: str | list, completion: str | list, where: str) -
     return Chat([*asked, *answer_turns(completion, tools, where)], tools, len(asked))
 
 
-def answer_turns(completion: str | list, tools: list | None, where: str) -> list[dict]:
+def answer_turns(
+    completion: str | list[Any], tools: list[Any] | None, where: str
+) -> list[dict[str, Any]]:
     """The messages of an answer: text, messages, or calls of the row's tools, also as JSON text."""
     calls = completion
     if isinstance(calls, str) and calls.strip()[:1] in ("[", "{"):
@@ -233,7 +237,9 @@ def answer_turns(completion: str | list, tools: list | None, where: str) -> list
     return parse_turns(completion, "completion", where)
 
 
-def question_turns(row: dict, prompt: str | list, where: str) -> list[dict]:
+def question_turns(
+    row: dict[str, Any], prompt: str | list[Any], where: str
+) -> list[dict[str, Any]]:
     """The messages of a question after the row's system prompt and earlier turns.
 
     prompt: text, or messages.
@@ -243,7 +249,7 @@ def question_turns(row: dict, prompt: str | list, where: str) -> list[dict]:
     return with_system(row, [*parse_history(row, where), *asked], where)
 
 
-def parse_history(row: dict, where: str) -> list[dict]:
+def parse_history(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """The turns in `history`: messages, or pairs of a question and its answer."""
     history = row.get("history")
     if not history:
@@ -268,20 +274,20 @@ def parse_history(row: dict, where: str) -> list[dict]:
     return parse_turns(turns, "history", where)
 
 
-def parse_pair(row: dict, where: str) -> Chat | Pair:
+def parse_pair(row: dict[str, Any], where: str) -> Chat | Pair:
     """A prompt and its answer: texts, or lists of messages."""
-    texts = (
+    prompt, completion = (
         row[key] if isinstance(row[key], list) else text_field(row, key, where)
         for key in ("prompt", "completion")
     )
-    return as_chat(row, *texts, where)
+    return as_chat(row, prompt, completion, where)
 
 
-def parse_alpaca(row: dict, where: str) -> Chat | Pair:
+def parse_alpaca(row: dict[str, Any], where: str) -> Chat | Pair:
     return as_chat(row, alpaca_prompt(row, where), text_field(row, "output", where), where)
 
 
-def alpaca_prompt(row: dict, where: str) -> str:
+def alpaca_prompt(row: dict[str, Any], where: str) -> str:
     prompt = text_field(row, "instruction", where)
     more = next((name for name in row if name.lower() == "input"), "input")
     if row.get(more):
@@ -289,7 +295,7 @@ def alpaca_prompt(row: dict, where: str) -> str:
     return prompt
 
 
-def parse_text(row: dict, where: str) -> Text:
+def parse_text(row: dict[str, Any], where: str) -> Text:
     return Text(text_field(row, "text", where))
 
 

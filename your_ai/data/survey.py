@@ -67,7 +67,7 @@ class SplitSurvey:
     too_long: int = 0
     """Rows with more than --max-seq-length tokens."""
     trained_tokens: int = 0
-    lengths: array = field(default_factory=lambda: array("q"))
+    lengths: array[int] = field(default_factory=lambda: array("q"))
     """Of each row that can be encoded: its tokens, or characters without a tokenizer."""
 
     def quantiles(self) -> list[int]:

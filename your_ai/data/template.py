@@ -36,7 +36,7 @@ class TemplateRefused(UserError):
 
 def render(
     tokenizer: Any,
-    messages: list[dict],
+    messages: list[dict[str, Any]],
     where: str,
     room_bytes: int,
     most_characters: int | None = None,
@@ -61,7 +61,7 @@ def render(
 
 
 def render_all(
-    tokenizer: Any, chats: list[list[dict]], room_bytes: int, **options: Any
+    tokenizer: Any, chats: list[list[dict[str, Any]]], room_bytes: int, **options: Any
 ) -> list[str] | None:
     """Render many chats at once, within the limits of one, in half the time.
 

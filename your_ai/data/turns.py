@@ -39,7 +39,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 DEEPEST_QUOTES = 3  # arguments that are quoted more often are no arguments
 
 
-def parse_turns(turns: Any, key: str, where: str) -> list[dict]:
+def parse_turns(turns: Any, key: str, where: str) -> list[dict[str, Any]]:
     if not isinstance(turns, list) or not turns:
         found = "; write it as JSON" if isinstance(turns, str) and turns.strip() else ""
         raise UserError(f"{where}: {key}: expected a list of messages{found}")
@@ -59,7 +59,7 @@ def messages_in(turn: Any) -> list[Any]:
     return [{"role": name, "content": text} for name, text in turn.items()]
 
 
-def parse_message(message: Any, where: str) -> dict:
+def parse_message(message: Any, where: str) -> dict[str, Any]:
     """Convert a message to the form of this module. Raises UserError."""
     given = dict(message) if isinstance(message, dict) else {}
     role = given.pop(next((name for name in ROLE_NAMES if name in given), ""), None)
@@ -126,16 +126,16 @@ def parse_content(content: Any, where: str) -> tuple[str | None, str]:
     kinds = [p.get("type") if isinstance(p, dict) else type(p).__name__ for p in content]
     if any(kind not in (*TEXT_PARTS, *REASONING) for kind in kinds):
         raise UserError(f"{where}: content: only text parts can be trained, found {quoted(kinds)}")
-    texts, reasoning = [], []
+    texts, reasoning = list[str](), list[str]()
     for kind, part in zip(kinds, content, strict=True):
-        key = "text" if kind in TEXT_PARTS or kind not in part else kind
+        key = "text" if kind in TEXT_PARTS or kind not in part else str(kind)
         (texts if kind in TEXT_PARTS else reasoning).append(
             text_field(part, key, f"{where}: content")
         )
     return "".join(texts), "".join(reasoning)
 
 
-def parse_reasoning(message: dict, found: str, where: str) -> str:
+def parse_reasoning(message: dict[str, Any], found: str, where: str) -> str:
     """Take the reasoning out of a message, whatever its name.
 
     found: the reasoning in the parts of its content.
@@ -152,7 +152,7 @@ def parse_reasoning(message: dict, found: str, where: str) -> str:
     return next(iter(texts.values()), "")
 
 
-def parse_message_weight(message: dict, where: str) -> int | None:
+def parse_message_weight(message: dict[str, Any], where: str) -> int | None:
     """0 for a message that is not to be trained, 1 for one that is; None if it does not say."""
     said = []
     for name in ("weight", *TRAINED_FLAGS, *MASKED_FLAGS):
@@ -165,7 +165,7 @@ def parse_message_weight(message: dict, where: str) -> int | None:
     return min(said, default=None)
 
 
-def parse_calls(message: dict, where: str) -> list[dict]:
+def parse_calls(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """Take the tool calls out of a message: `tool_calls`, or OpenAI's older `function_call`."""
     calls, older = message.pop("tool_calls", None), message.pop("function_call", None)
     if calls is None and older is not None:
@@ -179,13 +179,13 @@ def parse_calls(message: dict, where: str) -> list[dict]:
     return [parse_call(call, where) for call in calls]
 
 
-def calls_in(content: str | None, where: str) -> list[dict]:
+def calls_in(content: str | None, where: str) -> list[dict[str, Any]]:
     """The calls in the content of a turn that is one: a call or a list of them, as JSON."""
     found = read_json(content or "", f"{where}: a call", "; expected a call as JSON")
     return [parse_call(call, where) for call in (found if isinstance(found, list) else [found])]
 
 
-def parse_call(call: Any, where: str) -> dict:
+def parse_call(call: Any, where: str) -> dict[str, Any]:
     """Convert a call to {"type", "function": {"name", "arguments"}}, with arguments as an object.
 
     Arguments may be JSON text, which a template would quote again, and a tool without any may be
@@ -209,7 +209,7 @@ def parse_call(call: Any, where: str) -> dict:
     return {**rest, "function": {**flat, "arguments": parse_arguments(arguments, where)}}
 
 
-def parse_arguments(arguments: Any, where: str) -> dict:
+def parse_arguments(arguments: Any, where: str) -> dict[str, Any]:
     for _ in range(DEEPEST_QUOTES):
         if not isinstance(arguments, str):
             break
@@ -223,7 +223,7 @@ def parse_arguments(arguments: Any, where: str) -> dict:
     return arguments
 
 
-def parse_tools(row: dict, where: str) -> list | None:
+def parse_tools(row: dict[str, Any], where: str) -> list[Any] | None:
     """The tools of a row: `tools`, or OpenAI's older `functions`; None without any."""
     key = "tools" if row.get("tools") is not None else "functions"
     tools = row.get(key)
@@ -248,7 +248,9 @@ def name_of_tool(tool: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def with_system(row: dict, turns: list[dict], where: str) -> list[dict]:
+def with_system(
+    row: dict[str, Any], turns: list[dict[str, Any]], where: str
+) -> list[dict[str, Any]]:
     """The turns after the system prompt in `system`, unless they begin with one themselves."""
     begins = turns[:1] and MEANINGS.get(turns[0]["role"], turns[0]["role"]) == SYSTEM
     if begins and turns[0]["content"] != dict.get(row, "system"):

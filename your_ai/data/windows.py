@@ -64,7 +64,7 @@ class Tokens:
     def before(self, place: int) -> int | None:
         """How many tokens begin before a place in the text; None if one of them ends after it."""
         if self.encoding is not None:
-            index = self.encoding.char_to_token(place)
+            index: int | None = self.encoding.char_to_token(place)
             if index and self.encoding.token_to_chars(index)[0] == place:
                 start, end = self.encoding.token_to_chars(index - 1)
                 if start < end <= place:  # else a token without characters may be near

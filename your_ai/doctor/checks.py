@@ -212,7 +212,7 @@ def plain_step(contest: Contest, dtype: str) -> LossAndGradients:
             mx.eval(loss, grads)
     finally:
         mx.enable_compile()
-    return loss.item(), dict(tree_flatten(grads))
+    return float(loss.item()), dict(tree_flatten(grads))
 
 
 def compare_tiles(folder: Path) -> Outcome:

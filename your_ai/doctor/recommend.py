@@ -165,13 +165,13 @@ def demands(
     """
     seq_len = profile.seq_len if model is None else min(profile.seq_len, model.context)
     is_whole = model is not None and model.model_type in WHOLE
-    for config in defaults.adapters(TrainConfig(), facts.blocks):
-        assert config.lora_rank != "auto"
+    config = TrainConfig()
+    for rank, blocks in defaults.adapters(config, facts.blocks):
         yield Demand(
             facts=facts,
             training=Training(
-                blocks=defaults.adapted_blocks(config, facts.blocks),
-                rank=config.lora_rank,
+                blocks=blocks,
+                rank=rank,
                 targets=config.lora_targets,
                 experts=config.lora_experts,
             ),

@@ -114,14 +114,15 @@ def paired_apart(
     sides = [(values[good], values[~good]) for values in (base, adapter)]
     sizes = good_rows, bad_rows = int(good.sum()), int((~good).sum())
     with np.errstate(invalid="ignore"):  # values may be infinite or NaN
-        whole = [statistic(*side, *(np.ones((1, size)) for size in sizes)).item() for side in sides]
+        all_rows = [np.ones((1, size)) for size in sizes]
+        of_base, of_adapter = (statistic(*side, *all_rows).item() for side in sides)
         if min(sizes) == 1:
-            return Paired(*whole, np.full((2, resamples), np.nan))
+            return Paired(of_base, of_adapter, np.full((2, resamples), np.nan))
         rng, found = generator(seed), []
         for count in blocks(len(good), resamples):
             counts = [drawn_counts(rng, size, count) for size in (good_rows, bad_rows)]
             found.append([statistic(*side, *counts) for side in sides])
-    return Paired(*whole, np.concatenate(found, axis=1))
+    return Paired(of_base, of_adapter, np.concatenate(found, axis=1))
 
 
 def paired_correlation(
@@ -131,12 +132,12 @@ def paired_correlation(
     them is the same in all rows.
     """
     rng, ones = generator(seed), np.ones((1, len(wanted)))
-    whole = [correlations(values, wanted, ones).item() for values in (base, adapter)]
+    of_base, of_adapter = (correlations(each, wanted, ones).item() for each in (base, adapter))
     found = []
     for count in blocks(len(wanted), resamples):
         counts = drawn_counts(rng, len(wanted), count)
         found.append([correlations(values, wanted, counts) for values in (base, adapter)])
-    return Paired(*whole, np.concatenate(found, axis=1))
+    return Paired(of_base, of_adapter, np.concatenate(found, axis=1))
 
 
 def correlations(values: np.ndarray, wanted: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -147,7 +148,7 @@ def correlations(values: np.ndarray, wanted: np.ndarray, counts: np.ndarray) -> 
         y = wanted - (shares @ wanted)[:, None]
         products = ((shares * a * b).sum(axis=1) for a, b in ((x, y), (x, x), (y, y)))
         of_both, of_x, of_y = products
-        return of_both / np.sqrt(of_x * of_y)
+        return np.asarray(of_both / np.sqrt(of_x * of_y))
 
 
 def mean_difference(
@@ -158,7 +159,7 @@ def mean_difference(
     good, bad: values of g and of b rows; good_counts, bad_counts: (k, g) and (k, b), how often
     each row is drawn.
     """
-    return good_counts @ good / len(good) - bad_counts @ bad / len(bad)
+    return np.asarray(good_counts @ good / len(good) - bad_counts @ bad / len(bad))
 
 
 def ranked_right(
@@ -175,7 +176,7 @@ def ranked_right(
     below = np.pad(np.cumsum(bad_counts[:, order], axis=1), ((0, 0), (1, 0)))
     lower, upper = (np.searchsorted(bad[order], good, side) for side in ("left", "right"))
     wins = (below[:, lower] + below[:, upper]) / 2  # (k, g): drawn bad rows below each good one
-    return (good_counts * wins).sum(axis=1) / (len(good) * len(bad))
+    return np.asarray((good_counts * wins).sum(axis=1) / (len(good) * len(bad)))
 
 
 def generator(seed: int) -> np.random.Generator:

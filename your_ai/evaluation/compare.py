@@ -40,7 +40,8 @@ from your_ai.generation.generate import Sampling, answer_room
 from your_ai.generation.samples import MOST_TOGETHER, sampled
 from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
-from your_ai.memory.budget import Budget, budget_of_evaluation, row_limit
+from your_ai.memory.budget import budget_of_evaluation, row_limit
+from your_ai.memory.demand import Budget
 from your_ai.memory.plan import choose
 from your_ai.memory.plan_words import words
 from your_ai.memory.workload import RolloutSizes, Training
@@ -283,7 +284,8 @@ def with_progress(
         try:
             done = next(steps)
         except StopIteration as end:
-            return end.value
+            found: T = end.value
+            return found
         yield EvaluationProgress(doing, done, total)
 
 
@@ -291,26 +293,25 @@ def answered(
     name: str, ready: Ready, rows: EvaluationRows, request: Request
 ) -> Generator[EvaluationProgress, None, tuple[np.ndarray, dict[int, str]]]:
     """Return the metric's scores, NaN for rows that ask nothing, and the answers by row index."""
-    scores, answers = np.full(len(rows), np.nan), {}
-    chosen, tokenizer = np.flatnonzero(rows.asks), ready.tokenizer
-    reading = rows.read(chosen)
-    yield EvaluationProgress(f"{name}: answers", 0, len(chosen))
+    assert request.metric is not None
+    scores, answers = np.full(len(rows), np.nan), dict[int, str]()
+    tokenizer, reading, total = ready.tokenizer, rows.questions(), int(rows.asks.sum())
+    yield EvaluationProgress(f"{name}: answers", 0, total)
     while wave := list(islice(reading, ready.wave)):  # other rows stay in the file
-        prompts = [rows.encoder.prompt_of(row) for _, row, _ in wave]
         limits = [
             answer_room(ready.network, tokenizer, prompt, request.max_tokens)[0]
-            for prompt in prompts
+            for *_, prompt in wave
         ]
         asked = [
             (prompt_ids(tokenizer, prompt), Sampling(max_tokens=limit))
-            for prompt, limit in zip(prompts, limits, strict=True)
+            for (*_, prompt), limit in zip(wave, limits, strict=True)
         ]
         for found in sampled(ready.network, tokenizer, asked, rows_at_once=len(wave)):
-            place, row, content = wave[found.prompt]
-            answer, expected = found.text.strip(), prompts[found.prompt].expected
-            scores[place] = request.metric.score(answer, expected, content, row.where)
+            place, row, content, prompt = wave[found.prompt]
+            answer = found.text.strip()
+            scores[place] = request.metric.score(answer, prompt.expected, content, row.where)
             answers[place] = answer
-            yield EvaluationProgress(f"{name}: answers", len(answers), len(chosen))
+            yield EvaluationProgress(f"{name}: answers", len(answers), total)
     return scores, answers
 
 
@@ -323,8 +324,7 @@ def answer_sizes(
 ) -> RolloutSizes:
     """The answers to all rows that ask for one, for the memory that generating takes."""
     prompt_tokens = new_tokens = 0
-    for _, row, _ in rows.read(np.flatnonzero(rows.asks)):
-        prompt = rows.encoder.prompt_of(row)
+    for *_, prompt in rows.questions():
         answer, both = answer_room(network, tokenizer, prompt, request.max_tokens)
         prompt_tokens = max(prompt_tokens, both - answer)
         new_tokens = max(new_tokens, answer)

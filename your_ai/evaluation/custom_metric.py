@@ -28,11 +28,11 @@ class Metric:
     """
 
     name: str
-    function: Callable[[str, str, dict], Any]
+    function: Callable[[str, str, dict[str, Any]], Any]
     option: str = "--metric"
     """The option that named the function, for messages."""
 
-    def score(self, answer: str, expected: str, row: dict, where: str) -> float:
+    def score(self, answer: str, expected: str, row: dict[str, Any], where: str) -> float:
         """Score an answer. Raises UserError, naming the row, if the function fails.
 
         It fails if it raises, or returns anything but a finite number.

@@ -110,6 +110,7 @@ def score_rows(
     Raises UserError for a row that cannot be scored, and if the model does not fit.
     """
     scorer = load_reward_model(run, max_memory_gb, batch_size)
+    records: Iterator[tuple[str, dict[str, Any]]]
     if not isinstance(rows, str | Path):
         records = ((f"row {number}", record) for number, record in enumerate(rows, 1))
         yield from score_records(scorer, records, run.config, too_long)

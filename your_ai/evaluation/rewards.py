@@ -9,9 +9,9 @@ has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import mlx.core as mx
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 from your_ai.config import REWARD, TrainConfig
 from your_ai.evaluation.bootstrap import (
     Paired,
+    Statistic,
     mean_difference,
     paired,
     paired_apart,
@@ -124,13 +125,13 @@ def score_measures(found: Comparison, resamples: int, seed: int) -> dict[str, Pa
     differences, and the correlation (Pearson's).
     """
     there, wanted = found.rows.weights > 0, wanted_scores(found.rows)
-    scores = [-system.losses[there] for system in (found.base, found.adapter)]
+    base, adapter = (-system.losses[there] for system in (found.base, found.adapter))
     ones, wanted = np.ones(there.sum()), wanted[there]
-    errors = (np.abs(each[there]) for each in score_errors(found).values())
+    of_base, of_adapter = (np.abs(each[there]) for each in score_errors(found).values())
     return {
-        "scores/error": paired(*errors, ones, resamples, seed),
-        "scores/correlation": paired_correlation(*scores, wanted, resamples, seed),
-        "scores/mean": paired(*scores, ones, resamples, seed),
+        "scores/error": paired(of_base, of_adapter, ones, resamples, seed),
+        "scores/correlation": paired_correlation(base, adapter, wanted, resamples, seed),
+        "scores/mean": paired(base, adapter, ones, resamples, seed),
     }
 
 
@@ -204,16 +205,19 @@ def measures(judged: Judged, resamples: int, seed: int) -> dict[str, Paired]:
     good, bad = ((pairs | labeled) & (counted > 0) for counted in judged.tokens)
 
     def over(chosen: np.ndarray, value_of: Callable[[str], np.ndarray]) -> Paired:
-        values = (value_of(system)[chosen] for system in SYSTEMS)
-        return paired(*values, np.ones(chosen.sum()), resamples, seed)
+        base, adapter = (value_of(system)[chosen] for system in SYSTEMS)
+        return paired(base, adapter, np.ones(chosen.sum()), resamples, seed)
 
-    def apart(statistic: Callable, value_of: Callable[[str], np.ndarray]) -> Paired:
-        values = (value_of(system)[labeled] for system in SYSTEMS)
-        return paired_apart(*values, good[labeled], statistic, resamples, seed)
+    def apart(statistic: Statistic, value_of: Callable[[str], np.ndarray]) -> Paired:
+        base, adapter = (value_of(system)[labeled] for system in SYSTEMS)
+        return paired_apart(base, adapter, good[labeled], statistic, resamples, seed)
 
     def reward(system: str) -> np.ndarray:
         """(m,) the reward of the answer of each labeled row."""
-        return np.where(good, *judged.rewards[system])
+        return np.asarray(np.where(good, *judged.rewards[system]))
+
+    def at(place: int, values: Mapping[str, np.ndarray], system: str) -> np.ndarray:
+        return np.asarray(values[system][place])
 
     found: dict[str, Paired] = {}
     if judged.rewards and pairs.any():
@@ -224,7 +228,7 @@ def measures(judged: Judged, resamples: int, seed: int) -> dict[str, Paired]:
         found.setdefault("rewards/margins", apart(mean_difference, reward))
     for place, (name, rows) in enumerate({"chosen": good, "rejected": bad}.items()):
         if judged.rewards and rows.any():
-            found[f"rewards/{name}"] = over(rows, lambda s, p=place: judged.rewards[s][p])
+            found[f"rewards/{name}"] = over(rows, partial(at, place, judged.rewards))
     if not judged.logps:
         return found
     if pairs.any():
@@ -232,7 +236,7 @@ def measures(judged: Judged, resamples: int, seed: int) -> dict[str, Paired]:
         found["logps/mean_accuracies"] = over(pairs, judged.likelier_per_token)
     for place, (name, rows) in enumerate({"chosen": good, "rejected": bad}.items()):
         if rows.any():
-            found[f"logps/{name}"] = over(rows, lambda s, p=place: judged.logps[s][p])
+            found[f"logps/{name}"] = over(rows, partial(at, place, judged.logps))
     return found
 
 

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from your_ai.config import TrainConfig
 from your_ai.data.batches import bucket_edges
-from your_ai.data.encode import Encoder
+from your_ai.data.encode import Encoder, SamplePrompt
 from your_ai.data.examples import Examples, load_examples, pieces_of
 from your_ai.data.lines import checked_sha256, decode_row, files_in, files_of_rows, read_lines
 from your_ai.data.preferences import parser_of
-from your_ai.data.rows import Chat, Labeled, Pair, Preference, Row, Scored, Text, read_rows
+from your_ai.data.rows import (
+    Chat,
+    Labeled,
+    Pair,
+    Preference,
+    Question,
+    Row,
+    Scored,
+    Text,
+    read_rows,
+)
 from your_ai.data.sources import find_splits, is_file
 from your_ai.errors import UserError
 from your_ai.gates.text import counted
@@ -44,7 +55,7 @@ class EncodedRows:
     @property
     def lengths(self) -> list[int]:
         """The sequence length of every bucket."""
-        return bucket_edges(self.examples.lengths - 1).tolist()
+        return [int(edge) for edge in bucket_edges(self.examples.lengths - 1)]
 
     @cached_property
     def target_counts(self) -> np.ndarray:
@@ -121,7 +132,14 @@ class EvaluationRows:
         found[self.trained.row_of] = self.trained.examples.weights
         return found
 
-    def read(self, chosen: np.ndarray) -> Iterator[tuple[int, Row, dict]]:
+    def questions(self) -> Iterator[tuple[int, Row, dict[str, Any], SamplePrompt]]:
+        """The rows that ask for an answer, as `read` yields them, each with its prompt."""
+        for place, row, content in self.read(np.flatnonzero(self.asks)):
+            prompt = self.encoder.prompt_of(row)
+            assert prompt is not None
+            yield place, row, content, prompt
+
+    def read(self, chosen: np.ndarray | Sequence[int]) -> Iterator[tuple[int, Row, dict[str, Any]]]:
         """Yield the rows with the indices `chosen` in file order: index, row, JSON object.
 
         Raises UserError if the file no longer has them.
@@ -273,7 +291,7 @@ def asks(row: Row) -> bool:
         return False
     content = answer_of(row)
     if isinstance(content, Chat):
-        return content.messages[-1]["role"] == "assistant"
+        return bool(content.messages[-1]["role"] == "assistant")
     return not isinstance(content, Text)
 
 
@@ -285,6 +303,7 @@ def asked_and_expected(row: Row) -> tuple[str, str]:
 def answer_of(row: Row) -> Chat | Pair | Text:
     """The answer of a row with its prompt: of a pair, the chosen one."""
     content = row.content
+    assert not isinstance(content, Question)  # it has no answer
     if isinstance(content, Preference):
         return content.chosen
     return content.answer if isinstance(content, Labeled | Scored) else content
@@ -359,7 +378,7 @@ def digests(examples: Examples) -> Iterator[bytes]:
     Reads the tokens from their file, because memory-mapped pages count as memory of the process.
     """
     width = examples.tokens.itemsize
-    with open(examples.tokens.filename, "rb") as file:
+    with open(examples.tokens_file, "rb") as file:
         for length in examples.lengths.tolist():
             tokens = file.read(width * length)
             yield hashlib.blake2b(tokens, digest_size=DIGEST_BYTES).digest()

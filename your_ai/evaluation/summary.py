@@ -85,7 +85,7 @@ def token_losses(rows: EvaluationRows, measured: RowMeasures) -> np.ndarray:
 def preferences(found: Comparison, judged: Judged) -> dict[str, Any]:
     """What the rewards are, and the rows that they are measured on."""
     labeled, good = found.rows.is_labeled, found.rows.trained_tokens > 0
-    about = {
+    about: dict[str, Any] = {
         "objective": judged.objective,
         "reference": judged.reference,
         "pairs": int(judged.is_pair.sum()),
@@ -111,8 +111,8 @@ def measures(
     rows, base, adapter = found.rows, found.base, found.adapter
 
     def over(chosen: np.ndarray, sizes: np.ndarray, *sums: np.ndarray) -> Paired:
-        arrays = (values[chosen] for values in (*sums, sizes))
-        return paired(*arrays, settings.resamples, settings.seed)
+        of_base, of_adapter = (values[chosen] for values in sums)
+        return paired(of_base, of_adapter, sizes[chosen], settings.resamples, settings.seed)
 
     weights, ones = rows.weights, np.ones(len(rows))
     sizes = weights * rows.trained_tokens
@@ -127,18 +127,18 @@ def measures(
         pairs["exact_match"] = over(rows.has_answer, ones, base.exact, adapter.exact)
     if base.scores is not None and adapter.scores is not None:
         pairs["metric"] = over(rows.asks, ones, base.scores, adapter.scores)
-    found = {name: pair.intervals(settings.confidence) for name, pair in pairs.items()}
-    if "exact_match" in found:
-        found["exact_match"] |= share_intervals(found["exact_match"], rows.has_answer, settings)
+    means = {name: pair.intervals(settings.confidence) for name, pair in pairs.items()}
+    if "exact_match" in means:
+        means["exact_match"] |= share_intervals(means["exact_match"], rows.has_answer, settings)
     for name in record.ACCURACIES:
-        if judged is not None and name in found:
-            of = share_intervals(found[name], judged.is_pair & judged.counts, settings)
+        if judged is not None and name in means:
+            of = share_intervals(means[name], judged.is_pair & judged.counts, settings)
             if judged.reference == "base" and name.startswith("rewards/"):
-                of = against_ties(found[name]["base"], of)
-            found[name] |= of
-    if "metric" in found and are_shares(rows.asks, base.scores, adapter.scores):
-        found["metric"] |= share_intervals(found["metric"], rows.asks, settings)
-    return found
+                of = against_ties(means[name]["base"], of)
+            means[name] |= of
+    if "metric" in means and are_shares(rows.asks, base.scores, adapter.scores):
+        means["metric"] |= share_intervals(means["metric"], rows.asks, settings)
+    return means
 
 
 def are_shares(chosen: np.ndarray, *scores: np.ndarray | None) -> bool:
@@ -213,7 +213,7 @@ def worst_rows(
         for place, row, _ in found.rows.read(chosen):
             texts[place] = (*asked_and_expected(row), rejected_answer(row))
 
-    def of_pair(place: int) -> dict[str, Any]:
+    def of_pair(judged: Judged, place: int) -> dict[str, Any]:
         margins = {f"{s}_margin": finite(m[place]) for s, m in judged.margins.items()}
         return {**margins, "rejected": excerpt(texts[place][2])}
 
@@ -227,7 +227,7 @@ def worst_rows(
             "expected": excerpt(texts[place][1]),
             "base_answer": excerpt((found.base.answers or {}).get(place)),
             "answer": excerpt((found.adapter.answers or {}).get(place)),
-            **(of_pair(place) if is_pair[place] else {}),
+            **({} if judged is None or not is_pair[place] else of_pair(judged, place)),
             **{f"{system}_error": finite(each[place]) for system, each in errors.items()},
             **{f"{s}_score": finite(each[place]) for s, each in scores.items() if each is not None},
         }

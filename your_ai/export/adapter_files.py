@@ -280,7 +280,7 @@ def read_arrays(file: Path) -> dict[str, mx.array]:
         raise UserError(f"{file}: is missing; every PEFT adapter has this file")
     try:
         read_header(file)
-        return mx.load(str(file))
+        return checkpoint.load_arrays(file)
     except UserError as error:
         raise UserError(f"{error}; get the adapter again") from error
     except (RuntimeError, ValueError) as error:

@@ -283,14 +283,14 @@ def add(
             ((fused - base) * effect).sum(), agreed,
         ]  # fmt: skip
         mx.eval(measured, losses)
-        error_sum, largest, effect_sum, squared, shown, agreements = (m.item() for m in measured)
+        error_sum, largest, effect_sum, squared, shown, agreements = map(float, measured)
         sums.numbers += base.size
         sums.positions += len(base)
-        sums.agreed += agreements
+        sums.agreed += int(agreements)
         sums.error += error_sum
         sums.largest = max(sums.largest, largest)
         sums.effect += effect_sum
         sums.effect_squared += squared
         sums.shown += shown
-        sums.weight += weights.sum().item()
+        sums.weight += float(weights.sum())
         sums.losses += np.array(losses, np.float64)

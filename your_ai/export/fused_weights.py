@@ -97,7 +97,7 @@ def fused_lazily(
     changes = changes_of(network, modules, adapter, to, floats)
     keeps = getattr(network, "cast_predicate", lambda _: True)
 
-    sizes, written, beside = read_bytes(source, arrays), {}, []
+    sizes, written, beside = read_bytes(source, arrays), dict[str, mx.array](), []
     for name, array in arrays.items():
         path, _, leaf = name.rpartition(".")
         if path in changes and leaf in MLX_PARTS:
@@ -262,13 +262,15 @@ def changed_arrays(change: Change) -> dict[str, mx.array]:
 def dense_rows(layer: nn.Module, rows: slice, after: list[mx.array]) -> mx.array:
     """Rows of a layer's weight in float32, computed only after the arrays `after`."""
     given = [layer[name][rows] for name in MLX_PARTS if layer.get(name) is not None]
-    weight, *others = mx.depends(given, after) if after else given
+    parts: list[mx.array] = mx.depends(given, after) if after else given
+    weight, *others = parts
     quantization = quantization_of(layer)
     if not quantization:
         return weight.astype(mx.float32)
     if quantization["mode"] == "affine":
         others = [array.astype(mx.float32) for array in others]
-    return mx.dequantize(weight, *others, **quantization, dtype=mx.float32)
+    scales, biases = others[0], others[1] if len(others) > 1 else None
+    return mx.dequantize(weight, scales, biases, **quantization, dtype=mx.float32)
 
 
 def adapted_rows(
@@ -313,7 +315,7 @@ def slices(layer: nn.Module) -> list[slice]:
 
 def row_bytes(layer: nn.Module) -> int:
     """Bytes of one row of the weight in float32."""
-    shape = list(layer.weight.shape[1:])
+    shape: list[int] = list(layer.weight.shape[1:])
     if quantization_of(layer):
         shape[-1] = layer.scales.shape[-1] * layer.group_size
     return 4 * math.prod(shape)
@@ -322,5 +324,5 @@ def row_bytes(layer: nn.Module) -> int:
 def work_bytes(change: Change, found: Mapping[str, mx.array]) -> int:
     """Bytes for computing a changed layer, in addition to its input and output arrays."""
     pieces = sum(array.nbytes for array in (*found.values(), *change.parts.values()))
-    rows = min(change.layer.weight.shape[0], max(1, SLICE_BYTES // row_bytes(change.layer)))
+    rows: int = min(change.layer.weight.shape[0], max(1, SLICE_BYTES // row_bytes(change.layer)))
     return pieces + SLICES_HELD * rows * row_bytes(change.layer)

@@ -282,6 +282,7 @@ def write_tensors(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+    assert writer.fout is not None  # it was opened for the header
     file = writer.fout[0]
     writer.write_padding(file, file.tell())
     done = 0
@@ -313,4 +314,4 @@ def converted(source: Path, tensor: GgufTensor) -> Iterator[memoryview]:
             raise UserError(
                 f"{source}: {tensor.parameter} has weights too large for float16; use --dtype bf16"
             )
-        yield memoryview(np.ascontiguousarray(part)).cast("B")
+        yield np.ascontiguousarray(part).data.cast("B")

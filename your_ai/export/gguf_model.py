@@ -59,7 +59,7 @@ class Description:
 
     @property
     def heads(self) -> int:
-        return self.args.num_attention_heads
+        return int(self.args.num_attention_heads)
 
     @property
     def key_heads(self) -> int:
@@ -67,7 +67,7 @@ class Description:
 
     @property
     def head_dim(self) -> int:
-        return getattr(self.args, "head_dim", None) or self.args.hidden_size // self.heads
+        return int(getattr(self.args, "head_dim", None) or self.args.hidden_size // self.heads)
 
     @property
     def context(self) -> int:
@@ -135,7 +135,7 @@ def query_scalar(described: Description) -> float:
     """llama.cpp's query scale for gemma: queries are multiplied by this value to the power -1/2."""
     args = described.args
     if args.num_hidden_layers == LARGEST_BLOCKS[described.architecture]:
-        return args.hidden_size // described.heads
+        return int(args.hidden_size // described.heads)
     return described.head_dim
 
 

@@ -248,8 +248,8 @@ def put_added(parts: dict[str, Any], tokens: list[str], types: list[int]) -> Non
 
 def add_special(writer: gguf.GGUFWriter, base: Path, tokenizer: Any, rows: int) -> None:
     """Write which tokens begin and end a text, and whether they are added automatically."""
-    ids = {kind: getattr(tokenizer, f"{kind}_token_id", None) for kind in SPECIAL}
-    ids = {kind: index for kind, index in ids.items() if index is not None and index < rows}
+    found = {kind: getattr(tokenizer, f"{kind}_token_id", None) for kind in SPECIAL}
+    ids = {kind: index for kind, index in found.items() if index is not None and index < rows}
     around = added_around(base, tokenizer, ids)
     ends = sorted(end for end in tokenizer.eos_token_ids if end < rows and end != ids.get("eos"))
     if "eos" not in ids and ends:

@@ -11,6 +11,7 @@ message therefore agrees for all messages but those that begin or end with one.
 
 from __future__ import annotations
 
+import contextlib
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -150,10 +151,9 @@ def shape_of(tokenizer: Any) -> ChatShape | None:
 
     try:
         single, double = rendered(USER), rendered(USER, ANSWER, AGAIN)
-        try:
+        asked = asked_again = None
+        with contextlib.suppress(TemplateRefused):
             asked, asked_again = rendered(SYSTEM, USER), rendered(SYSTEM, USER, ANSWER, AGAIN)
-        except TemplateRefused:
-            asked = asked_again = None
         turns = split(double, USER, ANSWER, AGAIN)
         if turns is None or (first := split(single, USER)) is None:
             return None

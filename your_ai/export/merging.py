@@ -35,7 +35,7 @@ class Factors:
 
     @property
     def rank(self) -> int:
-        return self.a.shape[1]
+        return int(self.a.shape[1])
 
 
 @dataclass(frozen=True)

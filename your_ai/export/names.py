@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from your_ai.errors import UserError
-from your_ai.gates.untrusted import read_json
+from your_ai.gates.untrusted import BLOCK, read_json
 from your_ai.hub.awq_gptq import as_in_mlx
-from your_ai.memory.facts import BLOCK, entries_of
+from your_ai.memory.facts import entries_of
 from your_ai.nets.saved_adapter import Trained
 
 # The model_type of config.json -> the class in transformers. gemma is missing because the two
@@ -44,7 +44,7 @@ def check_names(base: Path) -> str:
             f"{base}: architecture {kind} is not supported, because its layer names in "
             f"transformers may differ; supported: {', '.join(TRANSFORMERS)}"
         )
-    return kind
+    return str(kind)
 
 
 def classifier_of(kind: str) -> str:

@@ -206,7 +206,7 @@ def texts(path: Path, config: dict[str, Any], key: str) -> tuple[str, ...] | str
 
 
 @functools.cache
-def compiled(pattern: str, fault: str) -> regex.Pattern:
+def compiled(pattern: str, fault: str) -> regex.Pattern[str]:
     """Compile an untrusted pattern in the syntax of `re`. Raises UserError(fault) if invalid."""
     try:
         with warnings.catch_warnings():

@@ -86,8 +86,7 @@ def open_console(*, stderr: bool = False, file: IO[str] | None = None, **options
                 else:
                     yield Segment(printable(segment.text), segment.style)
 
-    plain = {"highlight": False, "markup": False, "emoji": False}
-    return Printing(stderr=stderr, file=file, **plain, **options)
+    return Printing(stderr=stderr, file=file, highlight=False, markup=False, emoji=False, **options)
 
 
 def ask(question: str, default: str) -> str:

@@ -43,7 +43,7 @@ def load_function(name: str, where: str, example: str) -> Callable[..., Any]:
         # The function may import modules from here later. At the end of the path, the folder
         # hides no installed module.
         sys.path.append(here)
-    function = getattr(module, function_name, None)
+    function: Callable[..., Any] | None = getattr(module, function_name, None)
     if not callable(function):
         known = [n for n, value in vars(module).items() if callable(value)]
         hint = nearest(function_name, known)

@@ -135,7 +135,7 @@ def split_outside_brackets(text: str) -> list[str]:
     A comma inside (), [] or {} does not split, nor one after a backslash, which is removed: `\,`.
     A bracket without its partner is an ordinary character.
     """
-    parts, part, closers, at = [], "", list[tuple[int, str]](), 0
+    parts, part, closers, at = [], "", list[str](), 0
     while at < len(text):
         mark = text[at]
         if mark == "\\" and at + 1 < len(text):

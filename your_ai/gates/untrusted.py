@@ -300,6 +300,6 @@ def entry_of(path: Path, name: str, described: Any, base: int) -> Entry:
     return Entry(name, kind, tuple(shape), base + offsets[0], base + offsets[1])
 
 
-def is_counts(value: Any) -> bool:
+def is_counts(value: Any) -> TypeGuard[list[int]]:
     """Whether an untrusted value is a list of integers from 0 to 2**62."""
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in value)

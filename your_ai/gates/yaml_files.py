@@ -67,10 +67,11 @@ def strict_loader() -> type[yaml.SafeLoader]:
         depth = 0
 
         def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+            event: Any = self.peek_event()  # type: ignore[no-untyped-call]
             if self.check_event(yaml.AliasEvent):
-                self.refuse("an alias; write the value itself", self.peek_event().start_mark)
+                self.refuse("an alias; write the value itself", event.start_mark)
             if self.depth == YAML_DEPTH:
-                self.refuse(f"more than {YAML_DEPTH} levels", self.peek_event().start_mark)
+                self.refuse(f"more than {YAML_DEPTH} levels", event.start_mark)
             self.depth += 1
             node = super().compose_node(parent, index)
             self.depth -= 1

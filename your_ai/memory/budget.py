@@ -153,7 +153,7 @@ def budget_of(
     limit = limit_of(config.max_memory, config.force, config.processes)
     facts = facts_of(folder, dtype.size, config.quantize)
 
-    def budget_with(config: TrainConfig) -> Budget:
+    def budget_with(adapters: tuple[int, int]) -> Budget:
         asked = demand_of(
             config,
             facts,
@@ -167,6 +167,7 @@ def budget_of(
             reward_models=reward_models,
             steps=steps,
             joined=joined,
+            adapters=adapters,
         )
         path = measurements.file_of(store() / "measured", measured_key(config, asked, dtype))
         known = () if past.begun else measurements.read(path).measurements
@@ -183,16 +184,16 @@ def measured_key(config: TrainConfig, demand: Demand, dtype: mx.Dtype) -> list[s
     facts = replace(demand.facts, disk_bytes=0)
     training = replace(demand.training, optimizer="adamw")  # does not affect activations
     settings = (config.packing, config.prefix_cache, config.lora_dropout > 0)
-    settings += ("neftune",) if config.neftune_alpha > 0 else ()
-    settings += ("score head",) if config.objective == REWARD else ()
-    parts = (demand.coefficients, dtype, facts, training, *settings)
+    noise = ["neftune"] * (config.neftune_alpha > 0)
+    head = ["score head"] * (config.objective == REWARD)
+    parts = (demand.coefficients, dtype, facts, training, *settings, *noise, *head)
     return [*machine_key(), *map(str, parts)]
 
 
 def machine_key() -> list[str]:
     """The device, its name, and the versions of mlx and mlx-lm: what memory depends on."""
     device, name = mx.default_device().type, mx.device_info().get("device_name")
-    return [str(part) for part in (device, name, mx.__version__, version("mlx-lm"))]
+    return [str(part) for part in (device, name, version("mlx"), version("mlx-lm"))]
 
 
 def coefficients_here() -> Coefficients:

@@ -17,7 +17,7 @@ from your_ai.memory.calibration import (
     extrapolated,
     next_shape,
 )
-from your_ai.memory.estimate import Estimate, Plan
+from your_ai.memory.estimate import Estimate
 from your_ai.memory.plan import (
     MEASURED_MARGIN,
     Choice,
@@ -30,6 +30,7 @@ from your_ai.memory.plan import (
     largest_shape,
     with_margin,
 )
+from your_ai.memory.workload import Plan
 
 HALVINGS = 24
 

@@ -72,6 +72,7 @@ def demand_of(
     reward_models: tuple[RewardModelSizes, ...] = (),
     steps: StepSizes | None = None,
     joined: bool = False,
+    adapters: tuple[int, int] | None = None,
 ) -> Demand:
     """The demand of a training run.
 
@@ -83,12 +84,14 @@ def demand_of(
     steps: what the data says about the steps; by default, all rows are as long as the longest.
     joined: whether this process has met others that train with it, even if the settings name none;
         its memory includes what that takes.
+    adapters: rank and blocks of the adapters; by default, as if memory were no limit.
     """
-    config = defaults.sized(defaults.largest(config, facts.blocks), rows=0)
+    rank, blocks = adapters or defaults.largest(config, facts.blocks)
     # Where texts are scored first, those of a group need not be in one micro-batch.
     scored_first = config.objective in SCORED_FIRST
     together = 1 if scored_first else config.texts_together
-    lengths, batch_size = tuple(sorted(set(lengths))), config.batch_size * together
+    lengths = tuple(sorted(set(lengths)))
+    batch_size = defaults.batch_size(config, rows=0) * together
     if config.packing:  # count a packed row as several rows of the longest text
         lengths = lengths[-1:]
         batch_size = max(1, -(-config.max_seq_length // lengths[0]))
@@ -98,8 +101,8 @@ def demand_of(
     return Demand(
         facts=facts,
         training=Training(
-            blocks=defaults.adapted_blocks(config, facts.blocks),
-            rank=config.lora_rank,
+            blocks=blocks,
+            rank=rank,
             targets=config.lora_targets,
             optimizer=config.optimizer,
             optimizer_bits=config.optimizer_bits,
@@ -109,7 +112,9 @@ def demand_of(
         ),
         lengths=lengths,
         batch_size=batch_size,
-        rows_per_step=config.rows_per_step * together if rollouts is None else rollouts.rows,
+        rows_per_step=defaults.rows_per_step(config, rows=0) * together
+        if rollouts is None
+        else rollouts.rows,
         engine=config.plan,
         spill=config.spill,
         can_stream=can_stream,
@@ -155,16 +160,16 @@ def rollout_sizes(config: TrainConfig, prompt_tokens: int) -> RolloutSizes:
 
 
 def largest_that_fits(
-    config: TrainConfig, blocks: int, budget_with: Callable[[TrainConfig], Budget]
+    config: TrainConfig, blocks: int, budget_with: Callable[[tuple[int, int]], Budget]
 ) -> Budget:
     """The budget with the largest adapters that fit; blocks: of the model. Raises DoesNotFit.
 
     Where larger adapters were measured and smaller ones were not, the larger may need less.
     """
     refusals = []
-    for each in defaults.adapters(config, blocks):
+    for size in defaults.adapters(config, blocks):
         try:
-            return budget_with(each)
+            return budget_with(size)
         except DoesNotFit as refusal:
             refusals.append(refusal)
     raise min(reversed(refusals), key=lambda refusal: refusal.least_bytes)

@@ -151,11 +151,12 @@ def estimate(
         rewarding = reward_phases(workload, plan, rows, tokens)
     if not (forward or gradients_only):
         on_disk = plan.gradients_on_disk and workload.soft is None
-        updating = {"optimizer work": update_bytes(facts, training, plan)}
-        grads = {"gradients": 0 if on_disk else float32_bytes(facts, training)}  # of ranks, too
-        phases.append(grads | updating)
+        grads = 0 if on_disk else float32_bytes(facts, training)  # of ranks, too
+        work = update_bytes(facts, training, plan)
+        phases.append({"gradients": grads, "optimizer work": work})
         if workload.reduces:
-            phases.append(grads | {"reduction": reduction_bytes(facts, training, plan)})
+            work = reduction_bytes(facts, training, plan)
+            phases.append({"gradients": grads, "reduction": work})
     if training.dora:
         phases.append({"norms": DORA_NORMS_BYTES})
     if workload.answer_tokens and not gradients_only:
@@ -183,11 +184,11 @@ def estimate(
         graphs = SOFT_GRAPHS * graphs_bytes(workload, "staged", rows, tokens)
     else:
         graphs = graphs_bytes(workload, plan.engine, rows, tokens, kept=plan.kept)
-    order = ("weights", "adapters", "gradients", "optimizer", "optimizer work", "block inputs",
-             "kept outputs", "activations", "block work", "head chunk", "KV cache", "sampling",
-             "norms", "prefix cache")  # fmt: skip
-    order += ("reward models",) * bool(workload.reward_models) + ("reduction",) * workload.reduces
-    order = [name for name in order if generating or name not in ("KV cache", "sampling")]
+    order = ["weights", "adapters", "gradients", "optimizer", "optimizer work", "block inputs",
+             "kept outputs", "activations", "block work", "head chunk",
+             *["KV cache", "sampling"] * bool(generating), "norms", "prefix cache",
+             *["reward models"] * bool(workload.reward_models),
+             *["reduction"] * workload.reduces]  # fmt: skip
     components = {name: int(held.get(name, 0) + phase.get(name, 0)) for name in order}
     beside = {"graphs": graphs, "cache": workload.cache_bytes, "python": workload.python_bytes}
     found = Estimate(components | beside)
@@ -361,7 +362,7 @@ def staged_phases(
 
         inputs_before: of blocks, besides those below it.
         """
-        held = gradients
+        held: float = gradients
         if earlier == 0:
             held *= table["gradients"]
             if not plan.gradients_on_disk:  # they become more, block by block
@@ -413,7 +414,7 @@ def soft_phase(
     number, hidden = facts.float_bytes, facts.hidden
     by_token = table["terms"] * 4 * rows * sizes.new_tokens * hidden
     if plan.engine == "streamed":
-        held = facts.blocks * rows * tokens * hidden * number
+        held: float = facts.blocks * rows * tokens * hidden * number
     else:
         caches = rows * tokens * kv_bytes_per_token(facts)
         held = caches * (1 + 4 / number) + SOFT_COLUMNS * facts.blocks * rows * hidden * number

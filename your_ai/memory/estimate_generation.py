@@ -38,8 +38,8 @@ def generation_bytes(facts: ModelFacts, tokens: int, coefficients: Coefficients 
     layers = (
         table["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix) + table["wide"] * wide + 2 * hidden
     )
-    head = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * number)
-    head = table["head"] * head + 2 * facts.vocabulary * number
+    head_slice = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * number)
+    head = table["head"] * head_slice + 2 * facts.vocabulary * number
     return int(cached * kv_bytes_per_token(facts) + max(attention, layers, head) + GENERATION_BYTES)
 
 

@@ -256,7 +256,8 @@ def facts_from(
     quantized = quantize is not None or any(e.name.endswith(".scales") for e in entries)
     divisor = None if quantize is None else group_size
     kinds: dict[Any, int] = {}
-    found, order = [], []
+    found: list[BlockFacts] = []
+    order: list[int] = []
     for index in range(count):
         tensors = by_block.get(index, [])
         own = quantization_of(config, tensors)

@@ -98,7 +98,7 @@ class Observation:
 class MemoryAction:
     """What to do, and why."""
 
-    kind: ActionKind
+    kind: ActionKind | Literal["measured"]
     cause: str
     """One line of text with figures."""
 
@@ -186,13 +186,14 @@ def acted(
     """
     if action.kind in LARGE:
         return Watch(told=watch.told)
-    held = held_bytes(before), held_bytes(after)
-    if None in held:
+    was, now = process_bytes(before), process_bytes(after)
+    if was is None or now is None:
         return watch
-    if process_bytes(before) - process_bytes(after) >= NOTICEABLE * policy.limit_bytes:
+    if was - now >= NOTICEABLE * policy.limit_bytes:
         ladders = {trigger: replace(c, patience=PATIENCE) for trigger, c in watch.ladders.items()}
         watch = replace(watch, ladders=ladders)
-    freed, grown = held[0] - held[1], watch.recent[-1] - watch.recent[0] if watch.recent else 0
+    freed = was - now - (before.cache_bytes or 0) + (after.cache_bytes or 0)
+    grown = watch.recent[-1] - watch.recent[0] if watch.recent else 0
     fixed = 0 < grown <= 2 * freed
     return replace(watch, recent=() if fixed else tuple(b - freed for b in watch.recent))
 
@@ -253,9 +254,10 @@ def triggers(
         threshold = f"{policy.leak_threshold_bytes / MB:g}"
         growth = f"memory grows by {leak / MB:.0f} MB a step"
         causes["leak"] = f"{growth}, more than the leak threshold of {threshold} MB"
-    if (sample.pressure or 0) >= WARNING:
-        word = "critical" if sample.pressure >= CRITICAL else "warning"
-        causes["pressure"] = f"the system's memory pressure is {sample.pressure} ({word})"
+    pressure = sample.pressure or 0
+    if pressure >= WARNING:
+        word = "critical" if pressure >= CRITICAL else "warning"
+        causes["pressure"] = f"the system's memory pressure is {pressure} ({word})"
     return replace(watch, level_bytes=level), causes
 
 
@@ -293,7 +295,7 @@ def large_action(
     limit, stuck = policy.limit_bytes, exhausted(watch, causes)
     restart_left = "restart" not in watch.told
     if "leak" in causes and restart_left:
-        ahead = highest_bytes(observation) + LOOKAHEAD * leak_bytes(policy, watch.recent)
+        ahead = (highest_bytes(observation) or 0) + LOOKAHEAD * leak_bytes(policy, watch.recent)
         if ahead >= limit or "danger" in stuck:
             forecast = f"{size_text(ahead)} in {LOOKAHEAD} steps"
             cause = f"{causes['leak']}: {forecast}, the limit is {size_text(limit)}"
@@ -319,10 +321,11 @@ def large_action(
 
 def scheduled(policy: Policy, step: int) -> dict[ActionKind, str]:
     """The action that is scheduled for this step. A reload also clears the cache."""
-    for kind, every in (
-        ("reload_lora", policy.reload_interval),
-        ("clear_cache", policy.clear_cache_every),
-    ):
+    intervals: dict[ActionKind, int] = {
+        "reload_lora": policy.reload_interval,
+        "clear_cache": policy.clear_cache_every,
+    }
+    for kind, every in intervals.items():
         if every and step % every == 0:
             return {kind: f"every {counted(every, 'step')}" if every > 1 else "every step"}
     return {}
@@ -382,11 +385,11 @@ def highest_bytes(observation: Observation) -> int | None:
 
 def has_headroom(policy: Policy, observation: Observation) -> bool:
     """Whether all gauges are plausible and show low memory use."""
-    sample, seen = observation.sample, plausible(observation.highest_process_bytes)
-    if None in (plausible(sample.process_bytes), seen) or sample.active_bytes == 0:
+    sample, highest = observation.sample, highest_bytes(observation)
+    gauges = plausible(sample.process_bytes), plausible(observation.highest_process_bytes)
+    if highest is None or None in gauges or sample.active_bytes == 0:
         return False
-    low = highest_bytes(observation) < PLENTY * policy.limit_bytes
-    return low and (sample.pressure or 0) < WARNING
+    return highest < PLENTY * policy.limit_bytes and (sample.pressure or 0) < WARNING
 
 
 def gauge_notes(observation: Observation) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 from your_ai.memory.plan import Choice, Demand, choose, options
 
@@ -44,8 +44,11 @@ def longest_rows(demand: Demand, limits_bytes: Iterable[int]) -> Iterator[Longes
         found = options(with_rows_of(tokens))  # none if the row needs too many buffers
         return min((option.needed_bytes for option in found), default=sys.maxsize)
 
+    def fits(limit_bytes: int, tokens: int) -> bool:
+        return least_bytes(tokens) <= limit_bytes
+
     for limit_bytes in limits_bytes:
-        tokens = longest_of(lambda n, limit=limit_bytes: least_bytes(n) <= limit)
+        tokens = longest_of(partial(fits, limit_bytes))
         choice = choose(with_rows_of(tokens), limit_bytes) if tokens else None
         yield LongestRow(limit_bytes, tokens, choice)
 

@@ -6,7 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-P, First, Result = ParamSpec("P"), TypeVar("First"), TypeVar("Result")
+P = ParamSpec("P")
+First = TypeVar("First")
+Result = TypeVar("Result")
 
 
 def memoized(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from your_ai.hub.config_values import HEADS
@@ -181,37 +181,27 @@ def recurrence(at: str, shapes: Shapes, linears: Shapes, config: Mapping[str, An
     ]
     width = max((shape[1] for shape in convolutions), default=0)
     channels = sum(shape[0] for shape in convolutions)
-    short = {"conv_width": width, "conv_channels": channels}
+    short = MixerFacts(kind=KDA, heads=heads, conv_width=width, conv_channels=channels)
     if f"{at}f_a_proj" in linears:
         size = linears.get(f"{at}k_proj", (0, 0))[1] // heads
         value = inner // heads
-        return MixerFacts(
-            kind=KDA, heads=heads, kv_heads=heads, key_dim=size, value_dim=value, **short
-        )
+        return replace(short, kv_heads=heads, key_dim=size, value_dim=value)
     if any(f"{at}{name}" in linears for name in ("in_proj_qkvz", "in_proj_qkv", "q_proj")):
         keys = (channels - inner) // 2
         kv_heads = whole(config, "linear_num_key_heads") or heads
-        return MixerFacts(
+        return replace(
+            short,
             kind=GATED_DELTA,
-            heads=heads,
             kv_heads=kv_heads,
             key_dim=keys // kv_heads,
             value_dim=inner // heads,
-            **short,
         )
     if len(log) == 2:
-        return MixerFacts(kind=MAMBA1, heads=log[0], value_dim=1, state_size=log[1], **short)
+        return replace(short, kind=MAMBA1, heads=log[0], value_dim=1, state_size=log[1])
     groups = whole(config, "mamba_n_groups", "n_groups") or 1
     state = max(0, channels - inner) // (2 * groups)
     state = state or whole(config, "mamba_d_state", "ssm_state_size", "state_size")
-    return MixerFacts(
-        kind=MAMBA2,
-        heads=heads,
-        kv_heads=groups,
-        value_dim=inner // heads,
-        state_size=state,
-        **short,
-    )
+    return replace(short, kind=MAMBA2, kv_heads=groups, value_dim=inner // heads, state_size=state)
 
 
 def is_convolution(name: str, shape: tuple[int, ...]) -> bool:
@@ -222,7 +212,7 @@ def is_convolution(name: str, shape: tuple[int, ...]) -> bool:
 def windows_of(config: Mapping[str, Any], blocks: int) -> list[int]:
     """For each block, how many tokens its attention reaches back; 0 for all of them."""
     types, pattern = config.get("layer_types"), config.get("sliding_window_pattern")
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     window = whole(config, "sliding_window", "window_size", "attention_window_size")
     window = max(0, window) or (DEFAULT_WINDOW if kind in PATTERNS else 0)
     if not window or kind == "gemma2":  # mlx-lm's Gemma 2 has no window

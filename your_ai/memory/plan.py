@@ -10,6 +10,7 @@ stay in memory. The first that fits then keeps as much as fits.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -470,14 +471,16 @@ def choose(demand: Demand, limit_bytes: int, level: int = 0, kept: Plan | None =
     if not every:
         without = replace(demand, buffers=NO_LIMIT)
         if found := [buffers_of(demand, option.plan) for option in options(without)]:
-            raise DoesNotFit(too_many(demand.buffers, min(found)))
+            raise DoesNotFit(too_many(demand.buffers, min(found)), sys.maxsize)
         raise UserError(
             f"--plan {demand.engine}: this model's weights are converted on load, so they "
             "cannot be streamed; convert it with `mlx_lm.convert` first, or use --plan staged"
         )
-    known = kept is not None and demand.calibration.measurements
-    spare = demand.calibration.spare_bytes(kept.family) + VARIES_BYTES if known else 0
-    tried = every if kept is None else with_plan(demand, every, kept)
+    spare, tried = 0, every
+    if kept is not None:
+        tried = with_plan(demand, every, kept)
+        if demand.calibration.measurements:
+            spare = demand.calibration.spare_bytes(kept.family) + VARIES_BYTES
     for index, option in enumerate(tried):
         if option.plan == kept and option.estimate.process_bytes - spare <= limit_bytes:
             above = [o for o in tried[:index] if o.needed_bytes > option.needed_bytes]
@@ -569,13 +572,13 @@ def refusal(demand: Demand, least: Option, least_bytes: int, limit_bytes: int) -
     parts = sorted(least.estimate.components.items(), key=lambda pair: -pair[1])[:3]
     largest = ", ".join(f"{name} {size_text(size)}" for name, size in parts if size >= 5_000_000)
     if demand.forward:
-        advice = f"shorten the rows (now up to {max(demand.lengths)} tokens)"
+        shorter = f"shorten the rows (now up to {max(demand.lengths)} tokens)"
         if demand.rollouts is not None:
-            advice += f", or lower --max-tokens (now up to {demand.rollouts.new_tokens})"
+            shorter += f", or lower --max-tokens (now up to {demand.rollouts.new_tokens})"
         return (
             f"{demand.limit_option}: evaluating does not fit into {in_gb(limit_bytes)}; at least "
             f"{in_gb(rounded_up(least_bytes))} is needed ({largest}); raise the limit, or "
-            f"{advice}"
+            f"{shorter}"
         )
     if demand.before_bytes == least.needed_bytes:
         return (

@@ -63,8 +63,8 @@ def machine(proc: Path = PROC, cgroups: Path = CGROUPS) -> MachineMemory:
     if is_card():
         card = mx.device_info()
         return MachineMemory(
-            ram_bytes=card["total_memory"],
-            available_bytes=card.get("free_memory"),
+            ram_bytes=int(card["total_memory"]),
+            available_bytes=int(card["free_memory"]) if "free_memory" in card else None,
             held_bytes=process_bytes() or 0,
             place=CARD,
         )
@@ -319,7 +319,11 @@ def limited_groups(proc: Path = PROC, cgroups: Path = CGROUPS) -> list[Group]:
 
 def read_group(folder: Path, layout: StructLayout) -> list[Group]:
     """The group of a folder, or nothing if it has no limit."""
-    limits = [gauge(lambda name=name: int((folder / name).read_text())) for name in layout.limits]
+
+    def number_in(name: str) -> int:
+        return int((folder / name).read_text())
+
+    limits = [gauge(functools.partial(number_in, name)) for name in layout.limits]
     known = [limit for limit in limits if limit is not None and limit < UNLIMITED_BYTES]
     if not known:
         return []
@@ -327,7 +331,7 @@ def read_group(folder: Path, layout: StructLayout) -> list[Group]:
     def used() -> int:
         rows = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
         cache = sum(int(row[1]) for row in rows if row[0] in layout.file_cache)
-        return max(0, int((folder / layout.usage).read_text()) - cache)
+        return max(0, number_in(layout.usage) - cache)
 
     return [Group(min(known), gauge(used))]
 

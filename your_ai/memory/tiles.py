@@ -10,7 +10,7 @@ from your_ai.memory.sizes import TILE_TOKENS, TILED_FROM
 FEWEST_TILE_TOKENS = 64  # of each row, however many rows there are
 
 
-def tiles_of(rows: int, tokens: int) -> list[slice]:
+def tiles_of(rows: int, tokens: int) -> list[slice[int, int, None]]:
     """The tiles of B rows of T tokens, of about equal size; one tile if they are not long."""
     if rows * tokens <= TILED_FROM:
         return [slice(0, tokens)]

@@ -271,11 +271,11 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
 
     Raises UserError as `adapted_layers` does.
     """
-    config = defaults.largest(config, len(model.layers))
+    rank, _ = defaults.largest(config, len(model.layers))
     count, keys = adapted_layers(model, config)
     parameters = {
-        "rank": config.lora_rank,
-        "scale": lora_scale(config),
+        "rank": rank,
+        "scale": lora_scale(config, rank),
         "dropout": config.lora_dropout,
         "keys": list(keys),
     }
@@ -306,8 +306,7 @@ def adapted_layers(model: nn.Module, config: TrainConfig) -> tuple[int, tuple[st
     larger than the layers.
     """
     blocks = model.layers
-    config = defaults.largest(config, len(blocks))
-    count = defaults.adapted_blocks(config, len(blocks))
+    rank, count = defaults.largest(config, len(blocks))
     if count > len(blocks):
         raise UserError(
             f"--lora-layers {count}: the model has {counted(len(blocks), 'block')}; use "
@@ -315,17 +314,13 @@ def adapted_layers(model: nn.Module, config: TrainConfig) -> tuple[int, tuple[st
         )
     adapted = blocks[len(blocks) - count :]
     keys = find_targets(adapted, config)
-    assert isinstance(config.lora_rank, int)  # chosen by `largest`
-    check_rank(adapted, keys, config.lora_rank)
+    check_rank(adapted, keys, rank)
     return count, keys
 
 
-def lora_scale(config: TrainConfig) -> float:
+def lora_scale(config: TrainConfig, rank: int) -> float:
     """The factor of the product of A and B: alpha / r, or alpha / sqrt(r) with rsLoRA."""
-    assert isinstance(config.lora_rank, int)  # it was chosen
-    return config.lora_alpha / (
-        math.sqrt(config.lora_rank) if config.use_rslora else config.lora_rank
-    )
+    return config.lora_alpha / (math.sqrt(rank) if config.use_rslora else rank)
 
 
 def put_adapter_layers(

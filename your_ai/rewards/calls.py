@@ -127,7 +127,7 @@ class ChatClient:
                     raise
                 self.refused.add(refused[0])
 
-    def send(self, messages: list[dict[str, str]], optional: dict[str, Any]) -> ChatReply:
+    def send(self, messages: list[Any], optional: dict[str, Any]) -> ChatReply:
         import openai
 
         start = self.now()

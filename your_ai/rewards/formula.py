@@ -9,16 +9,18 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from your_ai.gates.text import nearest, shown
+from your_ai.gates.untrusted import is_number
 
 FORMULA_CHARACTERS, FORMULA_NODES = 2000, 300
-OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
+Number = float | complex
+OPERATORS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
     ast.Pow: operator.pow,
 }
-SIGNS: dict[type[ast.unaryop], Callable[[float], float]] = {
+SIGNS: dict[type[ast.unaryop], Callable[[Number], Number]] = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
@@ -59,7 +61,7 @@ def parse_formula(text: str, names: Collection[str]) -> Formula:
 
 def check_part(node: ast.expr, names: Collection[str]) -> None:
     """Raise ValueError if a part of a formula is not one of those that `evaluate` knows."""
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+    if isinstance(node, ast.Constant) and is_number(node.value):
         try:
             is_finite = math.isfinite(float(node.value))
         except OverflowError:
@@ -85,12 +87,12 @@ def check_part(node: ast.expr, names: Collection[str]) -> None:
         raise ValueError(f"has {part}, which is not allowed; allowed are {ALLOWED}")
 
 
-def evaluate(node: ast.expr, grades: Mapping[str, float]) -> float | complex:
+def evaluate(node: ast.expr, grades: Mapping[str, float]) -> Number:
     """The value of a part, in float64; complex for a root of a negative number.
 
     Raises ArithmeticError.
     """
-    if isinstance(node, ast.Constant):
+    if isinstance(node, ast.Constant) and is_number(node.value):
         return float(node.value)
     if isinstance(node, ast.Name):
         return float(grades[node.id])
@@ -98,7 +100,10 @@ def evaluate(node: ast.expr, grades: Mapping[str, float]) -> float | complex:
         return OPERATORS[type(node.op)](evaluate(node.left, grades), evaluate(node.right, grades))
     if isinstance(node, ast.UnaryOp):
         return SIGNS[type(node.op)](evaluate(node.operand, grades))
+    assert isinstance(node, ast.Call)
+    assert isinstance(node.func, ast.Name)
     values = [evaluate(value, grades) for value in node.args]
-    if any(isinstance(value, complex) for value in values):
+    real = [value for value in values if not isinstance(value, complex)]
+    if len(real) < len(values):
         raise ArithmeticError("complex numbers have no order")
-    return CALLS[node.func.id](values)
+    return CALLS[node.func.id](real)

@@ -71,7 +71,7 @@ class RewardFunction:
             for value, rollout in zip(found, rollouts, strict=True)
         ]
 
-    def arguments(self, rollouts: Sequence[Rollout]) -> dict[str, list]:
+    def arguments(self, rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
         """The lists to pass, each with an entry per rollout; None where a row lacks a column.
 
         They are copies: the function may change what it gets.
@@ -82,7 +82,7 @@ class RewardFunction:
             for name in rollout.row
             if name not in OWN_ARGUMENTS and name not in NOT_COLUMNS
         )
-        given = {
+        given: dict[str, list[Any]] = {
             "prompts": [
                 deepcopy(rollout.messages) if in_messages(rollout) else rollout.prompt
                 for rollout in rollouts

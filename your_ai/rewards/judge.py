@@ -132,7 +132,7 @@ class Judge:
         self.calls = calls_before  # answered, or under way
         self.away_since: float | None = None  # first failure after the last success
         # None ends a thread.
-        self.waiting: queue.SimpleQueue[tuple[Future, str, Rollout] | None] = queue.SimpleQueue()
+        self.waiting = queue.SimpleQueue[tuple[Future[Graded], str, Rollout] | None]()
         self.threads: list[threading.Thread] = []
 
     # For the caller
@@ -337,7 +337,7 @@ def delay_s(attempt: int, key: str, retry_after_s: float | None) -> float:
     """
     longest = min(FIRST_DELAY_S * 2**attempt, LONGEST_DELAY_S)
     share = derive_seed(key, attempt) / (1 << 64)
-    delay = longest * (0.5 + 0.5 * share)
+    delay: float = longest * (0.5 + 0.5 * share)
     return max(delay, min(retry_after_s or 0.0, LONGEST_RETRY_AFTER_S))
 
 

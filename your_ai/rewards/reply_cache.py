@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from your_ai.errors import UserError
 from your_ai.gates.text import shown
@@ -91,7 +92,7 @@ class ReplyCache:
     def put(self, key: str, reply: str) -> None:
         self.run(WRITE, (key, reply, time.time()))
 
-    def run(self, statement: str, values: tuple) -> list[tuple]:
+    def run(self, statement: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         with self.lock:
             for is_last in (False, True):
                 if self.connection is None:
@@ -99,7 +100,7 @@ class ReplyCache:
                 try:
                     return self.connection.execute(statement, values).fetchall()
                 except (sqlite3.Error, UnicodeError) as error:
-                    failed = error
+                    failed: Exception = error
                 if is_last or not isinstance(failed, sqlite3.Error) or not is_damage(failed):
                     break
                 try:

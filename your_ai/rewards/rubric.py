@@ -156,7 +156,7 @@ def text_of(value: Any, where: str) -> str:
     return value.strip()
 
 
-def refuse_unknown(found: dict, known: tuple[str, ...], where: str) -> None:
+def refuse_unknown(found: dict[str, Any], known: tuple[str, ...], where: str) -> None:
     for name in found:
         if name not in known:
             hint = nearest(str(name), known) or f"; expected one of: {', '.join(known)}"

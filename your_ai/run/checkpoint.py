@@ -225,7 +225,7 @@ def load(path: Path) -> SavedCheckpoint:
         checkpoint = SavedCheckpoint(
             state=TrainState(**state["state"]),
             adapters=load_adapters(path),
-            optimizer=mx.load(str(path / OPTIMIZER)),
+            optimizer=load_arrays(path / OPTIMIZER),
             adapter_config=json.loads(read_text(path / ADAPTER_CONFIG, JSON_BYTES)),
             depends_on=state["depends_on"],
         )
@@ -236,9 +236,16 @@ def load(path: Path) -> SavedCheckpoint:
 
 def load_adapters(path: Path) -> dict[str, mx.array]:
     """The lazy arrays of an adapter by name, with those of its score head."""
-    found = mx.load(str(path / ADAPTERS))
+    found = load_arrays(path / ADAPTERS)
     if (path / SCORE_HEAD).exists():
-        found |= mx.load(str(path / SCORE_HEAD))
+        found |= load_arrays(path / SCORE_HEAD)
+    return found
+
+
+def load_arrays(file: Path) -> dict[str, mx.array]:
+    """The lazy arrays of a safetensors file by name."""
+    found = mx.load(str(file))
+    assert isinstance(found, dict)
     return found
 
 

@@ -428,8 +428,9 @@ def to_line(record: Record) -> str:
 
 def is_pair(value: object) -> bool:
     """Whether it is a list of two numbers."""
-    is_two = isinstance(value, list) and len(value) == 2
-    return is_two and all(isinstance(each, int | float) for each in value)
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    return all(isinstance(each, int | float) for each in value)
 
 
 def from_line(line: str | bytes) -> Record | None:

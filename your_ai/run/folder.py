@@ -16,7 +16,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from your_ai.config import (
     ADDED,
@@ -207,7 +207,7 @@ def new_folder(path: Path, taken: str) -> Iterator[Path]:
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     """Make the paths of model and data absolute, so that they work from any folder."""
     names = ("model", "data", "prompt_template", "hostfile")
-    paths = {name: absolute(getattr(config, name)) for name in names}
+    paths: dict[str, Any] = {name: absolute(getattr(config, name)) for name in names}
     if config.valid not in (NONE, FOLDER):  # words, whatever files are there
         paths["valid"] = absolute(config.valid)
     if config.prefix_cache_folder:  # it may not exist yet

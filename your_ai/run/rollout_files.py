@@ -112,7 +112,7 @@ def read_rollouts(path: Path) -> list[RolloutRecord] | None:
     return found if found and len({kind_of(record) for record in found}) == 1 else None
 
 
-def kind_of(record: RolloutRecord) -> tuple:
+def kind_of(record: RolloutRecord) -> tuple[tuple[str, ...], bool, bool]:
     """What all rollouts of a step have in common."""
     return tuple(record.rewards), record.old is None, record.reference is None
 
@@ -122,8 +122,8 @@ def record_of(content: Any) -> RolloutRecord:
     if not isinstance(content, dict):
         raise ValueError("not an object")
     record = RolloutRecord(**{name: value for name, value in content.items() if name in NAMES})
-    texts = (record.where, record.question, record.completion)
-    texts += tuple(text for text in (record.expected, record.reply) if text is not None)
+    texts = [record.where, record.question, record.completion]
+    texts += [text for text in (record.expected, record.reply) if text is not None]
     ok = all(isinstance(text, str) for text in texts) and type(record.stopped) is bool
     ok = ok and all(type(index) is int and index >= 0 for index in (record.row, record.sample))
     ok = ok and isinstance(record.tokens, list) and len(record.tokens) > 0

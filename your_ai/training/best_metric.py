@@ -12,6 +12,7 @@ a pure function of the adapter, so a resumed run measures the same.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,9 @@ def best_metric_of(
         )
     if function is None:
         return BestMetric(name, rows)
-    found = rows.read(np.flatnonzero(asking)[:METRIC_ROWS])
     questions = (
-        RowToAnswer(encoder.prompt_of(row), content, row.where) for _, row, content in found
+        RowToAnswer(prompt, content, row.where)
+        for _, row, content, prompt in islice(rows.questions(), METRIC_ROWS)
     )
     return BestMetric(name, rows, function, tuple(questions))
 

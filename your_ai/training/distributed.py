@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -31,7 +31,7 @@ from your_ai.data.dealing import rows_of_rank
 from your_ai.engine.gradients import Gradients
 from your_ai.errors import UserError, is_memory_error
 from your_ai.memory.budget import limit_of
-from your_ai.memory.governor import MemoryAction
+from your_ai.memory.governor import ActionKind, MemoryAction
 from your_ai.memory.sizes import REDUCTION_BYTES
 from your_ai.objectives.objective import Totals
 from your_ai.run import events
@@ -49,7 +49,8 @@ LEAST_SHARE = 0.05
 NOTICEABLE = 0.1  # hosts that differ by less are equally fast
 PIECE_BYTES = 1 << 20  # of a file, sent together
 # What decides more, of two ranks that want different things of memory.
-CAREFUL = ("restart", "smaller_plan", "larger_plan")
+Made = TypeVar("Made")
+CAREFUL: tuple[ActionKind, ...] = ("restart", "smaller_plan", "larger_plan")
 # What to do about contents that differ, of which only checksums are known.
 COPY = {
     "model": "; copy it there, or use --sync all",
@@ -110,7 +111,7 @@ class Ranks:
         if self.size == 1:
             return
 
-        def found() -> list[list]:
+        def found() -> list[list[Any]]:
             changes = [event for event in written() if isinstance(event, events.Shares)]
             return [[e.step, e.shares] for e in changes if tuple(e.hosts) == self.hosts]
 
@@ -124,9 +125,10 @@ class Ranks:
         events, so that a run that is resumed deals its rows in the same way. Processes of one
         machine are equally fast.
         """
-        if len(set(self.hosts)) == 1 or self.changes or None in self.all_figures:
+        figures = [found for found in self.all_figures if found is not None]
+        if len(set(self.hosts)) == 1 or self.changes or len(figures) < len(self.all_figures):
             return None
-        self.speeds.append([tokens / max(s, 1e-9) for tokens, s, *_ in self.all_figures])
+        self.speeds.append([tokens / max(s, 1e-9) for tokens, s, *_ in figures])
         if len(self.speeds) < FIRST_STEPS + MEASURED_STEPS:
             return None
         speeds = [median(values) for values in zip(*self.speeds[FIRST_STEPS:], strict=True)]
@@ -176,11 +178,12 @@ class Ranks:
         found = np.array(self.collect(mx.distributed.all_gather, mx.array(padded)))
         return [part.tobytes() for part in found.reshape(self.size, size)]
 
-    def of_first(self, make: Callable[[], Any]) -> Any:
+    def of_first(self, make: Callable[[], Made]) -> Made:
         """What rank 0 makes. The others do not call `make`, and get a copy through JSON."""
         if self.size == 1:
             return make()
-        return self.gather(make() if self.is_first else None)[0]
+        made: Made = self.gather(make() if self.is_first else None)[0]
+        return made
 
     def sum(self, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
         """The sums over all ranks, which all have arrays with these names and shapes."""

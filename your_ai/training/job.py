@@ -6,11 +6,11 @@ Nothing here computes with MLX. Of the model it uses only what the files say.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from your_ai.config import AUTO, GRPO, TrainConfig, defaults, flag, last_step
+from your_ai.config import GRPO, Resolved, TrainConfig, defaults, flag, last_step
 from your_ai.data.batches import Schedule
 from your_ai.data.examples import Examples
 from your_ai.data.preferences import kind_of
@@ -46,7 +46,7 @@ class Job:
     asked: TrainConfig
     """The settings as they were given."""
     config: TrainConfig
-    """The settings as they were decided, but for the adapters, which depend on the plan."""
+    """The settings with batch size and epochs as they were decided."""
     data: RunData
     schedule: Schedule
     steps: int
@@ -64,9 +64,11 @@ class Job:
         """Rows of the training data, or pairs of texts."""
         return len(self.data.examples["train"]) // self.objective.rows_together
 
-    def with_adapters(self, rank: int, blocks: int, of: int) -> Job:
+    def with_adapters(self, rank: int, blocks: int, of: int) -> ResolvedJob:
         """The job with adapters of this rank in the last blocks of a model that has `of`."""
-        return replace(self, config=defaults.with_adapters(self.config, rank, blocks, of))
+        epoch, validated = self.schedule.steps_per_epoch, "valid" in self.data.examples
+        config = defaults.resolved(self.config, self.rows, validated, epoch, rank, blocks, of)
+        return ResolvedJob(**vars(self) | {"config": config})
 
     def depends_on(self) -> dict[str, dict[str, str]]:
         """What must be the same when the run is resumed: checksums and values, by kind."""
@@ -80,8 +82,8 @@ class Job:
 
     def notices(self) -> list[str]:
         """What the user should know of the settings."""
-        given, found = self.config, []
-        if self.asked.warmup_steps != AUTO and given.warmup_steps >= self.steps:
+        given, found = self.asked, []
+        if not isinstance(given.warmup_steps, str) and given.warmup_steps >= self.steps:
             steps = counted(self.steps, "step")
             found.append(f"--warmup-steps {given.warmup_steps}: the run has only {steps}")
         if given.patience and "valid" not in self.data.examples:
@@ -89,6 +91,12 @@ class Job:
         if given.objective == "kto":
             found.append(imbalance(given, self.data.examples["train"]))
         return [text for text in found if text]
+
+
+class ResolvedJob(Job):
+    """A job whose plan is known, and with it all its settings."""
+
+    config: Resolved
 
 
 def job_of(config: TrainConfig, base: Path, opened: Opened, log: events.EventLog) -> Job:
@@ -107,8 +115,7 @@ def job_of(config: TrainConfig, base: Path, opened: Opened, log: events.EventLog
     sized = defaults.sized(config, rows, "valid" in data.examples)
     schedule = schedule_of(sized, data)
     steps = last_step(sized, schedule.steps_per_epoch)
-    timed = defaults.timed(sized, rows, schedule.steps_per_epoch)
-    found = Job(config, timed, data, schedule, steps, files, runs, tokenizer)
+    found = Job(config, sized, data, schedule, steps, files, runs, tokenizer)
     for text in found.notices():
         log.write(events.Notice(text=text))
     return found

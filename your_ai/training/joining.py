@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from your_ai.config import FIELDS, TrainConfig, build
+from your_ai.config import TrainConfig, build
 from your_ai.data.sources import find_splits
 from your_ai.errors import Interrupted, RunError, UserError
 from your_ai.files import sha256
@@ -25,7 +25,7 @@ from your_ai.run import exits, heartbeat
 from your_ai.run.heartbeat import Heartbeat
 from your_ai.training.distributed import ALONE, PeerLost, Ranks
 
-DEFAULT_TIMEOUT_S = FIELDS["heartbeat_timeout_s"].default
+DEFAULT_TIMEOUT_S = TrainConfig.heartbeat_timeout_s
 # Settings that need not be the same on all ranks.
 OWN_SETTINGS = ("max_memory", "run", "hosts", "hostfile", "processes", "sync")
 
@@ -81,7 +81,7 @@ def address_of_first(backend: str) -> str:
     """Where rank 0 can be reached by the others."""
     if backend == "ring":
         with open(os.environ["MLX_HOSTFILE"], encoding="utf-8") as file:
-            return json.load(file)[0][0].rpartition(":")[0].strip("[]")
+            return str(json.load(file)[0][0]).rpartition(":")[0].strip("[]")
     given = os.environ.get("MLX_JACCL_COORDINATOR", "").rpartition(":")[0]
     return given or os.environ.get("NCCL_HOST_IP") or platform.node()
 

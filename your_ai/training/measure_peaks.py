@@ -6,6 +6,7 @@ The gradients of each are computed and discarded, so that training is the same a
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from typing import Literal
 
 import mlx.core as mx
 import numpy as np
@@ -18,16 +19,16 @@ from your_ai.memory import allocator, probe
 from your_ai.memory import calibration_file as measurements
 from your_ai.memory.calibration import Calibration, Measurement, Shape
 from your_ai.memory.calibration_steps import MicroBatchPeak, measure_and_choose
-from your_ai.memory.estimate import Plan
 from your_ai.memory.governor import MemoryAction, Watch
 from your_ai.memory.plan import DoesNotFit
+from your_ai.memory.workload import Plan
 from your_ai.nets.model import TRIED_TOKENS
 from your_ai.run import events
 from your_ai.training.memory_actions import Replan
 from your_ai.training.planned import write_plan
 from your_ai.training.trainer import Trainer
 
-MEASURED = "measured"  # the kind of an Action that requests another plan
+MEASURED: Literal["measured"] = "measured"  # the kind of an Action that requests another plan
 
 
 def calibrated(

@@ -25,7 +25,6 @@ from your_ai.gates.text import size_text
 from your_ai.memory import allocator, probe
 from your_ai.memory.budget import empty_bytes, plan_of
 from your_ai.memory.corrections import Corrections
-from your_ai.memory.estimate import Plan
 from your_ai.memory.governor import (
     LARGE,
     MemoryAction,
@@ -38,6 +37,7 @@ from your_ai.memory.governor import (
 )
 from your_ai.memory.guard import guarded
 from your_ai.memory.sample import MemorySample
+from your_ai.memory.workload import Plan
 from your_ai.run import events, exits, requests
 from your_ai.run.folder import RunFolder
 from your_ai.training.trainer import Trainer
@@ -93,6 +93,7 @@ class Governor:
                 ratio = self.corrections.ratios[tokens]
                 self.log.write(events.Corrected(step=step, tokens=tokens, ratio=ratio))
         choice, store = self.trainer.budget.choice, self.trainer.built.store
+        in_memory = self.trainer.config.prefix_cache == "memory"
         observation = Observation(
             step=step,
             sample=sample,
@@ -100,7 +101,7 @@ class Governor:
             can_shrink=choice.smaller is not None,
             can_grow=choice.level > 0,
             baseline_bytes=self.trainer.budget.demand.python_bytes,
-            kept_bytes=store.bytes_held if self.trainer.config.prefix_cache == "memory" else 0,
+            kept_bytes=store.bytes_held if store is not None and in_memory else 0,
         )
         self.watch, actions, notices = decide(self.policy, self.watch, observation)
         for text in notices:

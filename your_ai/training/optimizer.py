@@ -22,7 +22,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
-from your_ai.config import TrainConfig
+from your_ai.config import Resolved, TrainConfig
 from your_ai.engine.gradients import Gradients
 from your_ai.memory.sizes import UPDATE_BYTES, UPDATE_BYTES_ROUNDED
 from your_ai.run.checkpoint import TrainState
@@ -57,7 +57,7 @@ class StatefulOptimizer:
 
 
 def build_optimizer(
-    config: TrainConfig, parameters: dict, folder: Path | None = None
+    config: TrainConfig, parameters: dict[str, Any], folder: Path | None = None
 ) -> StatefulOptimizer:
     """The configured optimizer, with its states initialized for `parameters`.
 
@@ -94,7 +94,7 @@ def build_optimizer(
     return StatefulOptimizer(rule, states, form)
 
 
-def learning_rate(config: TrainConfig, step: int, steps: int) -> float:
+def learning_rate(config: Resolved, step: int, steps: int) -> float:
     """The learning rate of step `step` (from 0) of `steps`: linear warm-up, then the schedule.
 
     Without --lr-decay-steps, the linear and cosine schedules reach --lr-end just after the last
@@ -103,9 +103,9 @@ def learning_rate(config: TrainConfig, step: int, steps: int) -> float:
     """
     peak, end = config.learning_rate, config.lr_end
     warmup, first = config.warmup_steps, config.warmup_init
-    if step < warmup and first is None:
-        return peak * (step + 1) / (warmup + 1)
     if step < warmup:
+        if first is None:
+            return peak * (step + 1) / (warmup + 1)
         return first + (peak - first) * step / max(1, warmup - 1)
     decayed, length = step - warmup, config.lr_decay_steps or max(1, steps - warmup)
     progress = min(1.0, decayed / length)
@@ -114,15 +114,15 @@ def learning_rate(config: TrainConfig, step: int, steps: int) -> float:
     if config.lr_schedule == "cosine":
         return end + (peak - end) * 0.5 * (1 + math.cos(math.pi * progress))
     if config.lr_schedule == "exponential":
-        return peak * config.lr_decay_rate ** (decayed / length)
+        return float(peak * config.lr_decay_rate ** (decayed / length))
     if config.lr_schedule == "step":
-        return peak * config.lr_decay_rate ** (decayed // length)
+        return float(peak * config.lr_decay_rate ** (decayed // length))
     return peak
 
 
 def global_norm(grads: Gradients) -> mx.array:
     """The Euclidean norm of all gradients together, in float32."""
-    return mx.sqrt(sum(grads.squares()))
+    return mx.sqrt(sum(grads.squares(), mx.array(0.0)))
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
@@ -220,7 +220,8 @@ def groups(sizes: Mapping[str, int], together: int) -> list[list[tuple[str, str]
     found: list[list[tuple[str, str]]] = []
     last, room = None, 0
     for name, size in sizes.items():
-        block = re.match(r"(.*?\blayers\.\d+\.)?", name).group()
+        numbered = re.match(r".*?\blayers\.\d+\.", name)
+        block = "" if numbered is None else numbered.group()
         if block != last or size > room:
             found.append([])
             last, room = block, together

@@ -173,8 +173,10 @@ def planned(config: TrainConfig, model: Absent, seq_len: int | None, target: Tar
 
     option = "--max-memory" if target.is_here or config.max_memory is not None else "--memory"
 
-    def budget_with(each: TrainConfig) -> Budget:
-        demand = demand_of(each, facts, [longest], process, prompt_tokens=prompt)
+    def budget_with(adapters: tuple[int, int]) -> Budget:
+        demand = demand_of(
+            config, facts, [longest], process, prompt_tokens=prompt, adapters=adapters
+        )
         demand = replace(demand, limit_option=option)
         return Budget(limit, demand, choose(demand, limit.limit_bytes))
 
@@ -203,7 +205,7 @@ def notes_of(config: TrainConfig, model: Absent, seq_len: int | None, target: Ta
 
 def check_adapters(config: TrainConfig, facts: ModelFacts) -> None:
     """Raise UserError if a target is in no block, or the model has fewer blocks."""
-    count = defaults.adapted_blocks(config, facts.blocks)
+    _, count = defaults.largest(config, facts.blocks)
     if count > facts.blocks:
         raise UserError(
             f"--lora-layers {count}: the model has {counted(facts.blocks, 'block')}; use "

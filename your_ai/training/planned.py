@@ -17,8 +17,9 @@ from your_ai.gates.text import size_text
 from your_ai.generation.generate import ANSWER_TOKENS
 from your_ai.hub.fingerprint import fingerprint
 from your_ai.memory import allocator
-from your_ai.memory.budget import Budget, PriorPlans, budget_of, plan_of
+from your_ai.memory.budget import PriorPlans, budget_of, plan_of
 from your_ai.memory.calibration_file import valid_measurements
+from your_ai.memory.demand import Budget
 from your_ai.memory.plan import Option, choose, front_points
 from your_ai.memory.plan_words import words
 from your_ai.memory.workload import RewardModelSizes

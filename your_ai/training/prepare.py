@@ -25,7 +25,7 @@ from your_ai.rewards.chosen import Rewards
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
 from your_ai.training.distributed import ALONE, Ranks
-from your_ai.training.job import Job, job_of, rewards_of
+from your_ai.training.job import Job, ResolvedJob, job_of, rewards_of
 from your_ai.training.optimizer import build_optimizer
 from your_ai.training.planned import (
     announce,
@@ -61,15 +61,15 @@ def prepare(
     ranks: this process among those that train together.
     on_fit: is called once a plan fits, before anything is loaded.
     """
-    job, opened, rewards = read_job(config, log, folder)
+    planned, opened, rewards = read_job(config, log, folder)
     network = opened.network
-    past = past_of(log, job.config, level)
-    budget = budget_of_job(job, opened, level, past, joined=ranks.size > 1)
+    past = past_of(log, planned.config, level)
+    budget = budget_of_job(planned, opened, level, past, joined=ranks.size > 1)
     on_fit()
 
-    beside = networks_beside(job, opened)
+    beside = networks_beside(planned, opened)
     training, blocks = budget.demand.training, len(network.layers)
-    job = job.with_adapters(training.rank, training.blocks, blocks)
+    job = planned.with_adapters(training.rank, training.blocks, blocks)
     tell(log, *choices(job, training.blocks, blocks, size_text(budget.limit.limit_bytes)))
     adapters, start = add_adapters(job, network, budget.demand.facts.hidden, RunFolder(folder))
     ranks.check_same({"adapter": json.dumps(adapters.config, sort_keys=True)})
@@ -124,7 +124,7 @@ def tell(log: events.EventLog, *texts: str) -> None:
         log.write(events.Notice(text=text))
 
 
-def choices(job: Job, adapted: int, blocks: int, limit: str) -> list[str]:
+def choices(job: ResolvedJob, adapted: int, blocks: int, limit: str) -> list[str]:
     """What was chosen for the run, and what has no effect; adapted: blocks with adapters."""
     found = []
     if job.config.prefix_cache != "off" and adapted == blocks:

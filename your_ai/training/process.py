@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from your_ai.config import TrainConfig, build
-from your_ai.errors import RunError, UserError, explain, first_line, is_memory_error
+from your_ai.errors import Interrupted, RunError, UserError, explain, first_line, is_memory_error
 from your_ai.gates.console import echo_error, echo_traceback
 from your_ai.memory import allocator, probe
 from your_ai.memory.governor import MemoryAction, Watch
@@ -26,7 +26,7 @@ from your_ai.run import events, exits, host
 from your_ai.run.folder import RunFolder, find, locked
 from your_ai.run.heartbeat import LOST, end_process, write_report
 from your_ai.run.parent import watch_parent, watch_pid
-from your_ai.run.stopping import SHOW_STACK, Interrupted, Stop, stop_signals
+from your_ai.run.stopping import SHOW_STACK, Stop, stop_signals
 from your_ai.training.distributed import ALONE, PeerLost, Ranks
 from your_ai.training.joining import DEFAULT_TIMEOUT_S, join, telling_others
 from your_ai.training.memory_actions import Replan, action_event, telling_gauges, within_limit
@@ -59,7 +59,7 @@ def train_until_done(
             rest += ", or before it if its completions are not there yet"
         text = f"{rest}; signal again to stop immediately"
         stop.on_first = lambda: log.write(events.Stopping(text=text))
-        failed_at, watch = [], Watch()
+        failed_at, watch = list[int](), Watch()
         try:
             while True:
                 wanted = train_under_plan(

@@ -45,7 +45,7 @@ def with_reference(
     depends_on: what decides the values beside the rows: model, first adapter, data type.
     Raises UserError if the cache cannot be written.
     """
-    rows = Path(examples.tokens.filename).parent.name  # made of all that decides the tokens
+    rows = examples.tokens_file.parent.name  # made of all that decides the tokens
     content = json.dumps([FORMAT, rows, sorted(depends_on.items())])
     folder = cache / "reference" / hashlib.sha256(content.encode()).hexdigest()[:32]
     values = opened(folder, len(examples.tokens))

@@ -133,9 +133,9 @@ def score_rollouts(
     shares_tokenizer: the tokens are used as they were sampled; else the texts are encoded again.
     """
     texts = [encoded(model, shares_tokenizer, rollout) for rollout in rollouts]
-    there = [place for place, text in enumerate(texts) if text is not None]
+    there = {place: text for place, text in enumerate(texts) if text is not None}
     found: list[float | None] = [None] * len(rollouts)
-    scores = model.scores([texts[place] for place in there]) if there else ()
+    scores = model.scores([*there.values()]) if there else ()
     for place, score in zip(there, scores, strict=True):
         found[place] = float(score) if np.isfinite(score) else None
     model.engine.drop()  # its graphs; the next step may have other lengths

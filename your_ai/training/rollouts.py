@@ -102,13 +102,13 @@ class RolloutSource:
         first = index - index % config.updates_per_batch
         path = rollout_file(self.folder.path, first + 1)
         records = shared(trainer.ranks, lambda: read_rollouts(path))
-        if records is None and first != index:
-            raise UserError(
-                f"{path}: is missing or damaged; it is needed to go on with step {index + 1}; "
-                "restore it, or start a new run"
-            )
         if records is None:
-            records = shared(trainer.ranks, self.generated(first))
+            if first != index:
+                raise UserError(
+                    f"{path}: is missing or damaged; it is needed to go on with step {index + 1}; "
+                    "restore it, or start a new run"
+                )
+            records = shared(trainer.ranks, self.generated(first)) or []
             self.write(path, records)
         needs_old = config.updates_per_batch > 1 and records[0].old is None
         needs_reference = objective.kl_beta > 0 and records[0].reference is None
@@ -342,31 +342,29 @@ class RolloutSource:
         began = time.perf_counter()
         self.in_step("scoring completions")
         if old:
-            records = self.with_scores(records, rows_at, "old")
+            scores = self.scores_of_all(records, rows_at)
+            records = [replace(r, old=s) for r, s in zip(records, scores, strict=True)]
         if reference:
             with first_adapters(self.trainer, self.folder):
-                records = self.with_scores(records, rows_at, "reference")
+                scores = self.scores_of_all(records, rows_at)
+            records = [replace(r, reference=s) for r, s in zip(records, scores, strict=True)]
         self.freed("score", began)
         return records
 
-    def with_scores(
-        self, records: list[RolloutRecord], rows_at: RowsAt, name: str
-    ) -> list[RolloutRecord]:
+    def scores_of_all(self, records: list[RolloutRecord], rows_at: RowsAt) -> list[list[float]]:
+        """As `scores_of`; each rank scores some of the completions."""
         ranks = self.trainer.ranks
         if ranks.size == 1:
-            scores = self.scores_of(records, rows_at)
-        else:
-            lengths = self.examples(records).lengths
-            own = [
-                ranks.rows_at_rank(lengths, self.trainer.hidden, rank) for rank in range(ranks.size)
-            ]
-            mine = [records[place] for place in own[ranks.rank]]
-            parts = ranks.gather(self.scores_of(mine, rows_at) if mine else [])
-            scores = [[]] * len(records)
-            for places, part in zip(own, parts, strict=True):
-                for place, values in zip(places, part, strict=True):
-                    scores[place] = values
-        return [replace(r, **{name: s}) for r, s in zip(records, scores, strict=True)]
+            return self.scores_of(records, rows_at)
+        lengths = self.examples(records).lengths
+        own = [ranks.rows_at_rank(lengths, self.trainer.hidden, rank) for rank in range(ranks.size)]
+        mine = [records[place] for place in own[ranks.rank]]
+        parts = ranks.gather(self.scores_of(mine, rows_at) if mine else [])
+        scores: list[list[float]] = [[]] * len(records)
+        for places, part in zip(own, parts, strict=True):
+            for place, values in zip(places, part, strict=True):
+                scores[place] = values
+        return scores
 
     def scores_of(self, records: list[RolloutRecord], rows_at: RowsAt) -> list[list[float]]:
         """The log-probabilities of the tokens of each completion, under the current adapters."""
@@ -382,22 +380,22 @@ class RolloutSource:
 
     def batched(self, records: list[RolloutRecord], rows_at: RowsAt) -> StepWork:
         """The gradients of the rollouts, and what to show of them."""
-        objective = self.trainer.engine.objective
+        kl_beta = self.trainer.config.kl_beta
         examples = self.examples(records)
         edges, order = self.edges(examples), np.argsort(-examples.lengths, kind="stable")
         every = list(micro_batches(examples, order, rows_at, edges))
-        denominator = objective.denominator(every)
+        denominator = self.trainer.engine.objective.denominator(every)
         moves = (examples.weights != 0) & (examples.advantages != 0)
-        if not (moves.any() or objective.kl_beta or self.told_no_spread):
+        if not (moves.any() or kl_beta or self.told_no_spread):
             self.told_no_spread = True
             self.log.write(events.Notice(text=NO_SPREAD))
         ranks = self.trainer.ranks
-        if not (objective.kl_beta or moves.any()):
+        if not (kl_beta or moves.any()):
             trained = every[:1] if ranks.is_first else []
-        elif ranks.size == 1 and (objective.kl_beta or moves.all()):
+        elif ranks.size == 1 and (kl_beta or moves.all()):
             trained = every
         else:  # the gradients of the others are zero
-            rows = order if objective.kl_beta else order[moves[order]]
+            rows = order if kl_beta else order[moves[order]]
             trained = own_batches(ranks, examples, rows, rows_at, edges, self.trainer.hidden)
         add = partial(accumulate, self.trainer.engine, trained)
         return StepWork(trained, denominator, add, self.metrics(records))

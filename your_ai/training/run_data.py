@@ -19,7 +19,7 @@ from your_ai.data.lines import file_of_first_row, files_of_rows
 from your_ai.data.notes import Notes
 from your_ai.data.preferences import parser_of
 from your_ai.data.prompts import PromptRows
-from your_ai.data.rows import Row, read_rows, with_progress
+from your_ai.data.rows import Question, Row, read_rows, with_progress
 from your_ai.data.sources import Splits, find_splits
 from your_ai.errors import UserError
 from your_ai.gates.text import counted
@@ -193,6 +193,7 @@ def prompts_of_run(
         for found in prompts.values():
             for index in range(len(found.offsets)):
                 _, row = found.read(index)
+                assert isinstance(row.content, Question)
                 check_expected(names, encoder.expected_of(row.content, row.where), row.where)
     rooms = (answer_room(network, encoder.tokenizer, prompt) for prompt in samples)
     shortest = min(int(found.lengths.min()) for found in examples.values())
@@ -263,9 +264,9 @@ def load_split(
         count = tally.truncated + tally.split
         verb = "was" if count == 1 else "were"
         done = f"{verb} truncated" if tally.truncated else f"{verb} split"
-        files = files_of_rows(path, encoder.limit).rpartition("/")[2]
+        place = files_of_rows(path, encoder.limit).rpartition("/")[2]
         text = (
-            f"{files}: {count:,} of {counted(tally.rows, 'row')} "
+            f"{place}: {count:,} of {counted(tally.rows, 'row')} "
             f"{verb} longer than --max-seq-length {config.max_seq_length} and {done}"
         )
         if tally.dropped:

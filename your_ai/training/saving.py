@@ -36,6 +36,7 @@ def restore(folder: RunFolder, trainer: Trainer, log: events.EventLog) -> TrainS
         done = counted(saved.state.step, "step")
         raise UserError(f"{folder.path}: has done {done} already; set more steps")
     model.set_adapters(trainer.model, saved.adapters)
+    assert isinstance(saved.optimizer, dict)  # as it is read
     optimizer.restore_states(trainer.optimizer, saved.optimizer)
     return saved.state
 
@@ -145,9 +146,9 @@ def keep_settings(folder: RunFolder, trainer: Trainer, log: events.EventLog) -> 
     schedule of a run moves."""
     if not trainer.ranks.is_first:
         return
-    config, steps = trainer.ranks.as_given(trainer.config), trainer.steps
+    config, steps = trainer.config, trainer.steps
     before = folder.read_config()
-    folder.change_config(config)
+    folder.change_config(trainer.ranks.as_given(config))
     began = before.epochs != AUTO  # else nothing was recorded yet
     moved = began and (before.max_steps, before.epochs) != (config.max_steps, config.epochs)
     decays = config.lr_schedule != "constant" and config.warmup_steps < steps

@@ -147,7 +147,7 @@ def score_completions(network: RewardNetwork, rollouts: Sequence[Rollout]) -> li
     return [float(reward) if np.isfinite(reward) else None for reward in found]
 
 
-def scorer_of_network(network: RewardNetwork) -> partial:
+def scorer_of_network(network: RewardNetwork) -> partial[list[float | None]]:
     return partial(score_completions, network)
 
 

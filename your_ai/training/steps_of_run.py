@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from your_ai.config import TrainConfig, last_step
+from your_ai.config import TrainConfig, defaults, last_step
 from your_ai.data.batches import TARGET_LEVELS, Schedule, make_schedule
 from your_ai.memory.workload import StepSizes
 from your_ai.objectives.chosen import objective_of
@@ -16,10 +16,11 @@ def schedule_of(config: TrainConfig, data: RunData) -> Schedule:
     packed_tokens = config.max_seq_length if config.packing else None
     examples = data.examples["train"]
     together = objective_of(config).rows_together
+    rows = len(examples) // together
     return make_schedule(
         examples,
-        config.batch_size * together,
-        config.rows_per_step * together,
+        defaults.batch_size(config, rows) * together,
+        defaults.rows_per_step(config, rows) * together,
         config.seed,
         packed_tokens,
         together,

@@ -222,7 +222,7 @@ def train_step(loop: Loop, state: TrainState) -> tuple[TrainState, list[Batch]]:
     parameters = trainer.model.trainable_parameters()
     sums, of_all = trainer.ranks.step_sums(own, gradients, parameters, counts)
     loss = sums.loss / work.denominator
-    norm = optimizer.global_norm(gradients).item() / state.loss_scale
+    norm = float(optimizer.global_norm(gradients)) / state.loss_scale
     if not (math.isfinite(loss) and math.isfinite(norm)):
         gradients.clear()
         done = optimizer.after_skipped_step(done, loss)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import mlx.nn as nn
 
-from your_ai.config import AUTO, REWARD, SOFT, TrainConfig
+from your_ai.config import AUTO, REWARD, SOFT, Resolved
 from your_ai.config.checks import credit_of
 from your_ai.data.batches import Schedule
 from your_ai.data.encode import SamplePrompt
@@ -31,7 +31,7 @@ from your_ai.engine.prefix import (
 from your_ai.engine.protocol import Engine
 from your_ai.errors import UserError
 from your_ai.files import sha256
-from your_ai.memory.budget import Budget
+from your_ai.memory.demand import Budget
 from your_ai.memory.estimate_graphs import graphs_bytes
 from your_ai.memory.plan import kept_by_some, rows_of, workload_of
 from your_ai.nets import model, score_head
@@ -42,7 +42,7 @@ from your_ai.run.checkpoint import SCORE_HEAD
 from your_ai.run.folder import RunFolder
 from your_ai.training.best_metric import BestMetric
 from your_ai.training.distributed import ALONE, Ranks
-from your_ai.training.job import Job, have_answers, ways_to_learn_more
+from your_ai.training.job import Job, ResolvedJob, have_answers, ways_to_learn_more
 from your_ai.training.optimizer import StatefulOptimizer
 from your_ai.training.reward_models import open_reward_model, scorer_of
 from your_ai.training.soft_networks import (
@@ -77,7 +77,7 @@ class Beside(NamedTuple):
 class Trainer:
     """Everything that the training loop needs, checked and loaded."""
 
-    job: Job
+    job: ResolvedJob
     budget: Budget
     opened: Opened
     adapters: model.Adapters
@@ -99,7 +99,7 @@ class Trainer:
     ranks: Ranks = ALONE
 
     @property
-    def config(self) -> TrainConfig:
+    def config(self) -> Resolved:
         return self.job.config
 
     @property
@@ -210,9 +210,9 @@ def begin_from(folder: RunFolder, network: nn.Module) -> dict[str, dict[str, str
         raise UserError(f"{fault}; restore it, or start a new run")
     arrays = checkpoint.load_adapters(folder.start)
     if (layer := score_head.score_layer(network)) is None:
-        arrays.pop(score_head.WEIGHT, None)
+        arrays.pop(checkpoint.SCORE_WEIGHT, None)
     else:
-        arrays.setdefault(score_head.WEIGHT, layer.weight)
+        arrays.setdefault(checkpoint.SCORE_WEIGHT, layer.weight)
     model.set_adapters(network, arrays)
     return {"first adapter": {name: sha256(folder.start / name) for name in names}}
 
@@ -260,12 +260,11 @@ def put_scorers(
 ) -> None:
     """Let the reward models of the run score its completions, under its plan."""
     plan, rows = budget.choice.option.plan, budget.demand.batch_size
-    trained_against = None if soft is None else job.reward_runs[0]
     for run, opened in zip(job.reward_runs, beside.scored_by, strict=True):
         assert rewards is not None  # it names the reward models
         rewards.models[run.name] = (
             scorer_of_network(soft.roles.reward)
-            if run is trained_against
+            if soft is not None and run is job.reward_runs[0]
             else scorer_of(run, opened, plan, rows)
         )
 

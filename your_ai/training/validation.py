@@ -7,6 +7,7 @@ import time
 from dataclasses import asdict, replace
 
 from your_ai.config import REWARD_METRICS, TrainConfig
+from your_ai.data.batches import by_length
 from your_ai.data.examples import Examples
 from your_ai.evaluation import dataset_scores as measures
 from your_ai.evaluation.compare import Ready
@@ -101,7 +102,7 @@ def mean_loss(trainer: Trainer, valid: Examples, stop: Stop) -> MeanLoss | None:
     ranks, engine, rows_at = trainer.ranks, trainer.engine, trainer.rows_at
     if ranks.size == 1 or not is_dealt(trainer, None):
         return measures.mean_loss(engine, valid, rows_at, stop)
-    lengths = valid.lengths[measures.by_length(valid)]
+    lengths = valid.lengths[by_length(valid)]
     ids = ranks.rows(lengths, trainer.budget.demand.facts.hidden)
     return measures.mean_loss_of_all(engine, valid, rows_at, stop, ids, ranks.gather)
 
@@ -141,9 +142,9 @@ def after_validation(state: TrainState, loss: float, value: float | None = None)
     The higher value is better, and of equal values the one with the lower loss. A loss that is
     not finite is never the best.
     """
-    is_first = state.best_loss is None
     if math.isfinite(loss) and (
-        is_first or (value or 0.0, -loss) > (state.best_value or 0.0, -state.best_loss)
+        state.best_loss is None
+        or (value or 0.0, -loss) > (state.best_value or 0.0, -state.best_loss)
     ):
         return replace(
             state, best_loss=loss, best_value=value, best_step=state.step, without_better=0
