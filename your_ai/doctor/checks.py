@@ -212,7 +212,9 @@ def plain_step(contest: Contest, dtype: str) -> LossAndGradients:
             mx.eval(loss, grads)
     finally:
         mx.enable_compile()
-    return float(loss.item()), dict(tree_flatten(grads))
+    value = loss.item()
+    assert isinstance(value, float)
+    return value, dict(tree_flatten(grads))
 
 
 def compare_tiles(folder: Path) -> Outcome:

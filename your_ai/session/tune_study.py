@@ -92,8 +92,9 @@ def is_allowed(base: TrainConfig, name: str, value: Any) -> bool:
 def settings_of(base: TrainConfig, chosen: Mapping[str, Any], fixed: Sequence[str]) -> TrainConfig:
     """`base` with the chosen settings. The adapters' scale stays, unless alpha is fixed."""
     alpha = base.lora_alpha
-    if "lora_alpha" not in fixed and "lora_rank" in chosen and base.lora_rank != "auto":
-        alpha = defaults.alpha_of_same_scale(base, base.lora_rank, chosen["lora_rank"])
+    if "lora_alpha" not in fixed and "lora_rank" in chosen:
+        before = defaults.RANKS[0] if isinstance(base.lora_rank, str) else base.lora_rank
+        alpha = defaults.alpha_of_same_scale(base, before, chosen["lora_rank"])
     return dataclasses.replace(base, **{**chosen, "lora_alpha": alpha})
 
 
