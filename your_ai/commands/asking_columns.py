@@ -64,8 +64,8 @@ def ask_column(
         name = ask(question, default).strip()
         column = next((c for c in record if name in (c, c.strip())), None)
         if column is None:
-            hint = nearest(name, record)
-            echo_error(f"error: no column {shortened(name)}{hint}; columns: {', '.join(record)}")
+            hint = nearest(name, record) or f"; columns: {', '.join(record)}"
+            echo_error(f"error: no column {shortened(name)}{hint}")
         elif column in taken.values():
             role = next(role for role, other in taken.items() if other == column)
             echo_error(f"error: {shortened(column)} is already {MEANINGS[role]}")

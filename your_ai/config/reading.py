@@ -145,7 +145,9 @@ def resolve(
     config = build(settings, "settings")
     check_used(given, config.objective)
     if needs_data and not config.data:
-        raise UserError("--data is missing: give a folder with train.jsonl, or one .jsonl file")
+        raise UserError(
+            "--data is missing: give a file (.jsonl, .csv, .parquet ...), or a folder with train.jsonl"
+        )
     return config
 
 

@@ -59,10 +59,10 @@ def draw_row(row: Row, encoder: Encoder | None, config: TrainConfig) -> list[Dra
                 answers = cycle(answer for answer, _ in contents)
                 return [drawn_piece(row, e, encoder, next(answers)) for e in kept]
             problem = f"{row.where}: nothing is left to train"
-    return [
-        DrawnRow(row.where, plain_parts(content, config.mask_prompt), answer, problem)
-        for answer, content in contents
-    ]
+    found = [(answer, plain_parts(content, config.mask_prompt)) for answer, content in contents]
+    if problem:  # nothing of it is trained
+        found = [(answer, tuple((text, False) for text, _ in parts)) for answer, parts in found]
+    return [DrawnRow(row.where, parts, answer, problem) for answer, parts in found]
 
 
 def drawn_piece(row: Row, encoded: EncodedRow, encoder: Encoder, answer: str) -> DrawnRow:
