@@ -357,7 +357,8 @@ def test_an_answer_after_other_turns_than_in_generation_is_named_with_an_example
 
 
 def test_a_key_of_calls_that_the_template_omits_is_named():
-    tokenizer = make_tokenizer(CHATML.replace("call.function |", "call.function.arguments |"))
+    shown = "{{ call.function.name }}{{ call.function.arguments | tojson }}"
+    tokenizer = make_tokenizer(CHATML.replace("{{ call.function | tojson }}", shown))
     call = {"type": "function", "function": {"name": "f", "arguments": {"f": 1}, "mode": "strict"}}
     said = {"role": "assistant", "content": "", "tool_calls": [call]}
     encoder = Encoder(tokenizer)

@@ -28,7 +28,10 @@ TEMPLATES = {
 WORDS = ["lamp", "two chairs", "Zürich", "多謝", "é", " x ", "a\nb", "\n4", '{"n": 3}', "'q'", "🙂"]
 TEXT = st.lists(st.sampled_from(WORDS), min_size=1, max_size=3).map(" ".join)
 MAYBE = st.one_of(st.just(""), TEXT)
-ARGUMENTS = st.sampled_from(['{"city": "Oslo"}', {"city": "Oslo"}, "", None, "null", "{}"])
+ARGUMENTS = st.sampled_from(
+    ['{"city": "Oslo"}', {"city": "Oslo"}, "", None, "null", "{}",
+     {"days": 3, "deep": {"of": ["tief", 0.5, None]}}])  # fmt: skip
+COUNT = st.sampled_from([1, 1, 2])
 OTHERS = st.sampled_from(
     ["tool", "function", "observation", "ipython", "tool_response", "narrator"]
 )
@@ -51,9 +54,11 @@ def turns(draw: Any) -> list[dict[str, Any]]:
         elif draw(st.integers(0, 3)) == 0:
             answer["content"] = f"<think>so {draw(TEXT)}</think>{answer['content']}"
         if draw(st.integers(0, 3)) == 0:
-            call = {"name": "get_rain", "arguments": draw(ARGUMENTS)}
-            calls = [call if draw(st.booleans()) else {"type": "function", "function": call}]
-            answer["tool_calls"] = calls
+            calls = [{"name": "get_rain", "arguments": draw(ARGUMENTS)} for _ in range(draw(COUNT))]
+            flat = draw(st.booleans())
+            answer["tool_calls"] = [
+                c if flat else {"type": "function", "function": c} for c in calls
+            ]
             found += [answer, {"role": draw(OTHERS), "content": f"r{number} {draw(TEXT)}"}]
             answer = {"role": "assistant", "content": f"then {draw(TEXT)}"}
         if draw(st.integers(0, 5)) == 0:
@@ -62,7 +67,9 @@ def turns(draw: Any) -> list[dict[str, Any]]:
     return found
 
 
-TOOL = {"name": "get_rain", "description": "of a city", "parameters": {"type": "object"}}
+PLACE = {"place_name": {"type": "string", "description": "of a place"}}
+PARAMETERS = {"type": "object", "properties": PLACE}
+TOOL = {"name": "get_rain", "description": "of a city", "parameters": PARAMETERS}
 CHATS = st.tuples(
     turns(), st.sampled_from([None, [TOOL], [{"type": "function", "function": TOOL}]])
 )
@@ -106,8 +113,12 @@ def test_nothing_is_lost_silently_and_prompts_are_what_was_trained_before(tokeni
         reasons = [message.get(key) or "" for key in ("reasoning_content", "reasoning", "thinking")]
         for reason in (*reasons, thought.removeprefix("<think>")):
             assert is_in(reason, text) or "reasoning" in said
-        assert not message.get("tool_calls") or "get_rain" in text
-    assert not tools or "of a city" in text or "tools" in said
+        for call in message.get("tool_calls", ()):
+            arguments = str(call.get("function", call)["arguments"])
+            assert "get_rain" in text
+            assert all(word in text for word in ("Oslo", "3", "tief", "0.5") if word in arguments)
+    for word in ("of a city", "place_name", "of a place"):
+        assert not tools or word in text or "tools" in said
     ends = [at for at in range(1, len(encoded.tokens)) if encoded.trained[at]]
     firsts = [at for at in ends if not encoded.trained[at - 1]]
     prompts = [

@@ -146,7 +146,8 @@ def resolve(
     check_used(given, config.objective)
     if needs_data and not config.data:
         raise UserError(
-            "--data is missing: give a file (.jsonl, .csv, .parquet ...), or a folder with train.jsonl"
+            "--data is missing: give a file (.jsonl, .csv, .parquet ...), or a folder with "
+            "train.jsonl"
         )
     return config
 

@@ -10,6 +10,7 @@ from typing import Any
 from your_ai.data.chat_template import (
     MOST_KEPT,
     MOST_TRIED,
+    NAME,
     ChatTemplate,
     LeftOut,
     contains,
@@ -108,15 +109,19 @@ class ChatAnswers:
                     f"{where}: messages[{index}]: {omits} this message of the role {role}; {advice}"
                 )
         for index in sorted(left.calls):
-            raise UserError(f"{where}: messages[{index}]: {omits} tool_calls; {advice}")
+            raise UserError(
+                f"{where}: messages[{index}]: {omits} tool_calls or a part of them; {advice}"
+            )
         for index in sorted(left.reasoning):
             if index > (asked[-1] if asked else -1):
                 raise UserError(f"{where}: messages[{index}]: {omits} {REASONING[0]}; {advice}")
             note = f"{omits} the reasoning of earlier answers, which are not trained"
             self.notes.add(note, where)
             untrained.add(index)
-        if left.tools:
-            self.notes.add(f"{omits} the tools of a chat", where)
+        if NAME in left.tools:
+            self.notes.add(f"{omits} the tools of a chat, or some of them", where)
+        elif left.tools:
+            self.notes.add(f"{omits} {' and '.join(sorted(left.tools))} of tools", where)
         if token := next(filter(None, (self.template.wrote(m["content"]) for m in messages)), None):
             note = f"messages have tokens of the chat template, such as {token}, in their text"
             self.notes.add(note, where)

@@ -2,8 +2,9 @@
 
 Templates know different roles, names of reasoning and forms of tool calls, and leave out what they
 do not know, without a word. So a template is tried: messages of the same kinds, with marks in place
-of their texts, show which of them are in what it renders. That is done once for each sequence of
-kinds; the texts of a row itself are then looked for in what is rendered of them.
+of their texts and of those of calls and tools, show which of them are in what it renders. That is
+done once for each sequence of kinds; the texts of a row itself are then looked for in what is
+rendered of them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ THINK, THOUGHT = "<think>", "</think>"  # around reasoning in a content
 MOST_TRIED = 200  # messages of a chat with which the template is tried
 MOST_KEPT = 2048  # sequences of kinds whose result is remembered
 WORDS = re.compile(r"\s+")
+LETTERS = re.compile(r"[A-Za-z0-9]+")
+FIRST_NUMBER = 10**12  # of the numbers that are marks
+NAME, ARGUMENTS = "name", "arguments"  # the parts of calls; tools have a name, too
+DESCRIPTIONS, PARAMETERS = "descriptions", "parameters"  # the other parts of tools
+ALL_PARTS = (NAME, ARGUMENTS, DESCRIPTIONS, PARAMETERS)
 
 
 def mark(number: int, what: str) -> str:
@@ -44,7 +50,82 @@ class LeftOut:
     contents: frozenset[int] = frozenset()
     reasoning: frozenset[int] = frozenset()
     calls: frozenset[int] = frozenset()
-    tools: bool = False
+    tools: frozenset[str] = frozenset()
+    """Of all tools: NAME, DESCRIPTIONS, PARAMETERS."""
+
+
+@dataclass
+class ToolTexts:
+    """The texts and numbers of calls and tools; if `marks` is set, with marks in their place."""
+
+    marks: bool
+    calls: dict[tuple[int, str], list[str]] = field(default_factory=dict)
+    """By message and part."""
+    tools: dict[str, list[str]] = field(default_factory=dict)
+    """By part."""
+    made: int = 0
+
+    def take(self, parts: dict[Any, list[str]], of: Any, value: Any) -> Any:
+        """Add a text or a number to the parts. Returns what takes its place."""
+        if value is None or isinstance(value, bool) or not str(value).strip():
+            return value
+        if self.marks:
+            is_text = isinstance(value, str)
+            number, self.made = self.made, self.made + 1
+            value = mark(number, "v") if is_text else type(value)(FIRST_NUMBER + number)
+        parts.setdefault(of, []).append(str(value))
+        return value
+
+    def of_message(self, index: int, message: dict[str, Any]) -> dict[str, Any]:
+        if calls := message.get("tool_calls"):
+            return {**message, "tool_calls": [self._of_call(index, call) for call in calls]}
+        return message
+
+    def _of_call(self, index: int, call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        name = self.take(self.calls, (index, NAME), function["name"])
+        arguments = self._of_value(index, function["arguments"])
+        return {**call, "function": {**function, "name": name, "arguments": arguments}}
+
+    def _of_value(self, index: int, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._of_value(index, each) for each in value]
+        if isinstance(value, dict):
+            return {
+                self._of_value(index, key): self._of_value(index, each)
+                for key, each in value.items()
+            }
+        return self.take(self.calls, (index, ARGUMENTS), value)
+
+    def of_tool(self, tool: Any) -> Any:
+        taken, name = self._of_schema(tool), name_of_tool(tool)
+        if name is not None:
+            taken["function"]["name"] = self.take(self.tools, NAME, name)
+        return taken
+
+    def _of_schema(self, value: Any, key: str = "") -> Any:
+        """A part of a tool: the keys of `properties` are names, others have a meaning."""
+        if isinstance(value, list):
+            return [self._of_schema(each) for each in value]
+        if isinstance(value, dict) and key == "properties":
+            return {
+                self.take(self.tools, PARAMETERS, name): self._of_schema(each)
+                for name, each in value.items()
+            }
+        if isinstance(value, dict):
+            return {key: self._of_schema(each, key) for key, each in value.items()}
+        if isinstance(value, str) and key == "description":
+            return self.take(self.tools, DESCRIPTIONS, value)
+        return value
+
+    def left_out(self, text: str, parts: Sequence[str]) -> tuple[set[int], set[str]]:
+        """The messages whose calls are not all in a text, and what is not of the tools."""
+
+        def missing(texts: list[str]) -> bool:
+            return not all(contains(text, each) or has_letters(text, each) for each in texts)
+
+        calls = {i for (i, part), texts in self.calls.items() if part in parts and missing(texts)}
+        return calls, {p for p, texts in self.tools.items() if p in parts and missing(texts)}
 
 
 @dataclass
@@ -166,33 +247,47 @@ class ChatTemplate:
                 found["contents"].add(index)
             if not contains(text, thought) or not contains(text, reasoning_of(message)):
                 found["reasoning"].add(index)
-            calls = message.get("tool_calls", ())
-            if not all(contains(text, call["function"]["name"]) for call in calls):
-                found["calls"].add(index)
-        no_tools = tools is not None and not all(
-            contains(text, name) for name in filter(None, map(name_of_tool, tools))
-        )
+        own = ToolTexts(marks=False)
+        for index, message in enumerate(messages):
+            own.of_message(index, message)
+        for tool in tools or ():
+            own.of_tool(tool)
+        calls, parts = own.left_out(text, ALL_PARTS if tried is None else (NAME,))
         return LeftOut(
-            **{name: frozenset(indices) for name, indices in found.items()},
-            tools=no_tools or (tried is not None and tried.tools),
+            contents=frozenset(found["contents"]),
+            reasoning=frozenset(found["reasoning"]),
+            calls=frozenset(found["calls"] | calls),
+            tools=frozenset(parts) | (tried.tools if tried is not None else frozenset()),
         )
 
     def _try(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> LeftOut | None:
         """What the template leaves out of messages of these kinds; None if it refuses the marks."""
         if len(messages) > MOST_TRIED:
             return None
-        key = (*map(kind_of_message, messages), bool(tools))
+        parts = ToolTexts(marks=True)
+        marked = [
+            parts.of_message(index, marked_message(index, message))
+            for index, message in enumerate(messages)
+        ]
+        marked_tools = [parts.of_tool(tool) for tool in tools or ()]
+        functions = [[c["function"] for c in m.get("tool_calls", ())] for m in marked]
+        shape = hash(json.dumps([functions, marked_tools]))  # the whole may be long
+        key = (*map(kind_of_message, messages), shape)
         if key not in self._tried:
             if len(self._tried) >= MOST_KEPT:
                 self._tried.clear()
-            self._tried[key] = self._try_marks(messages, tools)
+            self._tried[key] = self._try_marks(messages, marked, marked_tools, parts)
         return self._tried[key]
 
-    def _try_marks(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> LeftOut | None:
-        marked = [marked_message(index, message) for index, message in enumerate(messages)]
-        marked_tools = [marked_tool(tool) for tool in tools] if tools else None
+    def _try_marks(
+        self,
+        messages: list[dict[str, Any]],
+        marked: list[dict[str, Any]],
+        tools: list[Any],
+        parts: ToolTexts,
+    ) -> LeftOut | None:
         try:
-            text = self.render(marked, marked_tools, "")
+            text = self.render(marked, tools or None, "")
         except UserError:
             return None
 
@@ -202,14 +297,15 @@ class ChatTemplate:
             )
 
         thoughts = [split_thought(message["content"]) for message in messages]
+        calls, of_tools = parts.left_out(text, ALL_PARTS)
         return LeftOut(
             contents=missing("c", [bool(said.strip()) for _, said in thoughts]),
             reasoning=missing("r", [
                 bool(reasoning_of(m) or thought.strip())
                 for m, (thought, _) in zip(messages, thoughts, strict=True)
             ]),
-            calls=missing("a", [bool(message.get("tool_calls")) for message in messages]),
-            tools=bool(tools) and not contains(text, mark(0, "t")),
+            calls=frozenset(calls),
+            tools=frozenset(of_tools),
         )  # fmt: skip
 
     @cached_property
@@ -268,7 +364,13 @@ def contains(text: str, piece: str) -> bool:
     return WORDS.sub("", piece).lower() in WORDS.sub("", text).lower()
 
 
-def kind_of_message(message: dict[str, Any]) -> tuple[str, bool, bool, bool, int]:
+def has_letters(text: str, piece: str) -> bool:
+    """Whether the letters and digits of a piece are in a text, however it escapes the others."""
+    words = LETTERS.findall(piece)
+    return bool(words) and all(word in text for word in words)
+
+
+def kind_of_message(message: dict[str, Any]) -> tuple[object, ...]:
     """What a template may treat differently."""
     thought, said = split_thought(message["content"])
     return (
@@ -276,12 +378,11 @@ def kind_of_message(message: dict[str, Any]) -> tuple[str, bool, bool, bool, int
         bool(said.strip()),
         bool(thought.strip()),
         bool(reasoning_of(message)),
-        len(message.get("tool_calls", ())),
     )
 
 
 def marked_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """A message of the same kind with marks in place of its texts."""
+    """A message of the same kind with marks in place of its texts; its calls stay."""
     thought, said = split_thought(message["content"])
     content = mark(index, "c") if said.strip() else ""
     if thought.strip():
@@ -289,15 +390,4 @@ def marked_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     marked = {**message, "content": content}
     if reasoning_of(message):
         marked[REASONING[0]] = mark(index, "r")
-    if calls := message.get("tool_calls"):
-        marked["tool_calls"] = [
-            {**c, "function": {**c["function"], "arguments": {"k": mark(index, "a")}}}
-            for c in calls
-        ]
     return marked
-
-
-def marked_tool(tool: Any) -> Any:
-    if not isinstance(tool, dict) or not isinstance(tool.get("function"), dict):
-        return tool
-    return {**tool, "function": {**tool["function"], "name": mark(0, "t")}}

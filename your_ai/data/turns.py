@@ -168,15 +168,17 @@ def parse_message_weight(message: dict[str, Any], where: str) -> int | None:
 def parse_calls(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """Take the tool calls out of a message: `tool_calls`, or OpenAI's older `function_call`."""
     calls, older = message.pop("tool_calls", None), message.pop("function_call", None)
-    if calls is None and older is not None:
-        calls = [older]
-    if calls is None:
-        return []
     if isinstance(calls, str):  # tables store the list as JSON text
-        calls = read_json(calls, f"{where}: tool_calls") if calls.strip() else []
-    if not isinstance(calls, list):
+        calls = read_json(calls, f"{where}: tool_calls") if calls.strip() else None
+    if not isinstance(calls, list | None):
         raise UserError(f"{where}: tool_calls: expected a list")
-    return [parse_call(call, where) for call in calls]
+    parsed = [parse_call(call, where) for call in calls or ()]
+    if older is None or (parsed and isinstance(older, dict) and not any(older.values())):
+        return parsed
+    single = parse_call(older, where)
+    if parsed and single["function"] not in [call["function"] for call in parsed]:
+        raise UserError(f"{where}: tool_calls and function_call differ; keep one of them")
+    return parsed or [single]
 
 
 def calls_in(content: str | None, where: str) -> list[dict[str, Any]]:
