@@ -192,7 +192,7 @@ def test_rows_that_the_template_refuses_are_shown_with_the_reason(capsys, tiny_m
     assert call("data", "a.jsonl", "--model", tiny_model) == 0
     out = capsys.readouterr().out
     assert "training refuses it: a.jsonl:1: messages[1]" in out
-    assert 'assistant: [[Yes{"reasoning_content": "because"}]]' in out
+    assert 'assistant: Yes{"reasoning_content": "because"}' in out  # nothing of it is trained
 
 
 @pytest.mark.parametrize("model", [(), ("--model", "demo")])

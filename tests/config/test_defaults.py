@@ -37,7 +37,7 @@ def test_a_limit_in_steps_is_the_only_limit():
 )
 def test_warmup_and_validations_follow_from_an_epoch_alone(rows, steps, warmup, every):
     for limits in ({}, {"max_steps": 5}, {"epochs": 1}):
-        found = defaults.resolved(TrainConfig(**limits), rows, steps, 16, 6, 6)
+        found = defaults.resolved(TrainConfig(**limits), rows, True, steps, 16, 6, 6)
         assert (found.warmup_steps, found.eval_every) == (warmup, every)
 
 
@@ -46,7 +46,7 @@ def test_given_settings_never_change_and_automatic_ones_are_all_chosen(rows, ste
     given = {"batch_size": 3, "epochs": 2, "warmup_steps": 5, "eval_every": 7, "lora_rank": 5}
     for config in (TrainConfig(), TrainConfig(lora_layers=1, **given)):
         for size in defaults.adapters(config, blocks):
-            found = defaults.resolved(config, rows, steps, *size, blocks)
+            found = defaults.resolved(config, rows, True, steps, *size, blocks)
             for name in defaults.CHOSEN:
                 value, asked = getattr(found, name), getattr(config, name)
                 assert value != AUTO
@@ -58,14 +58,14 @@ def test_adapters_shrink_in_rank_first_and_in_blocks_last():
     assert sizes == [(16, 7), (8, 7), (4, 7), (4, 3), (4, 1)]
     for use_rslora, scale in ((False, 2.0), (True, 8.0)):
         config = TrainConfig(lora_alpha=32, use_rslora=use_rslora)
-        found = [defaults.resolved(config, 640, 160, *size, 7) for size in sizes]
+        found = [defaults.resolved(config, 640, False, 160, *size, 7) for size in sizes]
         assert [each.lora_layers for each in found] == ["all", "all", "all", 3, 1]
         root = math.sqrt if use_rslora else int
         assert {each.lora_alpha / root(each.lora_rank) for each in found} == {scale}
 
 
 def test_what_was_recorded_is_not_chosen_again():
-    before = defaults.resolved(TrainConfig(batch_size=8, epochs=3), 640, 160, 4, 2, 6)
+    before = defaults.resolved(TrainConfig(batch_size=8, epochs=3), 640, False, 160, 4, 2, 6)
     found = defaults.recorded(TrainConfig(epochs=9), before)
     assert (found.batch_size, found.epochs) == (8, 9)
     assert (found.lora_rank, found.lora_alpha, found.lora_layers) == (4, 8.0, 2)
@@ -73,12 +73,12 @@ def test_what_was_recorded_is_not_chosen_again():
 
 def test_the_words_say_what_was_chosen_and_why():
     asked = TrainConfig()
-    usual = defaults.resolved(asked, 640, 160, 16, 6, 6)
+    usual = defaults.resolved(asked, 640, False, 160, 16, 6, 6)
     line = (
         "chosen for 640 training rows: 4 rows per step, 4 epochs (640 steps), 10 steps to warm up"
     )
     assert defaults.words(asked, usual, 640, 640, 6, "9 GB") == [line]
-    small = defaults.resolved(asked, 640, 160, 4, 3, 6)
+    small = defaults.resolved(asked, 640, False, 160, 4, 3, 6)
     assert defaults.words(asked, small, 640, 640, 6, "9 GB") == [
         line,
         "chosen for a limit of 9 GB: rank 4 in the last 3 of 6 blocks, because no plan fits with "

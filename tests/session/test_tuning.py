@@ -20,7 +20,7 @@ from optuna.trial import Trial
 from tests.conftest import chat, write_rows
 from tests.fault.processes import call
 from your_ai.config import TrainConfig, resolve
-from your_ai.config.defaults import largest, sized, timed
+from your_ai.config.defaults import resolved
 from your_ai.errors import RunError, UserError
 from your_ai.run import events
 from your_ai.run.events import EventLog
@@ -79,7 +79,7 @@ class Runner:
 
 def chosen(config: TrainConfig) -> TrainConfig:
     """The settings with what a run chooses for `auto`."""
-    return timed(largest(sized(config, rows=10), blocks=3), 10, STEPS)
+    return resolved(config, 10, False, STEPS, rank=16, count=3, blocks=3)
 
 
 def started() -> events.Started:
