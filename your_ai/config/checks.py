@@ -18,7 +18,7 @@ from your_ai.config.names import (
     SOFT,
     flag,
 )
-from your_ai.config.setting import LARGEST, fault_of, settings_of
+from your_ai.config.setting import LARGEST, check_used, fault_of, settings_of
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, nearest, quoted, shortened
 
@@ -167,13 +167,8 @@ def in_effect(config: TrainConfig, name: str) -> Any:
 
 def check_objective(config: TrainConfig) -> None:
     """Raise UserError for settings of another objective, or out of range."""
-    for name, about in settings_of(config.__class__).items():
-        used = not about.objectives or config.objective in about.objectives
-        if not used and not has_default(config, name):
-            users = ", ".join(about.objectives)
-            raise UserError(
-                f"{flag(name)}: --objective {config.objective} does not use it; it is for {users}"
-            )
+    known = settings_of(config.__class__)
+    check_used(known, (n for n in known if not has_default(config, n)), config.objective)
     both = config.kto_desirable_weight + config.kto_undesirable_weight
     if config.objective == "kto" and not both:
         raise UserError("--kto-desirable-weight and --kto-undesirable-weight: one must be above 0")

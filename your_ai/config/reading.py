@@ -26,13 +26,14 @@ from your_ai.config.names import (
     SFT,
     flag,
 )
+from your_ai.config.setting import check_used
 from your_ai.config.settings import (
+    ABOUT,
     ADAPTER_SETTINGS,
     ADDED,
     FIELDS,
     RESUMABLE,
     TrainConfig,
-    check_used,
 )
 from your_ai.config.values import as_number, coerce
 from your_ai.errors import UserError
@@ -143,7 +144,7 @@ def resolve(
         rate = LEARNING_RATES.get(objective, PREFERENCE_LEARNING_RATE)
         settings = {"learning_rate": rate} | settings
     config = build(settings, "settings")
-    check_used(given, config.objective)
+    check_used(ABOUT, given, config.objective)
     if needs_data and not config.data:
         raise UserError(
             "--data is missing: give a file (.jsonl, .csv, .parquet ...), or a folder with "
@@ -245,7 +246,7 @@ def resumed(saved: TrainConfig, flags: Mapping[str, Any]) -> TrainConfig:
             f"--objective {objective}: the run started with {saved.objective}, which cannot change "
             f"on --resume; start a new run, with --from {saved.run or 'RUN'} from its adapter"
         )
-    check_used((name for name in flags if flags[name] is not None), objective)
+    check_used(ABOUT, (name for name in flags if flags[name] is not None), objective)
     changes: dict[str, Any] = {}
     if len(limits := flags.keys() & LENGTHS) == 1:
         (other,) = LENGTHS - limits

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
+from your_ai.config.names import flag
+from your_ai.errors import UserError
 from your_ai.gates.text import quoted
 
 LARGEST = 1_000_000_000  # no setting needs a larger value
@@ -61,6 +64,9 @@ class About:
     mlxlm: str = ""
     """Its name in mlx-lm."""
 
+    def used_by(self, objective: str) -> bool:
+        return objective in (self.objectives or (objective,))
+
 
 def setting(default: Any, help: str, **about: Any) -> Any:
     """A field of a dataclass of settings; about: the fields of `About`."""
@@ -71,6 +77,16 @@ def setting(default: Any, help: str, **about: Any) -> Any:
 def settings_of(kind: type) -> dict[str, About]:
     """What is known of the settings that a dataclass declares, by name."""
     return {field.name: field.metadata["about"] for field in dataclasses.fields(kind)}
+
+
+def check_used(known: Mapping[str, About], names: Iterable[str], objective: str) -> None:
+    """Raise UserError if one of the settings is only for other objectives."""
+    for name in names:
+        if not known[name].used_by(objective):
+            raise UserError(
+                f"{flag(name)}: --objective {objective} does not use it; it is for "
+                f"{', '.join(known[name].objectives)}"
+            )
 
 
 def fault_of(about: About, value: Any) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -24,10 +23,8 @@ from your_ai.config.names import (
     REWARD,
     SFT,
     SOFT,
-    flag,
 )
 from your_ai.config.setting import ALWAYS, LARGEST, Bounds, setting, settings_of
-from your_ai.errors import UserError
 
 AUTO_SAMPLES = 3  # of --samples auto
 RowKind = Literal["answers", "pairs", "labels", "prompts", "rated"]
@@ -965,14 +962,4 @@ PANELS = {
 
 def is_used(name: str, objective: str) -> bool:
     """Whether an objective uses a setting."""
-    return objective in (ABOUT[name].objectives or (objective,))
-
-
-def check_used(names: Iterable[str], objective: str) -> None:
-    """Raise UserError if one of the settings is only for other objectives."""
-    for name in names:
-        if not is_used(name, objective):
-            raise UserError(
-                f"{flag(name)}: --objective {objective} does not use it; it is for "
-                f"{', '.join(ABOUT[name].objectives)}"
-            )
+    return ABOUT[name].used_by(objective)

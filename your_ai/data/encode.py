@@ -80,7 +80,7 @@ class ReadAhead:
     """What was made of rows before it was needed, by the ids of their pairs and chats."""
 
     used: dict[int, Chat | Pair] = field(default_factory=dict)
-    """Of a pair, what is rendered."""
+    """Of a pair or a chat, what is rendered."""
     texts: dict[int, str] = field(default_factory=dict)
     tokens: dict[int, Tokens] = field(default_factory=dict)
 
@@ -195,20 +195,20 @@ class Encoder:
         check_ids(tokens, self.vocabulary, self.tokenizer, where)
         return EncodedRow(tokens, trained)
 
-    def _as_it_is_used(self, pair: Pair | Chat, where: str) -> Chat | Pair:
+    def _as_it_is_used(self, content: Pair | Chat, where: str) -> Chat | Pair:
         """A pair as a chat if there is a template, unless it has that template's tokens already;
         answers without the token that the template writes at their end."""
         if not self.tokenizer.has_chat_template:
-            return pair
-        if isinstance(pair, Chat):
-            return self._with_one_end(pair, where)
-        if token := self.template.wrote(pair.prompt):
+            return content
+        if isinstance(content, Chat):
+            return self._with_one_end(content, where)
+        if token := self.template.wrote(content.prompt):
             self.notes.add(
                 f"prompts with tokens of the chat template, such as {token}, are used as they are",
                 where,
             )
-            return pair
-        return self._with_one_end(pair_to_chat(pair), where)
+            return content
+        return self._with_one_end(pair_to_chat(content), where)
 
     def _with_one_end(self, chat: Chat, where: str) -> Chat:
         """The chat without end tokens at the end of its answers, which the template writes."""

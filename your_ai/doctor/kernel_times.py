@@ -38,8 +38,8 @@ from your_ai.memory.step_time import (
     weight_work,
 )
 from your_ai.nets.attention import attention
-from your_ai.nets.block_calls import Arrays
 from your_ai.nets.head import Function, LayerRows, LinearHead
+from your_ai.nets.mlx_types import Arrays, load_arrays
 from your_ai.objectives.objective import Targets
 from your_ai.objectives.sft import SUPERVISED
 from your_ai.training.measure_peaks import batch_of
@@ -225,7 +225,9 @@ def file_times(now: Clock) -> Iterator[TimedWork]:
             size = sum(array.nbytes for array in arrays.values())
             mx.save_safetensors(str(file), arrays)
             work: Work = {"read": size, "opened": count}
-            yield TimedWork(f"{count} arrays read", work, time_of(partial(read_arrays, file), now))
+            yield TimedWork(
+                f"{count} arrays read", work, time_of(partial(load_arrays, file, mx.cpu), now)
+            )
             gradients = gradients_in(Path(place))
 
             def stored(arrays: Arrays = arrays, gradients: Gradients = gradients) -> Arrays:
@@ -234,10 +236,6 @@ def file_times(now: Clock) -> Iterator[TimedWork]:
 
             work = {"spilled": 2 * size, "stored": 2 * count}
             yield TimedWork(f"{count} gradients stored", work, time_of(stored, now))
-
-
-def read_arrays(file: Path) -> Arrays:
-    return mx.load(str(file), stream=mx.cpu)  # type: ignore[return-value]
 
 
 def time_of(run: Callable[[], Any], now: Clock) -> float:

@@ -16,9 +16,9 @@ from your_ai.data.batches import Batch
 from your_ai.engine import target_pass
 from your_ai.engine.compiled import Graphs, shape_of
 from your_ai.engine.protocol import Engine
-from your_ai.nets.block_calls import Arrays
 from your_ai.nets.dora import dora_layers, norms_of, use_norms
 from your_ai.nets.head import Head
+from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import DropoutKeys, TokenKeys
 from your_ai.nets.neftune import Neftune, noise_added
 from your_ai.nets.parts import Parts, arrays_of, put

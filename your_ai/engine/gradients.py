@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from your_ai.engine.spill import NamedArrays
-from your_ai.nets.block_calls import Arrays
+from your_ai.nets.mlx_types import Arrays
 
 FLOAT32_BYTES = mx.float32.size
 

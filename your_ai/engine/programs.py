@@ -21,8 +21,9 @@ from your_ai.engine.compiled import Compile, Graphs, GraphShape
 from your_ai.engine.kept import Keeps, keep_results
 from your_ai.engine.mlp import replace_mlps
 from your_ai.nets.attention import replace_attention
-from your_ai.nets.block_calls import Arrays, Call, Mask, TextMask
+from your_ai.nets.block_calls import Call, Mask, TextMask
 from your_ai.nets.mixers.replace import replace_mixers
+from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import DropoutKeys, TokenKeys
 from your_ai.nets.parts import Parts, arrays_of, empty, filled, skeleton, structure
 

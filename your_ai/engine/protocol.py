@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from your_ai.data.batches import Batch
 from your_ai.engine.gradients import Gradients
 from your_ai.memory.workload import KeptAt
-from your_ai.nets.block_calls import Arrays
+from your_ai.nets.mlx_types import Arrays
 from your_ai.objectives.objective import Objective, Sums
 
 

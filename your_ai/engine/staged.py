@@ -39,9 +39,9 @@ from your_ai.engine.tiles import TiledBlock, TiledBlocks, cut, joined, settings_
 from your_ai.engine.weights import Streamed, streams_vocabulary
 from your_ai.memory.tiles import tiles_of
 from your_ai.memory.workload import NOTHING, Kept, KeptAt
-from your_ai.nets.block_calls import Arrays
 from your_ai.nets.dora import dora_layers, norms_of
 from your_ai.nets.head import Head, LinearHead
+from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import DropoutKeys, KeyedDropout, TokenKeys
 from your_ai.nets.neftune import Neftune, noise_added
 from your_ai.nets.parts import Parts

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from your_ai.nets import losses
 from your_ai.nets.head import Head
-from your_ai.nets.losses import Arrays
+from your_ai.nets.mlx_types import Arrays
 from your_ai.objectives.objective import Objective, Sums, Targets
 
 

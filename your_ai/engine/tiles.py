@@ -28,8 +28,9 @@ from your_ai.engine.mlp import replace_mlps
 from your_ai.engine.spill import Inputs
 from your_ai.errors import suppress_model_errors
 from your_ai.memory.tiles import tiles_of
-from your_ai.nets.block_calls import Arrays, Mask
+from your_ai.nets.block_calls import Mask
 from your_ai.nets.mixers.replace import replace_mixers
+from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import DropoutKeys, TokenKeys
 from your_ai.nets.parts import Parts, empty, filled, put, skeleton
 from your_ai.nets.tile_calls import TileCall, tile_calls

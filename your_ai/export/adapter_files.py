@@ -29,6 +29,7 @@ from your_ai.hub.find import Missing, find_model, is_local
 from your_ai.hub.fingerprint import fingerprint
 from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.nets import model
+from your_ai.nets.mlx_types import load_arrays
 from your_ai.nets.saved_adapter import (
     Adapter,
     base_files,
@@ -280,7 +281,7 @@ def read_arrays(file: Path) -> dict[str, mx.array]:
         raise UserError(f"{file}: is missing; every PEFT adapter has this file")
     try:
         read_header(file)
-        return checkpoint.load_arrays(file)
+        return load_arrays(file)
     except UserError as error:
         raise UserError(f"{error}; get the adapter again") from error
     except (RuntimeError, ValueError) as error:

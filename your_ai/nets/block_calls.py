@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
+from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.split import Path, StandIn, call_trunk, module_at, replaced
 
-Arrays = dict[str, mx.array]
 SHAPES = ((3, 7), (2, 5))  # rows and tokens of the two runs that are compared
 
 

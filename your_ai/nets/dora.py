@@ -29,9 +29,8 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.tuner.dora import DoRALinear
 
-from your_ai.nets.block_calls import Arrays
 from your_ai.nets.head import LayerRows, rows_at_once
-from your_ai.nets.mlx_types import custom_function
+from your_ai.nets.mlx_types import Arrays, custom_function
 
 SLICE_BYTES = 1 << 20  # of float32 rows; MLX runs about ten operations ahead, one slice each
 TINY = 1e-30  # replaces 0 in a denominator

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from your_ai.memory.sizes import HEAD_ROWS
 from your_ai.nets.head import Function, Head, HeadSlice, LinearHead, TokenHead
-from your_ai.nets.mlx_types import custom_function
+from your_ai.nets.mlx_types import Arrays, custom_function
 from your_ai.nets.numerics import exp, settled
 from your_ai.nets.score_head import ScoreHead
 from your_ai.objectives.objective import (
@@ -28,7 +28,6 @@ from your_ai.objectives.objective import (
     Weighed,
 )
 
-Arrays = dict[str, mx.array]
 Weigh = Callable[[mx.array], Weighed]  # (S,) log-probabilities -> the loss and weights
 
 CHUNK_BYTES = 8 << 20  # of float32 logits; a few chunks are in memory at a time

@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import mlx.core as mx
 
+Arrays = dict[str, mx.array]  # by name
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
 
@@ -25,9 +26,9 @@ def custom_function(function: Callable[P, R_co]) -> CustomFunction[P, R_co]:
     return cast(CustomFunction[P, R_co], mx.custom_function(function))
 
 
-def load_arrays(file: Path, stream: mx.Stream | mx.Device | None = None) -> dict[str, mx.array]:
+def load_arrays(file: Path, stream: mx.Stream | mx.Device | mx.DeviceType | None = None) -> Arrays:
     """mx.load, of a file with names."""
-    return cast(dict[str, mx.array], mx.load(str(file), stream=stream))
+    return cast(Arrays, mx.load(str(file), stream=stream))
 
 
 def memory_of(array: mx.array) -> memoryview:

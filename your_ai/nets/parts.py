@@ -22,7 +22,6 @@ from mlx.utils import tree_flatten
 
 from your_ai.errors import is_of_model_code, suppress_model_errors
 from your_ai.nets.block_calls import (
-    Arrays,
     ArraySource,
     Call,
     Mask,
@@ -36,6 +35,7 @@ from your_ai.nets.block_calls import (
     leaves,
     mapped,
 )
+from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.source_names import names_read
 from your_ai.nets.split import Head, Path, Split, blocks_path, module_at, replaced
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
+from your_ai.nets.mlx_types import Arrays
 from your_ai.rng import derive_seed
 from your_ai.run.checkpoint import SCORE_WEIGHT as WEIGHT
 
 NAME = WEIGHT.partition(".")[0]  # of the layer, in the model
-Arrays = dict[str, mx.array]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from your_ai.nets.block_calls import (
-    Arrays,
     Call,
     Given,
     Mask,
@@ -29,6 +28,7 @@ from your_ai.nets.block_calls import (
     mapped,
     mask_of,
 )
+from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.parts import Parts
 from your_ai.nets.tiled_attention import TileCache
 

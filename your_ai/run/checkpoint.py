@@ -27,6 +27,7 @@ import mlx.core as mx
 
 from your_ai.errors import RESUME, RunError, UserError, is_memory_error
 from your_ai.files import atomic_folder, read_text, remedy_of, sha256
+from your_ai.nets.mlx_types import load_arrays
 
 ADAPTERS = "adapters.safetensors"
 PEFT_ADAPTERS = "adapter_model.safetensors"  # the same in the format of PEFT
@@ -239,13 +240,6 @@ def load_adapters(path: Path) -> dict[str, mx.array]:
     found = load_arrays(path / ADAPTERS)
     if (path / SCORE_HEAD).exists():
         found |= load_arrays(path / SCORE_HEAD)
-    return found
-
-
-def load_arrays(file: Path) -> dict[str, mx.array]:
-    """The lazy arrays of a safetensors file by name."""
-    found = mx.load(str(file))
-    assert isinstance(found, dict)
     return found
 
 

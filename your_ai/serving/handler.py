@@ -15,8 +15,9 @@ from typing import Any
 from mlx_lm.server import APIHandler, CompletionRequest, ResponseGenerator
 
 from your_ai import __version__
-from your_ai.errors import first_line
+from your_ai.errors import UserError, first_line
 from your_ai.gates.text import shortened
+from your_ai.gates.token_ids import check_ids
 from your_ai.serving import admission, wire
 from your_ai.serving.connections import LimitedServer
 from your_ai.serving.wire import RequestRefused
@@ -39,8 +40,21 @@ class Answering(ResponseGenerator):
     model_provider: Any
 
     def room(self, request: CompletionRequest, given: dict[str, Any], wanted: int) -> int:
-        """Maximum tokens of an answer, at most `wanted`. Raises RequestRefused if none fit."""
-        raise NotImplementedError
+        """Maximum tokens of an answer, at most `wanted`. Raises RequestRefused if none fit.
+
+        given: additional arguments for the chat template.
+        """
+        most = self.model_provider.context
+        try:
+            provider = self.model_provider
+            ids = admission.prompt_ids(provider.tokenizer, request, given, most)
+            check_ids(ids, provider.tokens, provider.tokenizer, "the prompt")
+        except (ValueError, UserError) as error:
+            raise RequestRefused(400, shortened(first_line(error))) from error
+        except Exception as error:  # templates and tokenizers may raise anything
+            reason = shortened(first_line(error))
+            raise RequestRefused(400, f"the prompt cannot be read ({reason})") from error
+        return wanted if most is None else min(wanted, most - len(ids))
 
 
 class Handler(APIHandler):

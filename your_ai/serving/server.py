@@ -32,11 +32,11 @@ from mlx_lm.server import (
 from your_ai import __version__
 from your_ai.errors import RunError, UserError, first_line
 from your_ai.gates.text import printable, shortened
-from your_ai.gates.token_ids import check_ids, vocabulary_of
+from your_ai.gates.token_ids import vocabulary_of
 from your_ai.generation.generate import Sampling, context_tokens, load_run
 from your_ai.memory.sizes import PREFILL_TOKENS
 from your_ai.nets.saved_adapter import Trained
-from your_ai.serving import admission, wire
+from your_ai.serving import wire
 from your_ai.serving.connections import LimitedServer
 from your_ai.serving.handler import DEFAULT, Answering, Asked, Handler
 from your_ai.serving.wire import Origins, RequestRefused
@@ -136,23 +136,6 @@ class Answers(Answering):
             reason = shortened(first_line(error))
             raise RequestRefused(status, f"the request cannot be answered ({reason})") from error
         return context, self.until_stopped(request, context, responses)
-
-    def room(self, request: CompletionRequest, given: dict[str, Any], wanted: int) -> int:
-        """Maximum tokens of an answer, at most `wanted`. Raises RequestRefused if none fit.
-
-        given: additional arguments for the chat template.
-        """
-        most = self.model_provider.context
-        try:
-            provider = self.model_provider
-            ids = admission.prompt_ids(provider.tokenizer, request, given, most)
-            check_ids(ids, provider.tokens, provider.tokenizer, "the prompt")
-        except (ValueError, UserError) as error:
-            raise RequestRefused(400, shortened(first_line(error))) from error
-        except Exception as error:  # templates and tokenizers may raise anything
-            reason = shortened(first_line(error))
-            raise RequestRefused(400, f"the prompt cannot be read ({reason})") from error
-        return wanted if most is None else min(wanted, most - len(ids))
 
     def until_stopped(
         self, request: Asked, context: GenerationContext, responses: Iterator[Any]

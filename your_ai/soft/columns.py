@@ -22,7 +22,7 @@ import numpy as np
 
 from your_ai.data.batches import MULTIPLE
 from your_ai.memory.sizes import PREFILL_TOKENS
-from your_ai.nets.block_calls import Arrays
+from your_ai.nets.mlx_types import Arrays
 from your_ai.soft.cached_blocks import (
     CacheColumn,
     CachedBlocks,

@@ -25,7 +25,7 @@ import mlx.core as mx
 import numpy as np
 
 from your_ai.errors import UserError
-from your_ai.nets.block_calls import Arrays
+from your_ai.nets.mlx_types import Arrays
 from your_ai.objectives.objective import Sums
 from your_ai.soft import columns, passes, sweeps
 from your_ai.soft.cached_blocks import CachedBlocks, cached_blocks

@@ -15,7 +15,7 @@ from mlx.utils import tree_unflatten
 
 from your_ai.engine.compiled import GraphShape
 from your_ai.engine.programs import Extras
-from your_ai.nets.block_calls import Arrays
+from your_ai.nets.mlx_types import Arrays
 from your_ai.soft.roles import Network, SoftRows
 
 GROUP_TOKENS = 256  # tokens of the rows, with padding, that go through a frozen network together

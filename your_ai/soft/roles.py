@@ -23,11 +23,11 @@ from your_ai.engine.compiled import Graphs
 from your_ai.engine.programs import Programs, trained_arrays
 from your_ai.engine.staged import Resident, Weights, finished
 from your_ai.errors import UserError
-from your_ai.nets.block_calls import Arrays
 from your_ai.nets.dora import Layers, dora_layers, norms_of
 from your_ai.nets.embedding import InputEmbedding, ResizedRows, input_embedding
 from your_ai.nets.gumbel import Noisy
 from your_ai.nets.head import LinearHead
+from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import DropoutKeys
 from your_ai.nets.parts import Parts
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from your_ai.nets.block_calls import Arrays
 from your_ai.nets.gumbel import Noisy
+from your_ai.nets.mlx_types import Arrays
 from your_ai.soft import passes
 from your_ai.soft.roles import CreditLength, Network, SoftRows, SoftSettings, noisy_head
 from your_ai.soft.terms import Terms, cotangent_of
