@@ -193,11 +193,12 @@ def run_case(case: Case, folder: Path, before: str = "", limit_gb: float | None 
     began = time.perf_counter()
     make_model(folder / "model", case.architecture, case.bits, case.seed, **case.model)
     write_data(case, folder / "data")
-    environment = os.environ | {"YOUR_AI_HOME": str(folder / "home"), "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"YOUR_AI_HOME": str(folder / "home")}
     environment["OPENBLAS_NUM_THREADS"] = environment.get("OPENBLAS_NUM_THREADS", "1")
     if BLAS.exists():
         environment["LD_PRELOAD"] = str(BLAS)
-    environment["PYTHONPATH"] += os.pathsep + str(write_site(folder / "site", before))
+    also = filter(None, [str(write_site(folder / "site", before)), os.environ.get("PYTHONPATH")])
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *also])
 
     def call(command: str, limit_gb: float, *more: str) -> list[str]:
         return [
