@@ -10,6 +10,7 @@ import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -331,6 +332,7 @@ def evaluate(
         max_memory_gb=max_memory,
         metric=None if metric is None else load_metric(metric),
         max_tokens=max_tokens,
+        to_show=partial(summary.worst_places, trained, worst) if worst else None,
     )
     if trained.note:
         on_note(trained.note)

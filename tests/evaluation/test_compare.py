@@ -136,6 +136,37 @@ def test_the_metric_gets_the_answers_of_base_and_adapter(run, tmp_path):
             assert measured.answers[place] == generate.answer(network, tokenizer, text, 5)
 
 
+@pytest.mark.parametrize(("engine", "dora"), [("fused", True), ("streamed", False)])
+def test_chosen_rows_are_answered_without_a_metric(tmp_path, tiny_model, engine, dora):
+    """The base's answers are those of the model alone; rows that ask nothing are left out."""
+    run = trained_run(tmp_path, tiny_model, use_dora=dora, max_steps=20)
+    rows = [chat("Question 1 please", "Answer 1"), {"text": "asks nothing"}, chat("b", "two")]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    found = compared(run, path, to_show=lambda found: [2, 1], max_tokens=5, engine=engine)
+    assert found.adapter.scores is None
+    for adapted, measured in ((False, found.base), (True, found.adapter)):
+        network, tokenizer = generate.load_run(open_trained(str(run)), adapted)
+        prompt = tokenizer.apply_chat_template(
+            rows[2]["messages"][:1], tokenize=False, add_generation_prompt=True
+        )
+        assert measured.answers == {2: generate.answer(network, tokenizer, prompt, 5)}
+    assert found.base.answers != found.adapter.answers
+
+
+def test_answers_that_do_not_fit_are_left_out_and_named(run, monkeypatch):
+    budget = evaluation.budget_of_evaluation
+
+    def without_answers(*arguments, answers=None, **more):
+        if answers is not None:
+            raise UserError("too much")
+        return budget(*arguments, **more)
+
+    monkeypatch.setattr(evaluation, "budget_of_evaluation", without_answers)
+    found = compared(run, to_show=lambda found: [0])
+    assert found.adapter.answers is None
+    assert "no answers to the worst rows are shown: too much" in found.notes
+
+
 @pytest.fixture(scope="module")
 def answers_alone() -> dict[bool, list[str]]:
     """What `answers_of` found, by whether the adapter was used."""

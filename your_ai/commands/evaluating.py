@@ -47,14 +47,14 @@ def evaluate(
     worst: Annotated[
         int,
         typer.Option(
-            help="Number of worst rows to list, with the answers of base and adapter for --metric.",
+            help="Number of worst rows to list, with the answers of base and adapter.",
             min=0,
         ),
     ] = 3,
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Maximum tokens per answer for --metric; default: twice the expected answer's, "
+            help="Maximum tokens per answer; default for --metric: twice the expected answer's, "
             "plus 128.",
             min=1,
         ),

@@ -7,13 +7,14 @@ objective compares with the adapter that the run started from, that is measured 
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
@@ -22,6 +23,7 @@ from your_ai.data.batches import RowsAt
 from your_ai.data.encode import Encoder, SamplePrompt, token_ids
 from your_ai.data.lines import file_of_first_row
 from your_ai.data.preferences import Kind
+from your_ai.data.rows import Row
 from your_ai.engine.build import build_engine
 from your_ai.engine.opened import open_model
 from your_ai.engine.protocol import Engine
@@ -52,6 +54,7 @@ from your_ai.objectives.chosen import needs_reference
 from your_ai.run import checkpoint
 
 T = TypeVar("T")
+SHOWN_TOKENS = 128  # of an answer that is only shown, which is cut to fewer characters
 
 
 class EvaluationProgress(NamedTuple):
@@ -74,8 +77,19 @@ class Request:
     """If set, answers are generated and scored."""
     max_tokens: int | None = None
     """Maximum tokens of an answer; None derives it from the length of the expected answer."""
+    to_show: Callable[[Comparison], Sequence[int]] | None = None
+    """Chooses the rows, by index, whose answers are generated where there is no metric."""
     engine: str = "auto"
     """The engine to plan with, or auto."""
+
+    @property
+    def generates(self) -> bool:
+        return self.metric is not None or self.to_show is not None
+
+    @property
+    def most_new_tokens(self) -> int | None:
+        """Maximum tokens of an answer; None for one that follows the expected answer's."""
+        return SHOWN_TOKENS if self.max_tokens is None and self.metric is None else self.max_tokens
 
 
 @dataclass(frozen=True)
@@ -90,7 +104,8 @@ class RowMeasures:
     scores: np.ndarray | None = None
     """(m,) float64: the metric's scores, NaN for rows that ask nothing; None without a metric."""
     answers: dict[int, str] | None = None
-    """The generated answers by row index; None without a metric."""
+    """The generated answers by row index: to all rows that ask for a metric, or to those that
+    `Request.to_show` chose; None if nothing is generated."""
     bad_losses: np.ndarray | None = None
     """(m,) float64: as `losses`, of the rows' bad answers; None if there is none."""
 
@@ -144,13 +159,16 @@ def compare(
         raise UserError(f"{path}: no row asks for an answer; --metric needs rows that do")
     most = max(len(rows.trained.examples), len(rows.answers.examples))
     request = replace(request, batch_size=min(request.batch_size, most))
+    if is_reward or not rows.asks.any():
+        request = replace(request, to_show=None)
     yield EvaluationProgress("checking whether the rows are in the training data")
     leaked = in_training_data(rows, config, tokenized_by)
     most = max(int(found.examples.lengths.max()) for found in (rows.trained, rows.answers))
     model.check_positions(network, most, f"{path}: --max-seq-length {config.max_seq_length}")
     allocator.free()  # the memory that tokenizing used
 
-    budget = budget_of_evaluation(
+    budget_for = partial(
+        budget_of_evaluation,
         training_of(run.adapter, config, len(network.layers)),
         folder,
         dtype,
@@ -159,11 +177,19 @@ def compare(
         request.max_memory_gb,
         engine=request.engine,
         can_stream=opened.can_stream,
-        answers=None if request.metric is None else answer_sizes(rows, network, tokenizer, request),
         score_head=is_reward,
     )
+    not_shown = ""
+    try:
+        sizes = answer_sizes(rows, network, tokenizer, request) if request.generates else None
+        budget = budget_for(answers=sizes)
+    except UserError as error:
+        if request.metric is not None or not request.generates:
+            raise
+        budget, request = budget_for(), replace(request, to_show=None)
+        not_shown = f"no answers to the worst rows are shown: {error}"
     hold(budget)
-    put_new_layers(network, run.adapter)
+    untrained = put_new_layers(network, run.adapter)
     if is_reward:
         saved_adapter.put_trained_score_head(network, run.adapter, budget.demand.facts.hidden)
     engine = budget.choice.option.plan.engine
@@ -182,11 +208,20 @@ def compare(
         started = yield from measured("start", ready, rows, replace(request, metric=None))
     saved_adapter.set_arrays(network, run.adapter)
     adapter = yield from measured("adapter", ready, rows, request)
-    notes = (*budget.limit.notices, cut_text(rows, config), start_text(config, started))
+    notes = (*budget.limit.notices, cut_text(rows, config), start_text(config, started), not_shown)
     text = words(plan, max(budget.demand.lengths))
     name = None if request.metric is None else request.metric.name
     notes = tuple(filter(None, notes))
-    return Comparison(rows, base, adapter, name, leaked, text, notes, started)
+    found = Comparison(rows, base, adapter, name, leaked, text, notes, started)
+    if request.metric is not None or request.to_show is None:
+        return found
+    chosen = request.to_show(found)
+    answers = yield from collect(answers_to("adapter", ready, rows, request, chosen))
+    model.set_adapters(network, as_base(network, untrained))
+    of_base = yield from collect(answers_to("base", ready, rows, request, chosen))
+    return replace(
+        found, base=replace(base, answers=of_base), adapter=replace(adapter, answers=answers)
+    )
 
 
 class Ready(NamedTuple):
@@ -240,8 +275,8 @@ def hold(budget: Budget) -> None:
     allocator.set_limits(budget.limit.limit_bytes, chosen.needed_bytes, beside_bytes)
 
 
-def put_new_layers(network: nn.Module, adapter: Adapter) -> None:
-    """Put freshly initialized adapter layers on a model.
+def put_new_layers(network: nn.Module, adapter: Adapter) -> dict[str, mx.array]:
+    """Put freshly initialized adapter layers on a model; return what `as_base` needs of them.
 
     Raises UserError if the adapter does not fit, before anything is measured.
     """
@@ -249,6 +284,18 @@ def put_new_layers(network: nn.Module, adapter: Adapter) -> None:
     new = model.adapter_arrays(network)
     saved_adapter.set_arrays(network, adapter)
     model.set_adapters(network, new)
+    return {name: array for name, array in new.items() if not name.endswith(("lora_a", "lora_b"))}
+
+
+def as_base(network: nn.Module, untrained: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Adapters with which the model computes what its base does.
+
+    A product with a B of zeros changes nothing, so only the magnitudes of DoRA had to be kept.
+    """
+    return {
+        name: mx.zeros_like(array) if name.endswith("lora_b") else untrained.get(name, array)
+        for name, array in model.adapter_arrays(network).items()
+    }
 
 
 def measured(
@@ -295,11 +342,38 @@ def answered(
     """Return the metric's scores, NaN for rows that ask nothing, and the answers by row index."""
     assert request.metric is not None
     scores, answers = np.full(len(rows), np.nan), dict[int, str]()
-    tokenizer, reading, total = ready.tokenizer, rows.questions(), int(rows.asks.sum())
-    yield EvaluationProgress(f"{name}: answers", 0, total)
+    for at in answers_to(name, ready, rows, request, range(len(rows))):
+        if isinstance(at, Answer):
+            content, where, expected = at.content, at.row.where, at.prompt.expected
+            scores[at.place] = request.metric.score(at.text, expected, content, where)
+            answers[at.place] = at.text
+        else:
+            yield at
+    return scores, answers
+
+
+class Answer(NamedTuple):
+    """A generated answer, and the row that asks for it."""
+
+    place: int
+    """The index of the row."""
+    row: Row
+    content: dict[str, Any]
+    """The JSON object of the row."""
+    prompt: SamplePrompt
+    text: str
+
+
+def answers_to(
+    name: str, ready: Ready, rows: EvaluationRows, request: Request, chosen: Sequence[int]
+) -> Iterator[EvaluationProgress | Answer]:
+    """Generate the answers to those of the chosen rows that ask for one."""
+    tokenizer, reading = ready.tokenizer, rows.questions(chosen)
+    doing, done, total = f"{name}: answers", 0, int(rows.asks[list(chosen)].sum())
+    yield EvaluationProgress(doing, done, total)
     while wave := list(islice(reading, ready.wave)):  # other rows stay in the file
         limits = [
-            answer_room(ready.network, tokenizer, prompt, request.max_tokens)[0]
+            answer_room(ready.network, tokenizer, prompt, request.most_new_tokens)[0]
             for *_, prompt in wave
         ]
         asked = [
@@ -307,12 +381,22 @@ def answered(
             for (*_, prompt), limit in zip(wave, limits, strict=True)
         ]
         for found in sampled(ready.network, tokenizer, asked, rows_at_once=len(wave)):
-            place, row, content, prompt = wave[found.prompt]
-            answer = found.text.strip()
-            scores[place] = request.metric.score(answer, prompt.expected, content, row.where)
-            answers[place] = answer
-            yield EvaluationProgress(f"{name}: answers", len(answers), total)
-    return scores, answers
+            yield Answer(*wave[found.prompt], found.text.strip())
+            done += 1
+            yield EvaluationProgress(doing, done, total)
+
+
+def collect(
+    answers: Iterator[EvaluationProgress | Answer],
+) -> Generator[EvaluationProgress, None, dict[int, str]]:
+    """Return the texts of `answers_to` by row index; yield the progress."""
+    texts = dict[int, str]()
+    for at in answers:
+        if isinstance(at, Answer):
+            texts[at.place] = at.text
+        else:
+            yield at
+    return texts
 
 
 def prompt_ids(tokenizer: Any, prompt: SamplePrompt) -> list[int]:
@@ -325,7 +409,7 @@ def answer_sizes(
     """The answers to all rows that ask for one, for the memory that generating takes."""
     prompt_tokens = new_tokens = 0
     for *_, prompt in rows.questions():
-        answer, both = answer_room(network, tokenizer, prompt, request.max_tokens)
+        answer, both = answer_room(network, tokenizer, prompt, request.most_new_tokens)
         prompt_tokens = max(prompt_tokens, both - answer)
         new_tokens = max(new_tokens, answer)
     together = min(MOST_TOGETHER, int(rows.asks.sum()))

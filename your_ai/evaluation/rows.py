@@ -132,9 +132,15 @@ class EvaluationRows:
         found[self.trained.row_of] = self.trained.examples.weights
         return found
 
-    def questions(self) -> Iterator[tuple[int, Row, dict[str, Any], SamplePrompt]]:
-        """The rows that ask for an answer, as `read` yields them, each with its prompt."""
-        for place, row, content in self.read(np.flatnonzero(self.asks)):
+    def questions(
+        self, chosen: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, Row, dict[str, Any], SamplePrompt]]:
+        """The rows that ask for an answer, as `read` yields them, each with its prompt.
+
+        chosen: the indices of the rows to look at; default: all.
+        """
+        places = range(len(self)) if chosen is None else chosen
+        for place, row, content in self.read([place for place in places if self.asks[place]]):
             prompt = self.encoder.prompt_of(row)
             assert prompt is not None
             yield place, row, content, prompt

@@ -41,12 +41,8 @@ def summarize(run: Trained, found: Comparison, settings: SummarySettings) -> dic
     """Return the object that is stored as evaluation.json."""
     rows, folder = found.rows, run.adapter.folder
     judged = judge(run.config, found)
-    base, adapter = token_losses(rows, found.base), token_losses(rows, found.adapter)
-    alike = np.isclose(base, adapter, rtol=ALIKE, atol=ALIKE)
-    changed = ~alike & (rows.trained_tokens > 0)
-    lost = np.subtract(adapter, base, out=np.zeros(len(rows)), where=changed)
-    if is_reward := run.config.objective == REWARD:  # it has scores, and no losses
-        lost, alike = np.zeros(len(rows)), np.zeros(0, bool)
+    losses = row_losses(found)
+    is_reward = run.config.objective == REWARD
     return {
         "version": record.VERSION,
         "data": rows.files,
@@ -63,14 +59,39 @@ def summarize(run: Trained, found: Comparison, settings: SummarySettings) -> dic
             for name, intervals in measures(found, judged, settings).items()
         },
         "metric_name": found.metric_name,
-        "better": int((lost < 0).sum()),
-        "worse": int((lost > 0).sum()),
-        "equal": int(alike.sum()),
+        "better": int((losses.lost < 0).sum()),
+        "worse": int((losses.lost > 0).sum()),
+        "equal": losses.equal,
         "in_training_data": found.leaked,
-        "worst": worst_rows(found, judged, base, adapter, lost, settings),
+        "worst": worst_rows(found, judged, losses, settings),
         **({} if judged is None else {"preferences": preferences(found, judged)}),
         **({"reward_model": True} if is_reward else {}),
     }
+
+
+@dataclass(frozen=True)
+class RowLosses:
+    """The mean loss per token of m rows."""
+
+    base: np.ndarray
+    """(m,) float64, infinite if it is NaN; NaN without a token."""
+    adapter: np.ndarray
+    """(m,) float64, as `base`."""
+    lost: np.ndarray
+    """(m,) float64: what the adapter adds; 0 if both are equal, or if there is no loss."""
+    equal: int
+    """How many rows have equal losses."""
+
+
+def row_losses(found: Comparison) -> RowLosses:
+    rows = found.rows
+    base, adapter = token_losses(rows, found.base), token_losses(rows, found.adapter)
+    if rows.encoder.kind == "rated":  # a reward model has scores, and no losses
+        return RowLosses(base, adapter, np.zeros(len(rows)), 0)
+    alike = np.isclose(base, adapter, rtol=ALIKE, atol=ALIKE)
+    changed = ~alike & (rows.trained_tokens > 0)
+    lost = np.subtract(adapter, base, out=np.zeros(len(rows)), where=changed)
+    return RowLosses(base, adapter, lost, int(alike.sum()))
 
 
 def token_losses(rows: EvaluationRows, measured: RowMeasures) -> np.ndarray:
@@ -178,36 +199,46 @@ def finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def worst_rows(
-    found: Comparison,
-    judged: Judged | None,
-    base: np.ndarray,
-    adapter: np.ndarray,
-    lost: np.ndarray,
-    settings: SummarySettings,
-) -> list[dict[str, Any]]:
-    """The rows with the highest loss with the adapter, then those whose loss rose the most.
+def worst_places(run: Trained, worst: int, found: Comparison) -> list[int]:
+    """The indices of the rows that `summarize` lists, if no metric scores answers."""
+    return listed(worst_by(found, judge(run.config, found), row_losses(found), worst))
 
-    Those with the lowest scores of the metric come instead of those with the highest loss if there
-    is one, or else, if there are pairs, those with the lowest margins.
-    base, adapter: (m,) losses per token; lost: (m,) their difference, 0 if they are equal.
+
+def listed(kinds: dict[str, list[int]]) -> list[int]:
+    return list(dict.fromkeys(place for places in kinds.values() for place in places))
+
+
+def worst_by(
+    found: Comparison, judged: Judged | None, losses: RowLosses, worst: int
+) -> dict[str, list[int]]:
+    """The indices of the `worst` rows, by what they are the worst in.
+
+    Those with the highest loss with the adapter, and those whose loss rose the most. Those with the
+    lowest scores of the metric come instead of those with the highest loss if there is one, or
+    else, if there are pairs, those with the lowest margins.
     """
-    is_pair = np.zeros(len(found.rows), bool) if judged is None else judged.is_pair
-    errors: dict[str, np.ndarray] = {}
-    scores = {"base": found.base.scores, "adapter": found.adapter.scores}
     if found.adapter.scores is not None:
         by, values = "score", -found.adapter.scores
-    elif judged is not None and judged.rewards and is_pair.any():
+    elif judged is not None and judged.rewards and judged.is_pair.any():
         by, values = "margin", -judged.margins["adapter"]
     elif found.rows.encoder.kind == "rated":
-        errors = rewards.score_errors(found)
-        by, values = "error", np.abs(errors["adapter"])
+        by, values = "error", np.abs(rewards.score_errors(found)["adapter"])
     else:
-        by, values = "loss", adapter
+        by, values = "loss", losses.adapter
     highest = [at for at in np.argsort(-values, kind="stable").tolist() if not np.isnan(values[at])]
-    most = [at for at in np.argsort(-lost, kind="stable").tolist() if lost[at] > 0]
-    kinds = {by: highest[: settings.worst], "change": most[: settings.worst]}
-    chosen = list(dict.fromkeys(place for places in kinds.values() for place in places))
+    most = [at for at in np.argsort(-losses.lost, kind="stable").tolist() if losses.lost[at] > 0]
+    return {by: highest[:worst], "change": most[:worst]}
+
+
+def worst_rows(
+    found: Comparison, judged: Judged | None, losses: RowLosses, settings: SummarySettings
+) -> list[dict[str, Any]]:
+    """The rows of `worst_by`, each once, with what was measured and a quote of their texts."""
+    is_pair = np.zeros(len(found.rows), bool) if judged is None else judged.is_pair
+    kinds = worst_by(found, judged, losses, settings.worst)
+    chosen = listed(kinds)
+    errors = rewards.score_errors(found) if "error" in kinds else {}
+    scores = {"base": found.base.scores, "adapter": found.adapter.scores}
     texts: dict[int, tuple[str | None, ...]] = dict.fromkeys(chosen, (None, None, None))
     with contextlib.suppress(UserError):  # if the file is gone, only the quotes are missing
         for place, row, _ in found.rows.read(chosen):
@@ -221,8 +252,8 @@ def worst_rows(
         {
             "where": found.rows.where(place),
             "by": [name for name, places in kinds.items() if place in places],
-            "base_loss": finite(base[place]),
-            "adapter_loss": finite(adapter[place]),
+            "base_loss": finite(losses.base[place]),
+            "adapter_loss": finite(losses.adapter[place]),
             "prompt": excerpt(texts[place][0]),
             "expected": excerpt(texts[place][1]),
             "base_answer": excerpt((found.base.answers or {}).get(place)),
