@@ -38,7 +38,7 @@ LIMIT = events.Limit(limit_bytes=7_000_000_000, reason="--max-memory 7")
 PLANNED = events.Planned(
     plan="fused", micro_tokens=1920, spill=False, level=0, estimate_bytes=5_200_000_000,
     needed_bytes=5_600_000_000, asked="--max-memory 7 --plan auto --spill False",
-    text="fused, micro-batches of 4 x 480 tokens: needs at least 5.60 GB",
+    text="fused, micro-batches of 4 x 480 tokens: least limit 5.60 GB",
 )  # fmt: skip
 STARTED = events.Started(
     step=0, steps=1000, steps_per_epoch=100, model="Qwen3-0.6B", rows=400,
@@ -302,7 +302,7 @@ def test_memory_that_is_not_measured_is_not_called_free():
 
 def test_a_long_plan_leaves_to_the_gauge_what_it_needs():
     long = "fused, micro-batches of 4 x 480 tokens, 32 completions at a time"
-    planned = dataclasses.replace(PLANNED, text=f"{long}: needs at least 5.60 GB")
+    planned = dataclasses.replace(PLANNED, text=f"{long}: least limit 5.60 GB")
     lines = drawn(folded(LIMIT, planned, STARTED, step(1)), 80, 24)
     assert any(line.endswith(long) for line in lines)
     assert any("┆ at least 5.60 GB" in line for line in lines)
@@ -327,7 +327,7 @@ def test_a_plan_has_one_figure_and_its_margin():
     )
     line = view.event_line(PLANNED, ViewState())
     assert line is not None
-    assert line.endswith("needs at least 5.60 GB (estimated peak 5.20 GB + safety margin 400 MB)")
+    assert line.endswith("least limit 5.60 GB (estimated peak 5.20 GB + safety margin 400 MB)")
 
 
 def test_a_plan_of_an_older_version_shows_its_estimate():

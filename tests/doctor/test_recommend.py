@@ -312,7 +312,7 @@ def test_the_answer_is_one_model_with_one_command(gb):
     assert "\n\nlimit " in text[text.index("other models") :]
     assert text.count("your_ai train") == 1
     assert found[0].command in " ".join(text.replace("\\\n", "").split())
-    assert f"needs at least {size_text(found[0].needed_bytes)}, uses " in " ".join(text.split())
+    assert f", least limit {size_text(found[0].needed_bytes)}; " in " ".join(text.split())
     assert f"{len({each.known.alias for each in found}) - 1} other models" in text
     assert max(map(len, text.splitlines())) <= 80
 

@@ -408,7 +408,7 @@ def plan_rows(page: Page, state: ViewState) -> list[ScreenRow]:
     if state.planned is not None:
         text = clean(page, state.planned.text)
         if cell_len(text) > beside(page, "plan"):  # the gauge has what it needs
-            text = text.rpartition(": needs ")[0] or text
+            text = text.rpartition(": ")[0] or text
         rows.append(ScreenRow("plan", line(page, "plan", [(text, "")])))
         why = reason_of_plan(state)
         if why:

@@ -282,8 +282,8 @@ def answer(
     lines: list[RenderableType] = [
         Text.assemble((best.known.alias, "bold"), f", {billions} parameters: {TIERS[best.tier]}"),
         f"rank {best.rank} in {counted(best.layers, 'block')}, {counted(best.batch, 'row')} of up "
-        f"to {best.seq_len:,} tokens per step; needs at least {size_text(best.needed_bytes)}, "
-        f"uses {size_text(best.peak_bytes)}; {best.plan}",
+        f"to {best.seq_len:,} tokens per step; uses {size_text(best.peak_bytes)}, "
+        f"least limit {size_text(best.needed_bytes)}; {best.plan}",
     ]
     if best.seconds is not None:
         lines.append(f"about {best.seconds:.2g} s per step of full rows, predicted")

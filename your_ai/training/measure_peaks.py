@@ -74,7 +74,8 @@ def calibrated(
         return trainer
     option = choice.option
     if (option.plan.engine, option.plan.spill) != (plan.engine, plan.spill):
-        cause = f"measured: {option.plan.engine} needs at least {size_text(option.needed_bytes)}"
+        least = size_text(option.needed_bytes)
+        cause = f"measured: {option.plan.engine} needs a limit of at least {least}"
         raise Replan(MemoryAction(kind=MEASURED, cause=cause), step, watch)
     allocator.set_limits(limit_bytes, option.needed_bytes, option.estimate.beside_bytes)
     allocator.free()

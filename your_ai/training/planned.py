@@ -217,7 +217,7 @@ def write_plan(budget: Budget, config: TrainConfig, log: events.EventLog) -> Opt
             seconds=choice.option.seconds,
             front=front_points(budget.demand),
             asked=asked_of_memory(config),
-            text=f"{words(plan, max(budget.demand.lengths))}: needs at least {size_text(needed)}"
+            text=f"{words(plan, max(budget.demand.lengths))}: least limit {size_text(needed)}"
             + about_seconds(choice.option),
         )
     )

@@ -33,7 +33,7 @@ from your_ai.run.folder import RUNS
 
 # What a demand is asked for that is the same for any length and limit.
 SHORT_TOKENS, ANY_GB = 64, 1e6
-LEAST = "needs\nat least"  # the header of the least limits of plans
+LEAST = "least\nlimit"  # the header of the least limits of plans
 
 
 def described(budget: Budget, option: Option) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def table(budget: Budget) -> RenderableType:
     for phase, size in phases.items():
         parts.add_row(f"  of phase {phase}", f"{size / 1e6:,.0f}")
     parts.add_row("safety margin", f"{(needed - peak) / 1e6:,.0f}")
-    parts.add_row("needs at least", f"{needed / 1e6:,.0f}")
+    parts.add_row("least limit", f"{needed / 1e6:,.0f}")
     reads = read_bytes(budget.demand.facts, budget.demand.training, choice.option.plan)
     lines: list[RenderableType] = [text(budget.limit), *budget.limit.notices]
     lines += [adapters_line(budget.demand), "", parts, "", neighbors(choice, longest)]
