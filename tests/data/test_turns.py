@@ -45,7 +45,9 @@ def test_a_text_beside_a_content_stays_a_key():
     assert parsed(**found) == found
 
 
-@pytest.mark.parametrize("names", [("user", "assistant"), ("Human", "gpt")])
+@pytest.mark.parametrize(
+    "names", [("user", "assistant"), ("Human", "gpt"), ("input", "output"), ("Question", "answer")]
+)
 def test_an_object_of_texts_by_role_is_messages(names):
     turns = parse_turns([dict(zip(names, "ab", strict=True)), {"user": "c"}], "turns", "here")
     assert [(turn["role"], turn["content"]) for turn in turns] == [
@@ -66,6 +68,11 @@ def test_an_error_of_a_message_names_its_keys():
         parsed(role="assistant", refusal="No.")
     with pytest.raises(UserError, match='"role" and "content"; keys found: input, output'):
         parsed(input="a", output="b")
+
+
+def test_parts_of_a_content_need_no_type():
+    found = parsed(role="model", parts=[{"text": "a"}, {"text": "b"}])
+    assert found == {"role": "assistant", "content": "ab"}
 
 
 @pytest.mark.parametrize("arguments", [OBJECT, '{"a": 1}', '"{\\"a\\": 1}"'])
@@ -131,7 +138,13 @@ def test_flags_say_whether_a_message_is_trained(flags, weight):
     assert parsed(role="assistant", content="x", **flags).get("weight") == weight
 
 
-@pytest.mark.parametrize("content", [{"a": 1}, 0.5, ["x"], [{"type": "image_url"}]])
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"a": 1}, 0.5, ["x"], [{"type": "image_url"}], [{"functionCall": {}}],
+        [{"text": "a", "thought": True}],
+    ],
+)  # fmt: skip
 def test_contents_that_are_no_text_are_refused(content):
     with pytest.raises(UserError, match=r"^here: content: "):
         parsed(role="user", content=content)

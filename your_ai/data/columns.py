@@ -32,7 +32,9 @@ from your_ai.gates.text import shortened
 
 # What a column can be, and the names that it often has, the most telling first.
 NAMES: dict[str, tuple[str, ...]] = {
-    "messages": ("messages", "conversations", "conversation", "dialogue", "dialog", "chat"),
+    "messages": (
+        *("messages", "conversations", "conversation", "contents", "dialogue", "dialog", "chat"),
+    ),
     "prompt": ("prompt", "question", "instruction", "query", "input", "user", "human", "request"),
     "completion": (
         *("completion", "answer", "response", "output", "reply", "assistant", "target"),

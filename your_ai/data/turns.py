@@ -34,7 +34,12 @@ REASONING = ("reasoning_content", "reasoning", "thinking")  # the names of a mes
 TRAINED_FLAGS = ("training", "train", "trained", "trainable", "loss")  # false: not to be trained
 MASKED_FLAGS = ("masked", "mask")  # true: not to be trained
 # Of a message, the most telling first: one with `content` may have another `text`.
-CONTENT_NAMES = ("content", "value", "text")
+CONTENT_NAMES = ("content", "value", "text", "parts")
+# Names of a turn's texts where one object has both question and answer; no roles of messages.
+TEXTS_OF_TURN = {
+    **dict.fromkeys(("input", "question", "query", "prompt"), USER),
+    **dict.fromkeys(("output", "answer", "response"), ASSISTANT),
+}
 TEXT_PARTS = ("text", "input_text", "output_text")
 DEEPEST_QUOTES = 3  # arguments that are quoted more often are no arguments
 
@@ -54,9 +59,10 @@ def messages_in(turn: Any) -> list[Any]:
     """The messages of an item of a list: one, or an object with a text for each of its roles."""
     if not isinstance(turn, dict) or not turn:
         return [turn]
-    if not all(isinstance(text, str) and is_role(name) for name, text in turn.items()):
+    roles = {name: TEXTS_OF_TURN.get(plain_role(name)) or name for name in turn}
+    if not all(isinstance(turn[name], str) and is_role(role) for name, role in roles.items()):
         return [turn]
-    return [{"role": name, "content": text} for name, text in turn.items()]
+    return [{"role": role, "content": turn[name]} for name, role in roles.items()]
 
 
 def parse_message(message: Any, where: str) -> dict[str, Any]:
@@ -123,7 +129,7 @@ def parse_content(content: Any, where: str) -> tuple[str | None, str]:
         return str(content), ""
     if not isinstance(content, list):
         raise UserError(f"{where}: content: expected text, found {type(content).__name__}")
-    kinds = [p.get("type") if isinstance(p, dict) else type(p).__name__ for p in content]
+    kinds = [kind_of_part(part) for part in content]
     if any(kind not in (*TEXT_PARTS, *REASONING) for kind in kinds):
         raise UserError(f"{where}: content: only text parts can be trained, found {quoted(kinds)}")
     texts, reasoning = list[str](), list[str]()
@@ -133,6 +139,13 @@ def parse_content(content: Any, where: str) -> tuple[str | None, str]:
             text_field(part, key, f"{where}: content")
         )
     return "".join(texts), "".join(reasoning)
+
+
+def kind_of_part(part: Any) -> Any:
+    """The `type` of a part of a content; of one without, its only key, as in `{"text": ...}`."""
+    if not isinstance(part, dict):
+        return type(part).__name__
+    return part.get("type", next(iter(part)) if len(part) == 1 else None)
 
 
 def parse_reasoning(message: dict[str, Any], found: str, where: str) -> str:
