@@ -343,7 +343,7 @@ def answered(
     assert request.metric is not None
     scores, answers = np.full(len(rows), np.nan), dict[int, str]()
     for at in answers_to(name, ready, rows, request, range(len(rows))):
-        if isinstance(at, Answer):
+        if isinstance(at, RowAnswer):
             content, where, expected = at.content, at.row.where, at.prompt.expected
             scores[at.place] = request.metric.score(at.text, expected, content, where)
             answers[at.place] = at.text
@@ -352,7 +352,7 @@ def answered(
     return scores, answers
 
 
-class Answer(NamedTuple):
+class RowAnswer(NamedTuple):
     """A generated answer, and the row that asks for it."""
 
     place: int
@@ -366,7 +366,7 @@ class Answer(NamedTuple):
 
 def answers_to(
     name: str, ready: Ready, rows: EvaluationRows, request: Request, chosen: Sequence[int]
-) -> Iterator[EvaluationProgress | Answer]:
+) -> Iterator[EvaluationProgress | RowAnswer]:
     """Generate the answers to those of the chosen rows that ask for one."""
     tokenizer, reading = ready.tokenizer, rows.questions(chosen)
     doing, done, total = f"{name}: answers", 0, int(rows.asks[list(chosen)].sum())
@@ -381,18 +381,18 @@ def answers_to(
             for (*_, prompt), limit in zip(wave, limits, strict=True)
         ]
         for found in sampled(ready.network, tokenizer, asked, rows_at_once=len(wave)):
-            yield Answer(*wave[found.prompt], found.text.strip())
+            yield RowAnswer(*wave[found.prompt], found.text.strip())
             done += 1
             yield EvaluationProgress(doing, done, total)
 
 
 def collect(
-    answers: Iterator[EvaluationProgress | Answer],
+    answers: Iterator[EvaluationProgress | RowAnswer],
 ) -> Generator[EvaluationProgress, None, dict[int, str]]:
     """Return the texts of `answers_to` by row index; yield the progress."""
     texts = dict[int, str]()
     for at in answers:
-        if isinstance(at, Answer):
+        if isinstance(at, RowAnswer):
             texts[at.place] = at.text
         else:
             yield at
