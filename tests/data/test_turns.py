@@ -55,6 +55,16 @@ def test_an_object_of_texts_by_role_is_messages(names):
     ]  # fmt: skip
 
 
+def test_the_keys_of_an_object_of_texts_may_be_sorted():
+    """As they are in Parquet and in sorted JSON, where an answer would precede its question."""
+    for turn in ({"answer": "b", "question": "a"}, {"assistant": "b", "user": "a"}):
+        assert [m["content"] for m in parse_turns([turn], "turns", "here")] == ["a", "b"]
+    turn = {"input": "a", "output": "b", "system": "s"}
+    assert [m["role"] for m in parse_turns([turn], "turns", "here")] == [
+        "system", "user", "assistant",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("content", [{"mm": "5 é"}, [{"mm": 5}], ["a", 1], []])
 def test_the_result_of_a_tool_may_be_an_object(content):
     text = json.dumps(content, ensure_ascii=False) if content else ""

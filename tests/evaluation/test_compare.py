@@ -13,7 +13,7 @@ from tests.evaluation.conftest import ROWS, carry_out, compared, trained_run
 from your_ai.config import TrainConfig
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
-from your_ai.errors import UserError
+from your_ai.errors import RunError, UserError
 from your_ai.evaluation import compare as evaluation
 from your_ai.evaluation.compare import Request, compare, training_of
 from your_ai.evaluation.custom_metric import Metric
@@ -151,6 +151,24 @@ def test_chosen_rows_are_answered_without_a_metric(tmp_path, tiny_model, engine,
         )
         assert measured.answers == {2: generate.answer(network, tokenizer, prompt, 5)}
     assert found.base.answers != found.adapter.answers
+
+
+def test_answers_that_are_only_shown_leave_the_plan_as_it_is(run):
+    shown = compared(run, to_show=lambda found: [0])
+    assert set(shown.adapter.answers) == {0}
+    assert shown.plan == compared(run).plan
+
+
+@pytest.mark.parametrize("error", [UserError, RunError])
+def test_answers_that_cannot_be_had_are_named_and_lose_nothing(run, monkeypatch, error):
+    def ended(*arguments, **more):
+        raise error("too much")
+
+    monkeypatch.setattr(evaluation, "sampled", ended)
+    found = compared(run, to_show=lambda found: [0])
+    assert found.adapter.answers is None
+    assert len(found.adapter.losses) == len(ROWS)
+    assert "no answers to the worst rows are shown: too much" in found.notes
 
 
 def test_answers_that_do_not_fit_are_left_out_and_named(run, monkeypatch):

@@ -56,13 +56,19 @@ def parse_turns(turns: Any, key: str, where: str) -> list[dict[str, Any]]:
 
 
 def messages_in(turn: Any) -> list[Any]:
-    """The messages of an item of a list: one, or an object with a text for each of its roles."""
+    """The messages of an item of a list: one, or an object with a text for each of its roles.
+
+    Objects have no order (Parquet and sorted JSON have "answer" first): the question comes first.
+    """
     if not isinstance(turn, dict) or not turn:
         return [turn]
     roles = {name: TEXTS_OF_TURN.get(plain_role(name)) or name for name in turn}
     if not all(isinstance(turn[name], str) and is_role(role) for name, role in roles.items()):
         return [turn]
-    return [{"role": role, "content": turn[name]} for name, role in roles.items()]
+    first = (SYSTEM, USER, ASSISTANT)
+    meant = {name: role_of(role) for name, role in roles.items()}
+    order = sorted(turn, key=lambda n: first.index(meant[n]) if meant[n] in first else len(first))
+    return [{"role": roles[name], "content": turn[name]} for name in order]
 
 
 def parse_message(message: Any, where: str) -> dict[str, Any]:

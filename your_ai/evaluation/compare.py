@@ -7,7 +7,7 @@ objective compares with the adapter that the run started from, that is measured 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -23,11 +23,10 @@ from your_ai.data.batches import RowsAt
 from your_ai.data.encode import Encoder, SamplePrompt, token_ids
 from your_ai.data.lines import file_of_first_row
 from your_ai.data.preferences import Kind
-from your_ai.data.rows import Row
 from your_ai.engine.build import build_engine
 from your_ai.engine.opened import open_model
 from your_ai.engine.protocol import Engine
-from your_ai.errors import UserError
+from your_ai.errors import RunError, UserError
 from your_ai.evaluation.custom_metric import Metric
 from your_ai.evaluation.dataset_scores import ExampleScores, scored
 from your_ai.evaluation.rows import (
@@ -81,10 +80,6 @@ class Request:
     """Chooses the rows, by index, whose answers are generated where there is no metric."""
     engine: str = "auto"
     """The engine to plan with, or auto."""
-
-    @property
-    def generates(self) -> bool:
-        return self.metric is not None or self.to_show is not None
 
     @property
     def most_new_tokens(self) -> int | None:
@@ -159,8 +154,6 @@ def compare(
         raise UserError(f"{path}: no row asks for an answer; --metric needs rows that do")
     most = max(len(rows.trained.examples), len(rows.answers.examples))
     request = replace(request, batch_size=min(request.batch_size, most))
-    if is_reward or not rows.asks.any():
-        request = replace(request, to_show=None)
     yield EvaluationProgress("checking whether the rows are in the training data")
     leaked = in_training_data(rows, config, tokenized_by)
     most = max(int(found.examples.lengths.max()) for found in (rows.trained, rows.answers))
@@ -175,19 +168,12 @@ def compare(
         sorted({*rows.trained.lengths, *rows.answers.lengths}),
         request.batch_size,
         request.max_memory_gb,
-        engine=request.engine,
         can_stream=opened.can_stream,
         score_head=is_reward,
     )
-    not_shown = ""
-    try:
-        sizes = answer_sizes(rows, network, tokenizer, request) if request.generates else None
-        budget = budget_for(answers=sizes)
-    except UserError as error:
-        if request.metric is not None or not request.generates:
-            raise
-        budget, request = budget_for(), replace(request, to_show=None)
-        not_shown = f"no answers to the worst rows are shown: {error}"
+    sized = partial(answer_sizes, rows, network, tokenizer, request)
+    sizes = None if request.metric is None else sized(range(len(rows)))
+    budget = budget_for(answers=sizes, engine=request.engine)
     hold(budget)
     untrained = put_new_layers(network, run.adapter)
     if is_reward:
@@ -208,19 +194,41 @@ def compare(
         started = yield from measured("start", ready, rows, replace(request, metric=None))
     saved_adapter.set_arrays(network, run.adapter)
     adapter = yield from measured("adapter", ready, rows, request)
-    notes = (*budget.limit.notices, cut_text(rows, config), start_text(config, started), not_shown)
+    notes = (*budget.limit.notices, cut_text(rows, config), start_text(config, started))
     text = words(plan, max(budget.demand.lengths))
     name = None if request.metric is None else request.metric.name
     notes = tuple(filter(None, notes))
     found = Comparison(rows, base, adapter, name, leaked, text, notes, started)
-    if request.metric is not None or request.to_show is None:
+    if request.metric is not None or request.to_show is None or is_reward:
         return found
-    chosen = request.to_show(found)
-    answers = yield from collect(answers_to("adapter", ready, rows, request, chosen))
-    model.set_adapters(network, as_base(network, untrained))
-    of_base = yield from collect(answers_to("base", ready, rows, request, chosen))
+    chosen = [place for place in request.to_show(found) if rows.asks[place]]
+    try:
+        if chosen:
+            budget = budget_for(answers=sized(chosen), engine=plan.engine)
+            hold(budget)
+            ready = ready._replace(wave=budget.choice.option.plan.wave)
+            found = yield from with_answers(found, ready, request, chosen, untrained)
+    except (UserError, RunError) as error:  # what was measured is not lost for that
+        note = f"no answers to the worst rows are shown: {error}"
+        return replace(found, notes=(*notes, note))
+    return found
+
+
+def with_answers(
+    found: Comparison,
+    ready: Ready,
+    request: Request,
+    chosen: Sequence[int],
+    untrained: dict[str, mx.array],
+) -> Generator[EvaluationProgress, None, Comparison]:
+    """Add the answers to the chosen rows. The model has the adapter; afterwards it is the base."""
+    _, answers = yield from answered("adapter", ready, found.rows, request, chosen)
+    model.set_adapters(ready.network, as_base(ready.network, untrained))
+    _, of_base = yield from answered("base", ready, found.rows, request, chosen)
     return replace(
-        found, base=replace(base, answers=of_base), adapter=replace(adapter, answers=answers)
+        found,
+        base=replace(found.base, answers=of_base),
+        adapter=replace(found.adapter, answers=answers),
     )
 
 
@@ -304,7 +312,7 @@ def measured(
     """Measure the rows with the model in its current state."""
     scores = answers = None
     if request.metric is not None:
-        scores, answers = yield from answered(name, ready, rows, request)
+        scores, answers = yield from answered(name, ready, rows, request, range(len(rows)))
 
     def score_part(
         what: str, part: EncodedRows
@@ -337,40 +345,17 @@ def with_progress(
 
 
 def answered(
-    name: str, ready: Ready, rows: EvaluationRows, request: Request
-) -> Generator[EvaluationProgress, None, tuple[np.ndarray, dict[int, str]]]:
-    """Return the metric's scores, NaN for rows that ask nothing, and the answers by row index."""
-    assert request.metric is not None
-    scores, answers = np.full(len(rows), np.nan), dict[int, str]()
-    for at in answers_to(name, ready, rows, request, range(len(rows))):
-        if isinstance(at, RowAnswer):
-            content, where, expected = at.content, at.row.where, at.prompt.expected
-            scores[at.place] = request.metric.score(at.text, expected, content, where)
-            answers[at.place] = at.text
-        else:
-            yield at
-    return scores, answers
-
-
-class RowAnswer(NamedTuple):
-    """A generated answer, and the row that asks for it."""
-
-    place: int
-    """The index of the row."""
-    row: Row
-    content: dict[str, Any]
-    """The JSON object of the row."""
-    prompt: SamplePrompt
-    text: str
-
-
-def answers_to(
     name: str, ready: Ready, rows: EvaluationRows, request: Request, chosen: Sequence[int]
-) -> Iterator[EvaluationProgress | RowAnswer]:
-    """Generate the answers to those of the chosen rows that ask for one."""
+) -> Generator[EvaluationProgress, None, tuple[np.ndarray | None, dict[int, str]]]:
+    """Answer those of the chosen rows that ask for it; return the answers by row index.
+
+    Also returns the metric's scores, (m,), NaN for rows without an answer; None without a metric.
+    """
+    metric, answers = request.metric, dict[int, str]()
+    scores = None if metric is None else np.full(len(rows), np.nan)
     tokenizer, reading = ready.tokenizer, rows.questions(chosen)
-    doing, done, total = f"{name}: answers", 0, int(rows.asks[list(chosen)].sum())
-    yield EvaluationProgress(doing, done, total)
+    doing, total = f"{name}: answers", int(rows.asks[list(chosen)].sum())
+    yield EvaluationProgress(doing, 0, total)
     while wave := list(islice(reading, ready.wave)):  # other rows stay in the file
         limits = [
             answer_room(ready.network, tokenizer, prompt, request.most_new_tokens)[0]
@@ -381,22 +366,12 @@ def answers_to(
             for (*_, prompt), limit in zip(wave, limits, strict=True)
         ]
         for found in sampled(ready.network, tokenizer, asked, rows_at_once=len(wave)):
-            yield RowAnswer(*wave[found.prompt], found.text.strip())
-            done += 1
-            yield EvaluationProgress(doing, done, total)
-
-
-def collect(
-    answers: Iterator[EvaluationProgress | RowAnswer],
-) -> Generator[EvaluationProgress, None, dict[int, str]]:
-    """Return the texts of `answers_to` by row index; yield the progress."""
-    texts = dict[int, str]()
-    for at in answers:
-        if isinstance(at, RowAnswer):
-            texts[at.place] = at.text
-        else:
-            yield at
-    return texts
+            place, row, content, prompt = wave[found.prompt]
+            answers[place] = answer = found.text.strip()
+            if metric is not None and scores is not None:
+                scores[place] = metric.score(answer, prompt.expected, content, row.where)
+            yield EvaluationProgress(doing, len(answers), total)
+    return scores, answers
 
 
 def prompt_ids(tokenizer: Any, prompt: SamplePrompt) -> list[int]:
@@ -404,13 +379,17 @@ def prompt_ids(tokenizer: Any, prompt: SamplePrompt) -> list[int]:
 
 
 def answer_sizes(
-    rows: EvaluationRows, network: nn.Module, tokenizer: Any, request: Request
+    rows: EvaluationRows,
+    network: nn.Module,
+    tokenizer: Any,
+    request: Request,
+    chosen: Sequence[int],
 ) -> RolloutSizes:
-    """The answers to all rows that ask for one, for the memory that generating takes."""
+    """The answers to the chosen rows that ask for one, for the memory that generating takes."""
     prompt_tokens = new_tokens = 0
-    for *_, prompt in rows.questions():
+    for *_, prompt in rows.questions(chosen):
         answer, both = answer_room(network, tokenizer, prompt, request.most_new_tokens)
         prompt_tokens = max(prompt_tokens, both - answer)
         new_tokens = max(new_tokens, answer)
-    together = min(MOST_TOGETHER, int(rows.asks.sum()))
+    together = min(MOST_TOGETHER, int(rows.asks[list(chosen)].sum()))
     return RolloutSizes(prompt_tokens, new_tokens, group=1, rows=together)
