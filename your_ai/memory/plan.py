@@ -153,7 +153,8 @@ def options(demand: Demand) -> list[Option]:
         rows.append(whole_groups(rows[-1] // 2, together))
     if together > 1:
         rows.append(1)
-    found = []
+    found: list[Option] = []
+    is_unlimited = demand.buffers.most == NO_LIMIT.most
     every = [(*each, kept) for each in READING for kept in kept_choices(demand, *each)]
     for waves, (engine, spill, blocks_ahead, kept) in product(waves_of(demand), every):
         wanted = engine == demand.engine or demand.engine == "auto"
@@ -173,9 +174,10 @@ def options(demand: Demand) -> list[Option]:
             if count < together and kept:
                 continue  # scoring the texts first costs more than kept outputs save
             plan = Plan(engine, count * longest, spill, kept=kept, blocks_ahead=blocks_ahead)
-            for wave in waves:
-                found += options_of(demand, replace(plan, wave=wave))
-    found = [o for o in found if buffers_of(demand, o.plan) <= demand.buffers.allowed]
+            for wave in waves:  # blocks whose weights stay in memory change no count of buffers
+                of_wave = replace(plan, wave=wave)
+                if is_unlimited or buffers_of(demand, of_wave) <= demand.buffers.allowed:
+                    found += options_of(demand, of_wave)
     return fastest_first(timed(demand, found))
 
 
