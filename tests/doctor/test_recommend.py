@@ -49,7 +49,10 @@ room = recommend.room_of(16)
 found = recommend.recommend(room)
 assert found
 recommend.table(room, found), recommend.as_json(room, found)
-assert time.process_time() < 2, time.process_time()
+used = time.process_time()
+assert sum(range(4_000_000)) and [i + i for i in range(4_000_000)]  # the pace of this machine
+pace = time.process_time() - used
+assert used < 8 * pace, (used, pace)
 sys.exit(",".join(m for m in ("mlx", "mlx_lm", "numpy", "transformers") if m in sys.modules) or 0)
 """
 

@@ -105,6 +105,11 @@ class Follower:
     def name(self) -> str:
         return self.path.parent.name
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the file that was read, or the folder it is awaited in, is gone."""
+        return not self.path.exists() and (self.offset > 0 or not self.path.parent.exists())
+
     def open(self) -> None:
         """Take the terminal, if the style is a screen."""
         drawn = self.style in ("screen", "notebook")

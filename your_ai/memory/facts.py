@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import Counter
@@ -239,9 +240,9 @@ def facts_from(
     by_block: dict[int, list[Entry]] = {}
     vocabulary_bytes = rest_bytes = 0
     for entry in entries:
-        match = BLOCK.search(entry.name)
-        if match is not None:
-            by_block.setdefault(int(match[1]), []).append(entry)
+        place = place_of(entry.name)[0]
+        if place is not None:
+            by_block.setdefault(place, []).append(entry)
             continue
         size = tensor_bytes(entry, float_bytes, quantize, group_size)
         if layer_of(entry.name) in VOCABULARY:
@@ -287,10 +288,15 @@ def facts_from(
     )
 
 
+@functools.lru_cache(maxsize=1 << 16)  # names of large models are asked for several times
+def place_of(name: str) -> tuple[int | None, str]:
+    """The block of a tensor, None outside the blocks, and its name there."""
+    match = BLOCK.search(name)
+    return (None, name) if match is None else (int(match[1]), match[2])
+
+
 def name_in_block(entry: Entry) -> str:
-    match = BLOCK.search(entry.name)
-    assert match is not None
-    return match[2]
+    return place_of(entry.name)[1]
 
 
 def has_attention(entries: list[Entry]) -> bool:
@@ -336,8 +342,8 @@ def layer_of(name: str) -> str:
 
 def is_held(name: str, config: dict[str, Any]) -> bool:
     """Whether mlx-lm loads this tensor."""
-    match = BLOCK.search(name)
-    if match is not None and int(match[1]) >= (config.get("num_hidden_layers") or math.inf):
+    block = place_of(name)[0]
+    if block is not None and block >= (config.get("num_hidden_layers") or math.inf):
         return False  # a block for multi-token prediction
     tied = layer_of(name) == "lm_head" and config.get("tie_word_embeddings") is True
     return not tied and LEFT_OUT.search(name) is None
@@ -348,8 +354,8 @@ def quantization_of(config: dict[str, Any], entries: list[Entry]) -> dict[str, A
     every = config.get("quantization") or {}
     layers = {entry.name.rpartition(".")[0] for entry in entries}
     own = {name: every[name] for name in layers if isinstance(every.get(name), dict)}
-    matches = {name: BLOCK.search(f"{name}.") for name in own}
-    return {match[2]: own[name] for name, match in sorted(matches.items()) if match is not None}
+    places = [(place_of(f"{name}."), name) for name in sorted(own)]
+    return {place: own[name] for (block, place), name in places if block is not None}
 
 
 def linears_of(
@@ -413,7 +419,7 @@ def is_head_dense(entries: list[Entry], group_size: int | None) -> bool:
     weights = {
         layer_of(e.name): e
         for e in entries
-        if e.name.endswith(".weight") and BLOCK.search(e.name) is None
+        if e.name.endswith(".weight") and place_of(e.name)[0] is None
     }
     names = (*HEADS_OF_MODELS, *VOCABULARY)
     head = next((weights[name] for name in names if name in weights), None)

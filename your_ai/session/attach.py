@@ -274,9 +274,7 @@ def watch(folder: RunFolder, console: Console, *, as_json: bool = False) -> int:
     follower = Follower(folder.events, console, style, KEYS.replace("detach", "leave"))
     seen_at, was_over = time.monotonic(), not is_running(folder)
     with recorded_signals() as received, terminal(follower) as shown:
-        while not received and follower.failure is None:
-            if not folder.path.exists():
-                raise RunError(f"{folder.path}: was deleted while it was watched")
+        while not received and follower.failure is None and not follower.is_cut_off:
             follower.catch_up()
             if is_running(folder):
                 seen_at = time.monotonic()
@@ -287,6 +285,8 @@ def watch(folder: RunFolder, console: Console, *, as_json: bool = False) -> int:
                 return DONE
             handle_keys(pressed, folder)
         follower.catch_up(at_once=True)
+    if follower.is_cut_off:
+        raise RunError(f"{folder.path}: was deleted while it was watched")
     if was_over and follower.state.finished is not None:
         follower.print_screen()
     return ended(folder, follower, received)
