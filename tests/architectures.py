@@ -31,7 +31,7 @@ if __name__ == "__main__":
 from your_ai.config import TrainConfig
 from your_ai.data.batches import Batch
 from your_ai.engine.build import build_engine
-from your_ai.engine.opened import open_model
+from your_ai.engine.weights import open_model
 from your_ai.errors import UserError
 from your_ai.memory.estimate_kept import everything
 from your_ai.memory.workload import NOTHING

@@ -39,35 +39,16 @@ LAYERS = [
     ["__main__"],
 ]
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
-WITHOUT_MLX = [
-    *(
-        "cli",
-        "config",
-        "data.batches",
-        "data.encode",
-        "data.sources",
-        "gates.token_ids",
-        "run.events",
-    ),
-    *("memory.facts", "memory.estimate", "memory.plan", "memory.limit", "memory.governor"),
-    *("memory.calibration", "memory.calibration_file", "memory.mixer_sizes"),
-    *("memory.corrections", "memory.estimate_kept"),
-    *("memory.speed", "memory.step_time", "doctor.fit_speed"),
-    *(
-        "doctor.recommend",
-        "memory.demand",
-        "memory.mixer_facts",
-        "hub.known_tensors",
-        "training.preview",
-    ),
-    "training.plan_without_files",
-    *("hub.download", "hub.local", "evaluation.record", "dashboard.live", "trackers.upload"),
-    *("publish.after_training", "publish.push"),
-    *("session.supervisor", "session.attach", "session.run_list", "session.new_run"),
-    *("serving.web", "serving.live_pages"),
-    *("session.background", "serving.agent_gate", "serving.agent_memory"),
-    *("session.tuning", "rewards.chosen"),
-]
+WITHOUT_MLX = """
+    cli config data.batches data.encode data.sources gates.token_ids run.events memory.facts
+    memory.estimate memory.plan memory.limit memory.governor memory.calibration
+    memory.corrections memory.estimate_kept memory.speed memory.step_time doctor.fit_speed
+    doctor.recommend memory.demand memory.mixer_facts hub.registry training.preview
+    training.plan_without_files hub.download hub.local evaluation.record dashboard.live
+    trackers.upload publish.after_training publish.push session.supervisor session.attach
+    session.run_list session.new_run serving.web serving.live_pages serving.agent_gate
+    serving.agent_tools session.tuning rewards.chosen
+""".split()
 OWN_NAMES = ("self", "cls", "os", "twin")  # twin: a copy of self under construction
 HEAVY = ["mlx", "mlx_lm", "transformers", "numpy", "yaml", "huggingface_hub"]
 

@@ -16,9 +16,8 @@ from mlx.nn import Module
 
 from your_ai.gates.untrusted import BLOCK, Entry
 from your_ai.hub.built_tensors import build, tensors_built
-from your_ai.hub.known_tensors import DATA, Part
-from your_ai.hub.registry import Known, known
-from your_ai.hub.tensor_sizes import FLOATS
+from your_ai.hub.config_values import FLOATS
+from your_ai.hub.registry import TENSORS, Known, Part, known
 
 
 def parts_of(model: Known) -> list[Part]:
@@ -109,4 +108,4 @@ def ranges(found: list[int]) -> str:
 
 
 if __name__ == "__main__":
-    DATA.write_text(written({model.alias: parts_of(model) for model in known().values()}))
+    TENSORS.write_text(written({model.alias: parts_of(model) for model in known().values()}))

@@ -26,7 +26,7 @@ from your_ai.config import TrainConfig
 from your_ai.data.batches import Batch
 from your_ai.engine.build import build_engine
 from your_ai.engine.gradients import gradients_in
-from your_ai.engine.opened import open_model
+from your_ai.engine.weights import open_model
 from your_ai.memory.workload import Kept, Plan
 from your_ai.nets.model import add_adapters
 

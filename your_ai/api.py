@@ -211,7 +211,7 @@ class Run:
     def report(self, out: str | Path | None = None) -> Path:
         """Write a self-contained HTML page about the run; its path."""
         from your_ai.dashboard.report import write_report
-        from your_ai.session.rollout_samples import rollout_samples
+        from your_ai.session.run_list import rollout_samples
 
         records, _ = events.tail(self._folder.events)
         page = self.path / "report.html" if out is None else Path(out)
@@ -269,7 +269,7 @@ def plan(
     Raises UserError where nothing fits into the limit, with the least that would.
     """
     resolved, notes = _settings(config, settings, needs_data=False)
-    from your_ai.memory.plan_words import words
+    from your_ai.memory.workload import words
     from your_ai.training.plan_without_files import planned_run
 
     budget = planned_run(resolved, seq_len, notes.append, memory_gb)

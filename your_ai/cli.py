@@ -14,26 +14,21 @@ import typer
 
 from your_ai import __version__
 from your_ai.commands import (
-    agents,
     beginning,
     benching,
-    comparing,
     evaluating,
     exporting,
     fusing,
     generating,
-    merging,
     models,
-    pushing,
     rollouts,
     runs,
-    scoring,
     serving,
     surveying,
     training,
     tuning,
 )
-from your_ai.commands.help_page import CommandWithPanels
+from your_ai.commands.options import CommandWithPanels
 from your_ai.config.other_programs import option_hint
 from your_ai.errors import Interrupted, RunError, UserError
 from your_ai.gates.console import echo, echo_error, echo_traceback, guard_libraries
@@ -72,14 +67,14 @@ command()(surveying.data)
 command()(generating.generate)
 command()(generating.chat)
 command("eval")(evaluating.evaluate)
-command()(scoring.score)
+command()(evaluating.score)
 command()(serving.serve)
-command()(agents.mcp)
+command()(serving.mcp)
 command()(fusing.fuse)
 command()(exporting.export)
 command("import")(exporting.import_adapter)
-command()(merging.merge)
-command()(pushing.push)
+command()(fusing.merge)
+command()(exporting.push)
 command()(benching.bench)
 command()(models.download)
 command()(models.quantize)
@@ -88,7 +83,7 @@ command()(models.doctor)
 app.add_typer(models.app)
 command()(runs.watch)
 command()(runs.report)
-command()(comparing.compare)
+command()(evaluating.compare)
 command()(rollouts.rollouts)
 app.add_typer(runs.app)
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import call
 from tests.export.runs import make_run
-from your_ai.commands.merging import parse
+from your_ai.commands.fusing import parse
 from your_ai.errors import UserError
 from your_ai.nets.saved_adapter import open_trained
 

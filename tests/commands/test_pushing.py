@@ -20,7 +20,7 @@ from your_ai.config import to_yaml
 from your_ai.errors import RunError
 from your_ai.run import child, events
 from your_ai.run.checkpoint import ADAPTERS
-from your_ai.run.exits import DONE, FAILED
+from your_ai.run.child import DONE, FAILED
 from your_ai.run.folder import RUNS, RunFolder, is_running
 from your_ai.session import attach, supervisor
 

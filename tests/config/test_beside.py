@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from your_ai.config import resolve
-from your_ai.config.beside import found_beside
+from your_ai.config.reading import found_beside
 from your_ai.errors import UserError
 
 

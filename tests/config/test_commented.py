@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from your_ai.config import ABOUT, FIELDS, resolve
-from your_ai.config.commented import COMMON, commented_yaml
+from your_ai.config.reading import COMMON, commented_yaml
 from your_ai.gates.yaml_files import read_yaml
 
 SETTING = re.compile(r"^#(?=\w+:)", re.MULTILINE)

@@ -24,7 +24,7 @@ ASK = """
 import dataclasses, json, typing
 from pathlib import Path
 from your_ai import config
-from your_ai.config.commented import commented_yaml
+from your_ai.config.reading import commented_yaml
 from your_ai.config.other_programs import option_hint
 from your_ai.config.reading import resumed, to_yaml
 from your_ai.commands.options import PANEL_OF, with_settings

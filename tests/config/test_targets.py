@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from your_ai.config.targets import selects
+from your_ai.config.names import selects
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from tests.dashboard.test_view import STARTED, state_of, step
 from your_ai.dashboard import view
-from your_ai.dashboard.advice import advice_line, preference_line
+from your_ai.dashboard.view import advice_line, preference_line
 from your_ai.run import events
 
 DONE = events.Finished(step=60, reason="done", adapter="a", seconds=9.0)

@@ -8,9 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dashboard.test_report import NASTY, Parsed
-from your_ai.dashboard.axes import Axis, log_axis, plain_ticks, x_axis, y_axis
 from your_ai.dashboard.chart_page import SIZE, chart_html
-from your_ai.dashboard.charts import Chart, Curve, Panel
+from your_ai.dashboard.charts import (
+    Axis,
+    Chart,
+    Curve,
+    Panel,
+    log_axis,
+    plain_ticks,
+    x_axis,
+    y_axis,
+)
 
 
 def chart(*curves: Curve, **changes) -> Chart:

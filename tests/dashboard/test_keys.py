@@ -11,11 +11,11 @@ import time
 
 import pytest
 
-from your_ai.dashboard.keys import Keyboard, keyboard
+from your_ai.dashboard.live import Keyboard, keyboard
 
 READS = """
 import signal, sys, time
-from your_ai.dashboard.keys import keyboard
+from your_ai.dashboard.live import keyboard
 with keyboard() as keys:
     keys.take()
     print("ready", flush=True)

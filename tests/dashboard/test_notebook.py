@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from tests.dashboard.frames import step
-from your_ai.dashboard.live import Follower, style_for
-from your_ai.dashboard.notebook import as_html
+from your_ai.dashboard.live import Follower, as_html, style_for
 from your_ai.dashboard.screen import screen
 from your_ai.dashboard.state import ViewState, fold
 from your_ai.run import events

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from your_ai.dashboard.plot import drawn_together, placed
+from your_ai.dashboard.page import drawn_together, placed
 
 
 def test_points_have_their_places_from_the_top_left():

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from your_ai.dashboard.page import ASCII, Page
-from your_ai.dashboard.rank_rows import rank_rows
-from your_ai.dashboard.screen import screen
+from your_ai.dashboard.screen import rank_rows, screen
 from your_ai.dashboard.state import ViewState
 from your_ai.run import events
 

@@ -147,7 +147,7 @@ def test_untrusted_text_cannot_control_the_terminal():
 
 @pytest.fixture
 def page(tmp_path):
-    from your_ai.dashboard.comparison_report import write_comparison
+    from your_ai.dashboard.run_comparison import write_comparison
 
     def written(runs):
         write_comparison(runs, tmp_path / "c.html")

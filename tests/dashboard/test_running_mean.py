@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from your_ai.dashboard.running_mean import RunningMean
+from your_ai.dashboard.measures import RunningMean
 
 
 def mean_of(values: list[float], highest: bool = False) -> RunningMean:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from your_ai.dashboard.shares import match_share, wilson
+from your_ai.dashboard.measures import match_share, wilson
 from your_ai.run.events import ExactMatch
 
 CONFIDENCES = st.one_of(st.floats(0.01, 0.999), st.just(1 - 2**-53))

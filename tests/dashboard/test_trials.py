@@ -7,8 +7,15 @@ import math
 
 import pytest
 
-from your_ai.dashboard.trial_report import write_trial_report
-from your_ai.dashboard.trials import TrialRow, best_of, by_loss, line, marked, trials_table
+from your_ai.dashboard.trials import (
+    TrialRow,
+    best_of,
+    by_loss,
+    line,
+    marked,
+    trials_table,
+    write_trial_report,
+)
 from your_ai.gates.console import open_console
 
 SETTINGS = {

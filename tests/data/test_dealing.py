@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from your_ai.data.dealing import costs_of, dealt, rows_of_rank
+from your_ai.data.batches import costs_of, dealt, rows_of_rank
 
 
 @given(st.lists(st.integers(1, 4000), max_size=30), st.integers(1, 5), st.sampled_from([1, 2, 4]))

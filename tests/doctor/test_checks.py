@@ -16,7 +16,7 @@ from your_ai.doctor import checks as selfchecks
 from your_ai.doctor import machine, shapes
 from your_ai.doctor.checks import CHECKS, MadeModel
 from your_ai.hub.check import check_model
-from your_ai.memory.tiles import tiles_of
+from your_ai.memory.sizes import tiles_of
 from your_ai.nets.tokenizer import open_tokenizer
 
 CPU = mx.default_device().type == mx.cpu

@@ -40,7 +40,7 @@ from your_ai.memory.budget import demand_of
 from your_ai.memory.demand import WHOLE
 from your_ai.memory.facts import ModelFacts, facts_of_known, layers_named
 from your_ai.memory.limit import MemoryLimit
-from your_ai.memory.plan_words import words
+from your_ai.memory.workload import words
 
 LIGHT_LOADED = """
 import sys, time

@@ -12,7 +12,7 @@ from your_ai.engine import tiles
 from your_ai.engine.build import build_engine
 from your_ai.engine.gradients import HeldGradients, SpilledGradients
 from your_ai.engine.weights import tensors_of
-from your_ai.memory import layer_sizes
+from your_ai.memory import facts
 from your_ai.memory.estimate_kept import everything
 from your_ai.nets import attention, model
 
@@ -23,8 +23,8 @@ ROUNDED = 2.0**-8  # relative error of two roundings to bfloat16
 def small_pieces(monkeypatch):
     """Use small slices, so that short rows are cut like long ones."""
     monkeypatch.setattr(attention, "CPU_TOKENS", 32)
-    monkeypatch.setattr(layer_sizes, "FEWEST_FEATURES", 32)
-    monkeypatch.setattr(layer_sizes, "SLICE_STEP", 32)
+    monkeypatch.setattr(facts, "FEWEST_FEATURES", 32)
+    monkeypatch.setattr(facts, "SLICE_STEP", 32)
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,9 @@ def test_gradients_are_those_of_float32_adapters(
     tmp_path, monkeypatch, architecture, bits, plan, settings
 ):
     if plan == "tiled":
-        monkeypatch.setattr("your_ai.memory.tiles.TILED_FROM", 16)
-        monkeypatch.setattr("your_ai.memory.tiles.TILE_TOKENS", 16)
-        monkeypatch.setattr("your_ai.memory.tiles.FEWEST_TILE_TOKENS", 8)
+        monkeypatch.setattr("your_ai.memory.sizes.TILED_FROM", 16)
+        monkeypatch.setattr("your_ai.memory.sizes.TILE_TOKENS", 16)
+        monkeypatch.setattr("your_ai.memory.sizes.FEWEST_TILE_TOKENS", 8)
     folder = make_model(tmp_path / "m", architecture, bits, **TINY)
     rounded, tokenizer, its_adapters = load(folder, adapter_dtype="bfloat16", **settings)
     examples, values = encode(tokenizer, tmp_path), model.adapter_arrays(rounded)

@@ -15,8 +15,7 @@ import pytest
 
 from tests.architectures import PLANS, opened_with_adapters, write_model
 from your_ai.engine.build import build_engine
-from your_ai.engine.opened import open_model
-from your_ai.engine.weights import stream_vocabulary
+from your_ai.engine.weights import open_model, stream_vocabulary
 from your_ai.errors import UserError
 from your_ai.memory.facts import facts_of
 

@@ -26,7 +26,7 @@ from your_ai.engine.compiled import Graphs, GraphShape
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import tensors_of
-from your_ai.memory import layer_sizes
+from your_ai.memory import facts
 from your_ai.memory.workload import Kept
 from your_ai.nets import model
 
@@ -234,8 +234,8 @@ def test_drop_frees_the_block_templates_of_programs(
     made, without_kernels, monkeypatch, plan, where
 ):
     """A template that keeps traced arrays would form a cycle with its graph, never freed."""
-    monkeypatch.setattr(layer_sizes, "FEWEST_FEATURES", 64)
-    monkeypatch.setattr(layer_sizes, "SLICE_STEP", 64)
+    monkeypatch.setattr(facts, "FEWEST_FEATURES", 64)
+    monkeypatch.setattr(facts, "SLICE_STEP", 64)
     templates: list[weakref.ref] = []
     skeleton = where.skeleton
 

@@ -18,7 +18,7 @@ from tests.nets.test_attention import relative_error
 from your_ai.engine import dequantized, mlp
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.mlp import SlicedMLP, can_be_sliced, cut
-from your_ai.memory import layer_sizes
+from your_ai.memory import facts
 from your_ai.nets.dora import DoRA, dora_layers, norms_of, use_norms
 from your_ai.nets.model import DropoutKeys, KeyedDropout, TokenKeys
 from your_ai.nets.parts import arrays_of, put
@@ -130,7 +130,7 @@ def test_slices_equal_the_whole_mlp(bits, bias, dropout, fewest, batch):
     drawn = TokenKeys(rows, mx.arange(9, dtype=mx.uint32)[None])
     expected = gradients(network, keys, x, drawn)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_sizes, "FEWEST_FEATURES", fewest)
+        patch.setattr(facts, "FEWEST_FEATURES", fewest)
         found = gradients(SlicedMLP.from_base(network, keys), keys, x, drawn)
         keys.set(drawn)
         y = SlicedMLP.from_base(network, keys)(x)
@@ -153,7 +153,7 @@ def test_slices_of_mlps_with_few_adapters_or_none_equal_the_whole(
     dict.update(network, {n: network[n].linear for n in network.children() if n not in trained})
     x = mx.random.normal((2, 9, HIDDEN))
     expected = gradients(network, keys, x)
-    monkeypatch.setattr(layer_sizes, "FEWEST_FEATURES", 128)
+    monkeypatch.setattr(facts, "FEWEST_FEATURES", 128)
     sliced = SlicedMLP.from_base(network, keys)
     found = gradients(sliced, keys, x)
     assert len(found) == 1 + 2 * len(trained)
@@ -170,7 +170,7 @@ def test_slices_with_dora_equal_the_whole_mlp(monkeypatch, bits, bias, dropout, 
     x = mx.random.normal((2, 9, HIDDEN))
     drawn = TokenKeys(mx.arange(2, dtype=mx.uint32)[:, None], mx.arange(9, dtype=mx.uint32)[None])
     expected = gradients(network, keys, x, drawn)
-    monkeypatch.setattr(layer_sizes, "FEWEST_FEATURES", 128)
+    monkeypatch.setattr(facts, "FEWEST_FEATURES", 128)
     sliced = SlicedMLP.from_base(network, keys)
     layers = dora_layers(network) if are_given else []
     with use_norms(layers, norms_of(layers)):
@@ -199,7 +199,7 @@ def test_slicing_with_dora_lowers_peak_memory():
 @pytest.mark.memory
 def test_gradients_of_a_high_rank_are_in_memory_once(monkeypatch):
     """Parts of a gradient that are joined in the end would be there beside the whole one."""
-    monkeypatch.setattr(layer_sizes, "FEWEST_FEATURES", 256)
+    monkeypatch.setattr(facts, "FEWEST_FEATURES", 256)
     network, keys = adapted(4, False, 0.0, inner=4096, rank=128)
     x = mx.random.normal((1, 4, HIDDEN))
     mx.eval(network.parameters(), x)
@@ -297,5 +297,5 @@ def test_the_dtype_of_the_output_is_that_of_the_whole_mlp(monkeypatch, weights, 
     network, keys = adapted(4, False, 0.0)
     network.set_dtype(weights)
     x = mx.random.normal((1, 9, HIDDEN)).astype(inputs)
-    monkeypatch.setattr(layer_sizes, "FEWEST_FEATURES", 128)
+    monkeypatch.setattr(facts, "FEWEST_FEATURES", 128)
     assert SlicedMLP.from_base(network, keys)(x).dtype == network(x).dtype

@@ -19,7 +19,7 @@ from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.weights import Streamed, can_stream, tensors_of
-from your_ai.memory import layer_sizes
+from your_ai.memory import facts
 from your_ai.memory.estimate_kept import everything
 from your_ai.memory.workload import Kept
 from your_ai.nets import attention, model
@@ -51,8 +51,8 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(attention, "QUERY_BLOCK", 24)
     monkeypatch.setattr(attention, "LEAN_QUERY_BLOCK", 16)
     monkeypatch.setattr(attention, "FEWEST_QUERIES", 8)
-    monkeypatch.setattr(layer_sizes, "FEWEST_FEATURES", 32)
-    monkeypatch.setattr(layer_sizes, "SLICE_STEP", 32)
+    monkeypatch.setattr(facts, "FEWEST_FEATURES", 32)
+    monkeypatch.setattr(facts, "SLICE_STEP", 32)
 
 
 def by_plan(

@@ -14,9 +14,9 @@ from mlx_lm.utils import load_adapters, load_model, quantize_model
 
 from tests.architectures import PLANS, opened_with_adapters, outcome, write_model
 from your_ai.config import TrainConfig
-from your_ai.engine.opened import open_model
+from your_ai.engine.weights import open_model
 from your_ai.errors import UserError
-from your_ai.hub.quantization import is_left
+from your_ai.hub.config_values import is_left
 from your_ai.memory.facts import facts_of, facts_of_config
 from your_ai.nets.dora import note_on_bits
 from your_ai.nets.model import add_adapters

@@ -7,13 +7,13 @@ import os
 import struct
 from types import SimpleNamespace
 
-from your_ai.engine import reading
-from your_ai.engine.reading import F_RDADVISE, ReadClock, hint
+from your_ai.engine import weights
+from your_ai.engine.weights import F_RDADVISE, ReadClock, hint
 
 
 def test_the_clock_counts_waiting_alone_and_begins_again(monkeypatch):
     now = iter([1.0, 3.0, 10.0, 10.5])
-    monkeypatch.setattr(reading, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr(weights, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     clock = ReadClock()
     for _ in range(2):
         with clock.waiting():

@@ -6,8 +6,7 @@ import mlx.core as mx
 import pytest
 
 from tests.conftest import make_model
-from your_ai.engine.opened import open_model, prepare_for_generation
-from your_ai.engine.weights import FileTensor
+from your_ai.engine.weights import FileTensor, open_model, prepare_for_generation
 
 EXPERTS = 16
 

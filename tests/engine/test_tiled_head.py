@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from your_ai.engine.tiled_head import in_order, target_parts
-from your_ai.memory.tiles import tiles_of
+from your_ai.memory.sizes import tiles_of
 from your_ai.objectives.objective import Targets
 
 

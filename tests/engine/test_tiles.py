@@ -15,7 +15,7 @@ from your_ai.engine.build import build_engine
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.spill import Spilled
 from your_ai.engine.tiles import TiledBlocks
-from your_ai.memory import tiles
+from your_ai.memory import sizes
 from your_ai.memory.estimate_tiles import can_tile
 from your_ai.memory.facts import facts_of
 from your_ai.nets import tile_calls, tiled_attention
@@ -49,7 +49,7 @@ def used(monkeypatch):
 
 def cut(monkeypatch, tokens: int = 24) -> None:
     for size in ("TILED_FROM", "TILE_TOKENS", "FEWEST_TILE_TOKENS"):
-        monkeypatch.setattr(tiles, size, tokens)
+        monkeypatch.setattr(sizes, size, tokens)
 
 
 @pytest.mark.parametrize(("architecture", "bits", "dora", "dropout", "settings"), CASES)

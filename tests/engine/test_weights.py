@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import make_model
-from your_ai.engine.opened import open_model
-from your_ai.engine.weights import FileRows, FileTensor, StreamedLayer
+from your_ai.engine.weights import FileRows, FileTensor, StreamedLayer, open_model
 from your_ai.errors import RunError
 from your_ai.nets.head import LinearHead
 from your_ai.nets.losses import loss_and_gradient

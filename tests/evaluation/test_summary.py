@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import chat, write_rows
 from your_ai.config import TrainConfig
-from your_ai.dashboard.shares import wilson
+from your_ai.dashboard.measures import wilson
 from your_ai.data.encode import Encoder
 from your_ai.evaluation import record
 from your_ai.evaluation.compare import Comparison, RowMeasures

@@ -10,7 +10,7 @@ import mlx_lm
 from mlx.utils import tree_flatten, tree_unflatten
 
 from your_ai.config import build
-from your_ai.hub.fingerprint import fingerprint
+from your_ai.hub.find import fingerprint
 from your_ai.nets.model import adapter_arrays, add_adapters, load_network
 from your_ai.nets.saved_adapter import Trained, base_files, open_trained
 from your_ai.run import checkpoint, folder

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from your_ai.config import build
-from your_ai.hub.fingerprint import fingerprint
+from your_ai.hub.find import fingerprint
 from your_ai.nets.model import adapter_arrays, add_adapters, load_network, set_adapters
 from your_ai.nets.saved_adapter import Trained, base_files, open_trained, put_adapter
 from your_ai.run import checkpoint, folder

@@ -10,7 +10,7 @@ import pytest
 
 from tests.export.runs import make_trained
 from your_ai.export import gguf
-from your_ai.export.fused_folder import fuse
+from your_ai.export.fused_weights import fuse
 from your_ai.nets.saved_adapter import Trained
 
 

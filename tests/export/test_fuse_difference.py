@@ -17,7 +17,7 @@ from your_ai.data.rows import read_rows
 from your_ai.errors import UserError
 from your_ai.export import fuse_difference as measuring
 from your_ai.export.fuse_difference import Difference, DifferenceRoom, difference
-from your_ai.export.fused_folder import fuse
+from your_ai.export.fused_weights import fuse
 from your_ai.generation import generate
 from your_ai.nets.saved_adapter import Trained
 

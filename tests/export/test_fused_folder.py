@@ -18,8 +18,13 @@ from tests.conftest import change_json, make_model, write_rows
 from tests.export.fused_runs import drawn_run
 from tests.modelfiles.large import MB, make_large, watched
 from your_ai.errors import UserError
-from your_ai.export.fused_folder import fuse, interrupted_message, work_of
-from your_ai.export.fused_weights import fused_lazily, with_turn_end
+from your_ai.export.fused_weights import (
+    fuse,
+    fused_lazily,
+    interrupted_message,
+    with_turn_end,
+    work_of,
+)
 from your_ai.files import sha256
 from your_ai.hub.check import check_model
 from your_ai.modelfiles import shards
@@ -153,7 +158,7 @@ def test_files_of_the_run_are_never_overwritten(tmp_path, trained, needed):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from your_ai.export.fused_folder import fuse
+from your_ai.export.fused_weights import fuse
 from your_ai.nets.saved_adapter import open_trained
 from your_ai.modelfiles import shards
 

@@ -17,8 +17,7 @@ from tests.conftest import chat_prompt, make_model
 from tests.export.fused_runs import assert_same_bytes, drawn_run, fused_by_mlx_lm, weights_of
 from your_ai.errors import UserError
 from your_ai.export import fused_weights as weights
-from your_ai.export.fused_folder import fuse
-from your_ai.export.fused_weights import fused_lazily
+from your_ai.export.fused_weights import fuse, fused_lazily
 from your_ai.generation import generate
 from your_ai.hub.check import check_model
 from your_ai.modelfiles.repack import MLX_PARTS

@@ -12,7 +12,7 @@ from tests.conftest import TINY, call, make_model, resume
 from tests.export.runs import logits, make_trained
 from your_ai.errors import UserError
 from your_ai.export import mlxlm, peft
-from your_ai.export.importing import import_adapter
+from your_ai.export.untrained_run import import_adapter
 from your_ai.nets.saved_adapter import open_trained
 from your_ai.run import checkpoint
 from your_ai.run.folder import RUNS, RunFolder

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from your_ai.export import merging
-from your_ai.export.merging import Factors
+from your_ai.export import merged_run
+from your_ai.export.merged_run import Factors
 
 
 @st.composite
@@ -38,7 +38,7 @@ def size(array):
 def test_summed_delta_is_the_weighted_sum_of_the_deltas(given, negative):
     layers, weights = given
     weights = [-w if negative and index % 2 else w for index, w in enumerate(weights)]
-    found = merging.summed(layers, weights)
+    found = merged_run.summed(layers, weights)
     wanted = sum(
         w * layer.a.astype(np.float64) @ layer.b for layer, w in zip(layers, weights, strict=True)
     )
@@ -46,13 +46,13 @@ def test_summed_delta_is_the_weighted_sum_of_the_deltas(given, negative):
     largest = sum(abs(w) * each for each, w in zip(sizes, weights, strict=True))
     assert found.rank == sum(layer.rank for layer in layers)
     assert size(product(found) - wanted) <= 1e-12 * largest
-    assert merging.squared_norm(found) == pytest.approx(size(wanted) ** 2, abs=1e-9 * largest**2)
+    assert merged_run.squared_norm(found) == pytest.approx(size(wanted) ** 2, abs=1e-9 * largest**2)
 
 
 @given(adapters(), st.integers(1, 32))
 def test_reduced_delta_is_the_best_of_its_rank(given, rank):
-    found = merging.summed(*given)
-    result = merging.reduced(found, rank)
+    found = merged_run.summed(*given)
+    result = merged_run.reduced(found, rank)
     sizes = np.linalg.svd(product(found), compute_uv=False)
     best, norm = size(sizes[rank:]), size(sizes)
     assert size(product(result.factors) - product(found)) == pytest.approx(best, abs=1e-6 * norm)
@@ -84,7 +84,7 @@ def plain_ties(deltas, weights, density):
 def test_ties_gives_what_a_plain_reading_gives(given, density):
     layers, weights = given
     deltas = [layer.a @ layer.b.astype(np.float32) for layer in layers]
-    found = merging.ties(layers, weights, density)
+    found = merged_run.ties(layers, weights, density)
     wanted = plain_ties(deltas, weights, density)
     assert np.abs(found - wanted).max() <= 1e-5 * max(np.abs(delta).max() for delta in deltas)
 
@@ -93,24 +93,24 @@ def test_ties_of_the_papers_example():
     """Trim the smallest, elect the sign of the larger sum, take the mean of what agrees."""
     rows = ([[4.0, -1.0, 3.0, 0.1]], [[-2.0, -3.0, 5.0, 0.2]], [[-1.0, 0.5, 1.0, 9.0]])
     layers = [Factors(np.ones((1, 1), np.float32), np.array(row)) for row in rows]
-    found = merging.ties(layers, [1.0, 1.0, 1.0], 0.75)
+    found = merged_run.ties(layers, [1.0, 1.0, 1.0], 0.75)
     assert found.tolist() == [[4.0, -2.0, 3.0, 9.0]]
 
 
 def test_only_the_ratio_of_weights_counts_for_ties():
     rng = np.random.default_rng(1)
     layers = [Factors(rng.random((5, 2)) - 0.5, rng.random((2, 7)) - 0.5) for _ in range(3)]
-    ours, theirs = (merging.ties(layers, [w, w, 2 * w], 0.5) for w in (1.0, 0.25))
+    ours, theirs = (merged_run.ties(layers, [w, w, 2 * w], 0.5) for w in (1.0, 0.25))
     assert np.allclose(ours, theirs, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("exact_size", [0, 512], ids=["random subspace", "exact"])
 def test_factored_delta_is_nearly_the_best_of_its_rank(monkeypatch, exact_size):
-    monkeypatch.setattr(merging, "EXACT_SIZE", exact_size)
+    monkeypatch.setattr(merged_run, "EXACT_SIZE", exact_size)
     rng = np.random.default_rng(0)
     low = rng.standard_normal((120, 6)) @ rng.standard_normal((6, 90))
     delta = np.where(rng.random(low.shape) < 0.5, low, 0).astype(np.float32)  # of full rank
-    found = merging.factored(delta, 8)
+    found = merged_run.factored(delta, 8)
     sizes = np.linalg.svd(delta, compute_uv=False)
     error = size(product(found.factors) - delta)
     assert size(sizes[8:]) <= error * (1 + 1e-5)
@@ -120,5 +120,5 @@ def test_factored_delta_is_nearly_the_best_of_its_rank(monkeypatch, exact_size):
 
 def test_padding_does_not_change_the_delta():
     layer = Factors(np.ones((3, 2)), np.ones((2, 4)))
-    more = merging.padded(layer, 5)
+    more = merged_run.padded(layer, 5)
     assert (more.rank, product(more).tolist()) == (5, product(layer).tolist())

@@ -4,7 +4,7 @@ import pytest
 
 from tests.export.ollama_program import parse
 from your_ai.errors import UserError
-from your_ai.export.modelfile import Modelfile
+from your_ai.export.ollama import Modelfile
 
 
 def read(**values):

@@ -45,7 +45,7 @@ from tests.fault.processes import (
 from your_ai.errors import RunError, is_memory_error
 from your_ai.memory import plan, probe
 from your_ai.memory.budget import LATER_BYTES, Budget
-from your_ai.run import checkpoint, events, exits, folder
+from your_ai.run import checkpoint, child, events, folder
 from your_ai.run.folder import RUNS, RunFolder
 from your_ai.run.stopping import Stop
 from your_ai.training import optimizer, process
@@ -229,7 +229,7 @@ def test_run_continues_under_the_next_smaller_plan(planned, undisturbed, monkeyp
     run = folder.create(planned())
     with monkeypatch.context() as patch:
         place(patch, Failure(step))
-        assert train_until_done(run) == exits.DONE
+        assert train_until_done(run) == child.DONE
     assert levels_of(run) == [0, 1]
     (action,) = actions_of(run)
     assert action.kind == "smaller_plan"
@@ -246,7 +246,7 @@ def test_run_continues_from_the_last_checkpoint(planned, undisturbed, monkeypatc
     run = folder.create(planned(save_every=2))
     with monkeypatch.context() as patch:
         place(patch, Failure(4))
-        assert train_until_done(run) == exits.DONE
+        assert train_until_done(run) == child.DONE
     assert [event.step for event in events_of(run, events.Started)] == [0, 2]
     assert steps_of(run) == [1, 2, 3, 3, 4]
     assert_close(run, whole)
@@ -262,7 +262,7 @@ def test_failed_step_leaves_no_trace(planned, undisturbed, monkeypatch, place):
     run = folder.create(planned(**settings))
     with monkeypatch.context() as patch:
         place(patch, Failure(6 if place is fail_in_gradients else 2))
-        assert train_until_done(run) == exits.DONE
+        assert train_until_done(run) == child.DONE
     assert len(actions_of(run)) == 1
     assert levels_of(run) == [0, 0]  # there is no smaller plan
     assert final_files(run) == final_files(whole)
@@ -274,7 +274,7 @@ def test_error_may_occur_anywhere_in_the_run(planned, undisturbed, monkeypatch, 
     run = folder.create(planned(eval_every=2))
     with monkeypatch.context() as patch:
         fail_in(name)(patch, Failure(1))
-        assert train_until_done(run) == exits.DONE
+        assert train_until_done(run) == child.DONE
     assert levels_of(run)[-1] == 1
     assert [action.kind for action in actions_of(run)] == ["smaller_plan"]
     assert_close(run, whole)
@@ -302,7 +302,7 @@ def test_error_may_occur_while_the_model_loads(planned, monkeypatch, operation, 
 
     with monkeypatch.context() as patch:
         patch.setattr(mx, operation, failing)
-        assert train_until_done(run) == exits.DONE
+        assert train_until_done(run) == child.DONE
     assert failure.count > 1
     assert levels_of(run) == [0, 1]
     assert steps_of(run) == [1, 2]
@@ -320,7 +320,7 @@ def test_error_may_occur_while_a_checkpoint_is_written(planned, undisturbed, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(mx, "save_safetensors", failing)
-        assert train_until_done(run) == exits.DONE
+        assert train_until_done(run) == child.DONE
     assert [action.kind for action in actions_of(run)] == ["smaller_plan"]
     assert leftovers(run) == []
     assert_close(run, whole)
@@ -342,7 +342,7 @@ def test_other_state_of_the_run_is_continued(planned, undisturbed, monkeypatch, 
     run = folder.create(planned(**settings))
     with monkeypatch.context() as patch:
         fail_at_synchronize(patch, Failure(3))
-        assert train_until_done(run) == exits.DONE
+        assert train_until_done(run) == child.DONE
     assert len(actions_of(run)) == 1
     assert steps_of(run) == [1, 2, 3, 4]
     assert losses_of(run) == pytest.approx(losses_of(whole), rel=1e-5)
@@ -390,7 +390,7 @@ def test_errors_with_checkpoints_in_between_do_not_add_up(planned, monkeypatch):
 
     with monkeypatch.context() as patch:
         fail_at_synchronize(patch, fail)
-        assert train_until_done(run) == exits.DONE
+        assert train_until_done(run) == child.DONE
     assert errors == {}
     assert len(KINDS) > process.MAX_OUT_OF_MEMORY
     assert steps_of(run) == [1, 2, 3, 4, 5, 6]
@@ -405,7 +405,7 @@ def test_repeated_errors_under_the_smallest_plan_end_the_process(
     with monkeypatch.context() as patch:
         failure = Failure()
         fail_at_synchronize(patch, lambda: failure() if steps_of(run) else None)
-        assert train_until_done(run) == exits.OUT_OF_MEMORY
+        assert train_until_done(run) == child.OUT_OF_MEMORY
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("error: runs/r: out of memory")
@@ -415,7 +415,7 @@ def test_repeated_errors_under_the_smallest_plan_end_the_process(
     assert not run.adapter.exists()
     path, faults = checkpoint.newest(run.checkpoints)
     assert (path, faults) == (run.checkpoints / "step-000001", [])
-    assert train_until_done(run) == exits.DONE  # now with enough memory
+    assert train_until_done(run) == child.DONE  # now with enough memory
     assert_close(run, undisturbed())
 
 
@@ -452,7 +452,7 @@ def test_stop_signal_while_the_smaller_plan_loads_is_obeyed(planned, undisturbed
         fail_in("prepare")(patch, stopped)
         assert train_until_done(run, stop) == 128 + signal.SIGTERM
     assert steps_of(run) == [1, 2]
-    assert train_until_done(run) == exits.DONE
+    assert train_until_done(run) == child.DONE
     assert steps_of(run) == [1, 2, 3, 4]
     assert_close(run, whole)
 
@@ -540,7 +540,7 @@ def test_old_model_is_freed_before_the_next_one_loads(planned, monkeypatch, how)
             fail_in_gradients(patch, Failure(3))
         else:
             ask_for_a_smaller_plan(patch, run, after=2)
-        assert train_until_done(run) == exits.DONE
+        assert train_until_done(run) == child.DONE
     assert alive == [[], [False]]
     assert active[1] <= active[0]
     assert levels_of(run) == [0, 1]
@@ -562,7 +562,7 @@ def test_smaller_plan_of_the_governor_loses_no_step(planned, undisturbed, monkey
     run = folder.create(planned(save_every=0))
     with monkeypatch.context() as patch:
         ask_for_a_smaller_plan(patch, run, after=2)
-        assert train_until_done(run) == exits.DONE
+        assert train_until_done(run) == child.DONE
     kinds = [action.kind for action in actions_of(run)]
     assert kinds[-1] == "smaller_plan"
     assert steps_of(run) == [1, 2, 3, 4]
@@ -626,7 +626,7 @@ def test_leak_is_noticed_within_ten_steps(quick, leak, monkeypatch, gauge):
     with monkeypatch.context() as patch:
         if gauge != "right":
             patch.setattr(probe, "process_bytes", lambda: None if gauge == "failing" else 50 * MB)
-        assert train_until_done(run) == exits.RESTART
+        assert train_until_done(run) == child.RESTART
     causes = [event.text for event in events_of(run, events.Notice)]
     causes += [action.cause for action in actions_of(run)]
     assert any("memory grows by 60 MB a step" in cause for cause in causes)
@@ -643,7 +643,7 @@ def test_leak_takes_each_action_in_order_and_saves_everything(quick, leak):
     limit = room_gb(800 * MB)
     settings = {"max_memory": limit, "leak_threshold_mb": 20, "clear_cache_every": 0}
     run = folder.create(quick(max_steps=60, save_every=100, supervise=True, **settings))
-    assert train_until_done(run) == exits.RESTART
+    assert train_until_done(run) == child.RESTART
     found = [a for a in events_of(run, events.Action) if "grows" in a.cause]
     assert [a.kind for a in found] == ["clear_cache", "drop_compiled", "reload_lora", "restart"]
     assert [action.step for action in found] == sorted(action.step for action in found)
@@ -854,5 +854,5 @@ def test_run_killed_with_its_supervisor_resumes_exactly(quick):
     with started(quick(**settings), "killed", supervise=True) as process:
         killed_at_random(run, process, 1, seed=0)
         process.kill()
-    assert resume(run) == exits.DONE
+    assert resume(run) == child.DONE
     assert final_files(run) == final_files(train(quick(run="whole", **settings)))

@@ -8,7 +8,7 @@ from statistics import median
 from tests.conftest import events_of, losses_of, train_once
 from tests.fault.processes import final_files
 from your_ai.run import events, folder
-from your_ai.run.exits import DONE
+from your_ai.run.child import DONE
 from your_ai.session.stalls import Patience
 from your_ai.session.supervisor import supervise
 

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
 
 from tests.conftest import TINY, VOCABULARY, make_model
-from your_ai.engine.opened import open_model
-from your_ai.engine.weights import stream, stream_vocabulary
+from your_ai.engine.weights import open_model, stream, stream_vocabulary
 from your_ai.generation import rollouts
 from your_ai.generation.rollouts import (
     Completion,

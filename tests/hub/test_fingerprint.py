@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.hub.conftest import safetensors
-from your_ai.hub import fingerprint as fingerprints
-from your_ai.hub.find import store
-from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
+from your_ai.hub import find as fingerprints
+from your_ai.hub.find import fingerprint, store, tokenizer_fingerprint
 
 
 def test_the_fingerprint_covers_only_files_that_affect_the_model(model):

@@ -12,8 +12,7 @@ import pytest
 
 from your_ai.gates.untrusted import Entry
 from your_ai.hub.built_tensors import tensors_built
-from your_ai.hub.known_tensors import DATA, numbers, quantization_of, unpacked
-from your_ai.hub.registry import config_of, known
+from your_ai.hub.registry import TENSORS, config_of, known, numbers, quantization_of, unpacked
 
 TOOL = Path(__file__).parents[2] / "tools" / "make_known_tensors.py"
 
@@ -28,7 +27,9 @@ def tool():
 
 def test_the_file_is_what_the_tool_writes(tool):
     """From mlx-lm's own models: so the tensors are exactly those that it loads."""
-    assert tool.written({m.alias: tool.parts_of(m) for m in known().values()}) == DATA.read_text()
+    assert (
+        tool.written({m.alias: tool.parts_of(m) for m in known().values()}) == TENSORS.read_text()
+    )
 
 
 @pytest.mark.parametrize("alias", ["qwen3.5-35b-a3b", "gemma4-e2b", "gpt-oss-20b", "smollm2-135m"])
@@ -83,5 +84,5 @@ def test_no_mlx_is_needed():
 
 
 def test_the_file_is_small_and_valid():
-    assert DATA.stat().st_size < 100_000
-    assert json.loads(DATA.read_text()).keys() == known().keys()
+    assert TENSORS.stat().st_size < 100_000
+    assert json.loads(TENSORS.read_text()).keys() == known().keys()

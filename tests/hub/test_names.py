@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from your_ai.hub.names import HubName, hub_name
+from your_ai.hub.find import HubName, hub_name
 from your_ai.hub.record import RECORD, FilesRecord, RecordedFile, write_record
 
 

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from tests.hub.conftest import NAME, REPO
 from tests.hub.server import Fault
+from your_ai.commands.models import doing, line, show
 from your_ai.errors import UserError
 from your_ai.hub.download import DownloadProgress, downloading
 from your_ai.hub.find import models_root
-from your_ai.hub.progress import doing, line, show
 
 AT = DownloadProgress(
     name="llama-8b",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from your_ai.hub.quantization import is_left, names_layer, quantization_of
+from your_ai.hub.config_values import is_left, names_layer, quantization_of
 
 LAYER = "model.layers.0.self_attn.q_proj"
 

@@ -10,7 +10,7 @@ from peft.utils import get_peft_model_state_dict
 from tests.export.runs import logits
 from tests.interop.bases import TOLERANCE, as_torch, largest, load, make_base, torch_logits
 from your_ai.errors import UserError
-from your_ai.export.importing import import_adapter
+from your_ai.export.untrained_run import import_adapter
 from your_ai.nets.saved_adapter import open_trained
 from your_ai.run.folder import RUNS
 

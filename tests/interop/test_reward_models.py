@@ -17,8 +17,8 @@ from your_ai.data.encode import EncodedRow
 from your_ai.evaluation.reward_model import load_reward_model
 from your_ai.export import huggingface, peft
 from your_ai.export.names import STACKS_EXPERTS, TRANSFORMERS, classifier_of
+from your_ai.nets.head import WEIGHT
 from your_ai.nets.saved_adapter import open_trained
-from your_ai.nets.score_head import WEIGHT
 from your_ai.run import checkpoint
 
 pytestmark = pytest.mark.interop

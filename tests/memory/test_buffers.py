@@ -19,8 +19,8 @@ from tests.memory.test_plan import DEMAND, GB
 from your_ai.config import TrainConfig
 from your_ai.engine.build import build_engine
 from your_ai.engine.gradients import HeldGradients
-from your_ai.engine.opened import open_model
 from your_ai.engine.protocol import Engine
+from your_ai.engine.weights import open_model
 from your_ai.hub.registry import known
 from your_ai.memory import budget, probe
 from your_ai.memory.buffers import METAL_BUFFERS, BufferLimit, most_held, of_model, of_tracing

@@ -14,7 +14,7 @@ from tests.budget import LEAST
 from tests.memory.test_estimate import any_facts, any_training
 from tests.memory.test_plan import DEMAND
 from your_ai.errors import UserError
-from your_ai.memory import calibration_file as measurements
+from your_ai.memory import calibration as measurements
 from your_ai.memory.calibration import (
     FAR,
     FIRST,

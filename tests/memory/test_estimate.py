@@ -32,7 +32,7 @@ from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.gradients import HeldGradients
 from your_ai.engine.weights import tensors_of
-from your_ai.hub.tensor_sizes import GROUP_SIZE
+from your_ai.hub.config_values import GROUP_SIZE
 from your_ai.memory.calibration import Shape
 from your_ai.memory.coefficients import PACKAGED
 from your_ai.memory.estimate import (

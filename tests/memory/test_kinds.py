@@ -12,7 +12,7 @@ from mlx_lm.models import gemma3n
 from your_ai.engine.mlp import can_be_sliced
 from your_ai.memory.coefficients import PACKAGED
 from your_ai.memory.estimate import Plan, Training, Workload, estimate, weights_bytes
-from your_ai.memory.estimate_kinds import slices_mlp
+from your_ai.memory.estimate_blocks import slices_mlp
 from your_ai.memory.facts import facts_of_config, sparse_blocks
 from your_ai.memory.workload import Kept
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.memory.test_plan import DEMAND, GB, LLAMA
-from your_ai.memory.longest import MOST, STEP, longest_of, longest_rows
 from your_ai.memory.mixer_facts import ATTENTION, MixerFacts
-from your_ai.memory.plan import DoesNotFit, choose
+from your_ai.memory.plan import MOST, STEP, DoesNotFit, choose, longest_of, longest_rows
 
 HEADS = MixerFacts(
     kind=ATTENTION, heads=32, kv_heads=8, key_dim=128, value_dim=128, cached=2048

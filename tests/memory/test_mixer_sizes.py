@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from tests.nets.mixers import plain
-from your_ai.memory.mixer_sizes import (
+from your_ai.memory.mixer_facts import (
     gated_delta_sizes,
     lightning_sizes,
     lru_sizes,

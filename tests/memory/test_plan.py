@@ -19,16 +19,17 @@ from your_ai.memory.estimate import Plan, Training, read_bytes
 from your_ai.memory.estimate_generation import GOOD_WAVE, RolloutSizes
 from your_ai.memory.estimate_kept import at_rung, computed_again, highest, rung_of
 from your_ai.memory.facts import BlockFacts, ModelFacts
-from your_ai.memory.front import ALIKE, front_of, time_of
 from your_ai.memory.limit import VARIES_BYTES, MachineMemory, find_limit, rounded_up
 from your_ai.memory.mixer_facts import ATTENTION, MixerFacts
 from your_ai.memory.plan import (
+    ALIKE,
     ENGINES,
     NOTICEABLY,
     Demand,
     can_begin,
     choose,
     estimate_rows,
+    front_of,
     front_points,
     largest,
     may_keep,
@@ -37,13 +38,13 @@ from your_ai.memory.plan import (
     options,
     rows_of,
     seconds_of,
+    time_of,
     waves_of,
     with_margin,
 )
-from your_ai.memory.plan_words import words
 from your_ai.memory.sample import in_gb
 from your_ai.memory.speed import KINDS, KnownSpeed
-from your_ai.memory.workload import NOTHING, Kept, StepSizes
+from your_ai.memory.workload import NOTHING, Kept, StepSizes, words
 
 MB, GB = 10**6, 10**9
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import make_model
-from your_ai.engine.opened import open_model, prepare_for_generation
+from your_ai.engine.weights import open_model, prepare_for_generation
 from your_ai.generation.rollouts import RolloutPrompt, complete, sampler_of
 from your_ai.memory.estimate_generation import RolloutSizes, rollout_phases
 from your_ai.memory.facts import facts_of

@@ -6,9 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from your_ai.memory import tiles
-from your_ai.memory.sizes import TILE_TOKENS, TILED_FROM
-from your_ai.memory.tiles import tiles_of
+from your_ai.memory.sizes import FEWEST_TILE_TOKENS, TILE_TOKENS, TILED_FROM, tiles_of
 
 
 @pytest.mark.parametrize(
@@ -22,7 +20,7 @@ def test_tiles_cover_a_row_once_and_are_about_equal(rows, tokens):
     assert all(a.stop == b.start for a, b in pairwise(found))
     sizes = [tile.stop - tile.start for tile in found]
     assert len(set(sizes)) <= 2  # so that few graphs are compiled
-    assert max(sizes) * rows <= max(TILE_TOKENS, tiles.FEWEST_TILE_TOKENS * rows)
+    assert max(sizes) * rows <= max(TILE_TOKENS, FEWEST_TILE_TOKENS * rows)
     assert 2 * min(sizes) > max(sizes)
 
 

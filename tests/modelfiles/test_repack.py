@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from tests.architectures import PLANS, outcome
 from tests.conftest import call, events_of, losses_of, train
 from tests.packed import make_packed, packed_layer
-from your_ai.engine.opened import open_model
+from your_ai.engine.weights import open_model
 from your_ai.errors import UserError
 from your_ai.gates.untrusted import Entry
 from your_ai.hub import awq_gptq

@@ -25,10 +25,9 @@ from your_ai.engine.gradients import HeldGradients
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.scoring import with_baseline, with_weights
 from your_ai.engine.weights import FileTensor, tensors_of
-from your_ai.memory import tiles
+from your_ai.memory import sizes
 from your_ai.nets import model
-from your_ai.nets.head import LinearHead
-from your_ai.nets.score_head import put_score_head
+from your_ai.nets.head import LinearHead, put_score_head
 from your_ai.objectives.dpo import DPO, IPO
 from your_ai.objectives.grpo import GRPO
 from your_ai.objectives.kto import KTO
@@ -266,7 +265,7 @@ def computed(name: str, made: Made, way: Way) -> tuple[list[float], Arrays]:
 def test_loss_and_gradients_are_those_of_a_plain_reading(made, monkeypatch, objective, way, name):
     if WAYS[way].tiled:
         for size in ("TILED_FROM", "TILE_TOKENS", "FEWEST_TILE_TOKENS"):
-            monkeypatch.setattr(tiles, size, 16)
+            monkeypatch.setattr(sizes, size, 16)
     losses, grads = computed(objective, made(name), WAYS[way])
     expected_loss, expected_grads = made(name).expected(objective)
     assert losses == pytest.approx([expected_loss] * len(losses), rel=TOLERANCE)

@@ -21,7 +21,7 @@ from your_ai.engine.build import build_engine
 from your_ai.engine.gradients import HeldGradients
 from your_ai.engine.weights import tensors_of
 from your_ai.memory.estimate_kept import everything
-from your_ai.memory.tiles import tiles_of
+from your_ai.memory.sizes import tiles_of
 from your_ai.memory.workload import NOTHING, Kept
 from your_ai.nets import model
 from your_ai.objectives.grpo import GRPO

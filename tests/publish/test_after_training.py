@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import notices_of
 from your_ai.errors import RunError
 from your_ai.publish import after_training as after
-from your_ai.run.exits import USER
+from your_ai.run.child import USER
 from your_ai.run.folder import RunFolder
 from your_ai.run.stopping import recorded_signals
 

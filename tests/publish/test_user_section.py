@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.publish.test_card import SUBJECT
-from your_ai.publish.card import card
-from your_ai.publish.user_section import BEGIN, END, front_matter, merged, split
+from your_ai.publish.card import BEGIN, END, card, front_matter, merged, split
 
 NEW = card(SUBJECT)
 OWN = "Describe your data here"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from your_ai.rewards.formula import parse_formula
+from your_ai.rewards.rubric import parse_formula
 
 NAMES = ("a", "b")
 NUMBERS = st.floats(0, 10)

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rewards.rollouts import rollout
-from your_ai.rewards.formula import parse_formula
-from your_ai.rewards.grading import (
+from your_ai.rewards.judge import (
     key_of,
     mark_of,
     parse_grades,
@@ -17,7 +16,7 @@ from your_ai.rewards.grading import (
     question_again,
     response_format,
 )
-from your_ai.rewards.rubric import Criterion, Prices, Rubric
+from your_ai.rewards.rubric import Criterion, Prices, Rubric, parse_formula
 
 RUBRIC = Rubric(
     (Criterion("truth", "It is true.", 0, 10), Criterion("style", "", 1, 5)),

@@ -13,7 +13,7 @@ import pytest
 
 from your_ai.errors import RunError
 from your_ai.run import heartbeat
-from your_ai.run.exits import PEER_LOST, USER
+from your_ai.run.child import PEER_LOST, USER
 from your_ai.run.heartbeat import (
     Heartbeat,
     Link,

@@ -10,12 +10,12 @@ import threading
 
 import pytest
 
-from your_ai.run.parent import RELEASE, watch_parent
+from your_ai.run.child import RELEASE, watch_parent
 
 PATIENCE_S = 10.0
 CHILD = """
 import signal, sys, time
-from your_ai.run.parent import leave, watch_parent
+from your_ai.run.child import leave, watch_parent
 
 print("started", flush=True)
 if sys.argv[2] == "deaf":

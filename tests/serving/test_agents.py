@@ -31,8 +31,8 @@ from your_ai.run.folder import RUNS, SUPERVISOR_LOCK, RunFolder, is_running, loc
 from your_ai.serving.agent_gate import AgentGate, Permissions
 from your_ai.serving.agent_server import make_server
 from your_ai.serving.agent_tools import AgentTools, summary_of
-from your_ai.session import background, run_list
-from your_ai.session.background import BackgroundRun
+from your_ai.session import new_run, run_list
+from your_ai.session.new_run import BackgroundRun
 
 KERNELS = False
 TOOLS = ("train", "watch", "stop", "evaluate", "report", "runs")
@@ -83,8 +83,8 @@ def started(monkeypatch) -> list[tuple[RunFolder, Any, bool]]:
         seen.append((folder, settings, new))
         return BackgroundRun(folder, None, 0, 0, new)
 
-    monkeypatch.setattr(background, "start", start)
-    monkeypatch.setattr(background, "wait_until_begun", lambda run, seconds: True)
+    monkeypatch.setattr(new_run, "start", start)
+    monkeypatch.setattr(new_run, "wait_until_begun", lambda run, seconds: True)
     return seen
 
 

@@ -14,7 +14,7 @@ from your_ai.run import child, events
 from your_ai.run import folder as folders
 from your_ai.run.events import Record
 from your_ai.run.folder import RunFolder
-from your_ai.session import background
+from your_ai.session import new_run
 
 STARTED = events.to_line(
     Record(1.0, events.Started(step=0, steps=1, steps_per_epoch=1, model="m", rows=1,
@@ -26,13 +26,13 @@ STARTED = events.to_line(
 def begin(own_folder, monkeypatch):
     """A function that starts a shell script in place of the supervisor of a new run r."""
 
-    monkeypatch.setattr(background, "LOCK_S", 0.1)  # the script takes no lock
+    monkeypatch.setattr(new_run, "LOCK_S", 0.1)  # the script takes no lock
 
-    def start(script: str, new: bool = True, shell: str = "sh") -> background.BackgroundRun:
+    def start(script: str, new: bool = True, shell: str = "sh") -> new_run.BackgroundRun:
         config = TrainConfig(model="demo", data="demo", run="r")
         run = folders.create(config)
-        monkeypatch.setattr(background, "supervisor_command", lambda *_: [shell, "-c", script])
-        return background.start(run, config, new=new)
+        monkeypatch.setattr(new_run, "supervisor_command", lambda *_: [shell, "-c", script])
+        return new_run.start(run, config, new=new)
 
     return start
 
@@ -43,7 +43,7 @@ def test_run_that_never_began_raises_its_error(begin, status, new, there):
     words = "error: does not fit" if status == 2 else "killed"
     run = begin(f"echo {words}; exit {status}", new)
     with pytest.raises(UserError if status == 2 else child.Lost, match=words[-4:]):
-        background.wait_until_begun(run, 30)
+        new_run.wait_until_begun(run, 30)
     assert run.folder.path.exists() == there
 
 
@@ -51,10 +51,10 @@ def test_waiting_ends_when_training_begins_or_the_time_is_over(begin):
     Path("line").write_text(STARTED)
     run = begin("while ! test -f go; do sleep 0.02; done; cat line >> runs/r/events.jsonl; sleep 9")
     try:
-        assert not background.wait_until_begun(run, 0)
+        assert not new_run.wait_until_begun(run, 0)
         Path("go").touch()
         began = time.monotonic()
-        assert background.wait_until_begun(run, 60)
+        assert new_run.wait_until_begun(run, 60)
         assert time.monotonic() - began < 8
     finally:
         run.process.kill()
@@ -66,8 +66,8 @@ def test_run_is_released(begin):
 
 
 def test_start_waits_for_the_lock(begin, monkeypatch):
-    monkeypatch.setattr(background, "LOCK_S", 60)
+    monkeypatch.setattr(new_run, "LOCK_S", 60)
     seen: list[RunFolder] = []
-    monkeypatch.setattr(background, "is_running", lambda f: bool(seen.append(f)) or len(seen) > 3)
+    monkeypatch.setattr(new_run, "is_running", lambda f: bool(seen.append(f)) or len(seen) > 3)
     begin("sleep 2")
     assert len(seen) == 4

@@ -6,8 +6,8 @@ import pytest
 
 from tests.conftest import events_of, train, train_once
 from tests.fault.processes import call
-from your_ai.dashboard.advice import advice_line
 from your_ai.dashboard.state import ViewState, fold_all
+from your_ai.dashboard.view import advice_line
 from your_ai.run import checkpoint, events
 from your_ai.run.folder import RunFolder
 

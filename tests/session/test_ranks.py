@@ -15,8 +15,7 @@ import pytest
 from tests.session.test_machines import TWO
 from your_ai.config import TrainConfig
 from your_ai.errors import UserError
-from your_ai.run.child import Child
-from your_ai.run.exits import DONE, OUT_OF_MEMORY, PEER_LOST, USER
+from your_ai.run.child import DONE, OUT_OF_MEMORY, PEER_LOST, USER, Child
 from your_ai.run.folder import SUPERVISOR_LOCK, RunFolder, locked
 from your_ai.run.heartbeat import write_report
 from your_ai.session import ranks

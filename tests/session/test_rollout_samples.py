@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.run.test_rollout_files import RECORD
 from your_ai.run.rollout_files import RolloutRecord, rollout_file, write_rollouts
-from your_ai.session.rollout_samples import CHARACTERS, rollout_samples
+from your_ai.session.run_list import CHARACTERS, rollout_samples
 
 
 def rewarded(*rewards: float | None) -> list[RolloutRecord]:

@@ -9,7 +9,7 @@ from your_ai.config import TrainConfig
 from your_ai.run import events
 from your_ai.run.events import Record
 from your_ai.run.folder import create
-from your_ai.session.speed import seconds_for
+from your_ai.session.run_list import seconds_for
 
 
 def ran(model: str, *seconds: float) -> None:

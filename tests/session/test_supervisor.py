@@ -23,7 +23,7 @@ from tests.conftest import events_of
 from tests.dashboard import frames
 from your_ai.errors import RunError, UserError
 from your_ai.run import events, host
-from your_ai.run.exits import CRASHED, DONE, FAILED, OUT_OF_MEMORY, RESTART, USER
+from your_ai.run.child import CRASHED, DONE, FAILED, OUT_OF_MEMORY, RESTART, USER
 from your_ai.run.folder import RunFolder
 from your_ai.run.stopping import SIGNALS, Interrupted, recorded_signals
 from your_ai.session.stalls import Patience
@@ -45,7 +45,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 
 from your_ai.run import events
-from your_ai.run.parent import watch_parent
+from your_ai.run.child import watch_parent
 from your_ai.run.stopping import Interrupted, stop_signals
 
 folder, level = Path(sys.argv[1]), int(sys.argv[3])

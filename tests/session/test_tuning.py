@@ -23,8 +23,8 @@ from your_ai.config import TrainConfig, resolve
 from your_ai.config.defaults import resolved
 from your_ai.errors import RunError, UserError
 from your_ai.run import events
+from your_ai.run.child import CRASHED, DONE, FAILED, LOST, USER
 from your_ai.run.events import EventLog
-from your_ai.run.exits import CRASHED, DONE, FAILED, LOST, USER
 from your_ai.run.folder import RunFolder, locked
 from your_ai.session import tune_study, tuning
 from your_ai.session.tuning import EndedRun, TrialStopped, TrialWatch, TuneFolder

@@ -21,7 +21,7 @@ from tests.soft.models import (
     relative_error,
 )
 from your_ai.nets.head import LinearHead
-from your_ai.soft import columns, passes, terms
+from your_ai.soft import columns, passes
 from your_ai.soft.engine import SoftEngine, column_engine, sweep_engine
 from your_ai.soft.roles import Sampled, SoftSettings
 
@@ -59,7 +59,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(columns, "TOGETHER", 2)
     monkeypatch.setattr(columns, "PREFILL_TOKENS", 6)
     monkeypatch.setattr(passes, "GROUP_TOKENS", 64)
-    monkeypatch.setattr(terms, "POSITIONS", 7)
+    monkeypatch.setattr(columns, "POSITIONS", 7)
 
 
 def sampled_by(engine: SoftEngine) -> Sampled:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.dashboard.frames import reward_validation, step
 from your_ai.run import events
 from your_ai.run.events import Event
-from your_ai.trackers.rows import TextTable, TrackerRow, UploadState, after
+from your_ai.trackers.upload import TextTable, TrackerRow, UploadState, after
 
 
 def rows_of(*logged: Event) -> list[TrackerRow]:

@@ -10,8 +10,7 @@ import pytest
 from tests.trackers import fakes
 from your_ai.config import TrainConfig
 from your_ai.run.folder import RunFolder, create
-from your_ai.trackers.rows import TextTable, TrackerRow
-from your_ai.trackers.services import OPEN, Tracker, markdown
+from your_ai.trackers.upload import OPEN, TextTable, Tracker, TrackerRow, markdown
 
 VARIABLES = ("WANDB_", "SWANLAB_")
 TABLE = TextTable(("prompt", "answer"), (("a|b", "c\nd"),))

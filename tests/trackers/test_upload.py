@@ -25,8 +25,7 @@ from your_ai.run import events
 from your_ai.run.events import Event
 from your_ai.run.folder import RunFolder, create, locked
 from your_ai.trackers import upload
-from your_ai.trackers.rows import TrackerRow
-from your_ai.trackers.services import OPEN, Tracker
+from your_ai.trackers.upload import OPEN, Tracker, TrackerRow
 
 PATIENCE_S = 20.0
 FINISHED = events.Finished(step=2, reason="done", adapter="", seconds=1.0)

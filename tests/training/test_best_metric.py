@@ -20,9 +20,9 @@ from your_ai.run import events, folder
 from your_ai.run.checkpoint import TrainState
 from your_ai.run.events import Record
 from your_ai.run.stopping import Stop
-from your_ai.training import best_metric, validation
-from your_ai.training.best_metric import best_metric_of
+from your_ai.training import run_data, validation
 from your_ai.training.process import train_until_done
+from your_ai.training.run_data import best_metric_of
 from your_ai.training.validation import after_validation
 
 VALUES = {1: 0.0, 2: 0.5, 3: 0.25, 4: 0.5}
@@ -61,7 +61,7 @@ def values(monkeypatch) -> None:
     measure = validation.validate
 
     def validate(prepared, state, log, stop, rollouts=None):
-        monkeypatch.setattr(best_metric, "exact_match", lambda *_: VALUES[state.step])
+        monkeypatch.setattr(run_data, "exact_match", lambda *_: VALUES[state.step])
         return measure(prepared, state, log, stop)
 
     monkeypatch.setattr("your_ai.training.train.validate", validate)
@@ -146,7 +146,7 @@ def test_adapter_is_saved_if_the_function_of_the_user_fails(
 
 
 def test_only_the_first_rows_are_answered(configure, settings, module, demo_tokenizer, monkeypatch):
-    monkeypatch.setattr(best_metric, "METRIC_ROWS", 1)
+    monkeypatch.setattr(run_data, "METRIC_ROWS", 1)
     config = configure(best_metric="own_scores:answered", **settings)
     valid = Path(config.data) / "valid.jsonl"
     found = best_metric_of(config, valid, Encoder(demo_tokenizer), "key")

@@ -13,8 +13,7 @@ from your_ai.config import TrainConfig
 from your_ai.engine.gradients import HeldGradients, SpilledGradients
 from your_ai.run import checkpoint
 from your_ai.training import optimizer
-from your_ai.training.optimizer_states import IN_8_BITS
-from your_ai.training.quantized_states import in_bfloat16
+from your_ai.training.optimizer_states import IN_8_BITS, in_bfloat16
 
 OPTIMIZERS = ["adamw", "adam", "sgd", "adafactor", "muon", "lion"]
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from your_ai.training.quantized_states import BLOCK, codebook, dequantize, in_blocks, quantize
+from your_ai.training.optimizer_states import BLOCK, codebook, dequantize, in_blocks, quantize
 
 
 def spread(seed: int, shape: tuple[int, ...]) -> mx.array:

@@ -349,7 +349,7 @@ def test_an_empty_completion_has_no_score_where_texts_are_encoded(rated):
 
 @pytest.mark.memory
 def test_opening_a_reward_model_reads_no_weights(rated, tiny_model):
-    from your_ai.engine.opened import open_model
+    from your_ai.engine.weights import open_model
     from your_ai.evaluation.reward_model import put_reward_model
 
     run = train_once(rated(run="rm"))

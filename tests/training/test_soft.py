@@ -31,7 +31,7 @@ from your_ai.run.folder import find
 from your_ai.run.rollout_files import RolloutRecord, read_rollouts, rollout_file, rollout_steps
 from your_ai.run.stopping import Stop
 from your_ai.session import new_run
-from your_ai.soft import columns, sweeps
+from your_ai.soft import columns, engine
 from your_ai.training import prepare as preparing
 from your_ai.training import rollouts, soft_rollouts, trainer
 from your_ai.training import train as training
@@ -105,7 +105,7 @@ def sum_of_kl(metrics: dict[str, float], records) -> float:
 def test_resident_and_streamed_weights_learn_the_same(reward_model, soft, monkeypatch):
     reward_model()
     used = []
-    for module, name in ((columns, "gradients"), (sweeps, "sweep")):
+    for module, name in ((columns, "gradients"), (engine, "sweep")):
         inner = getattr(module, name)
         monkeypatch.setattr(
             module, name, lambda *a, inner=inner, n=name: (used.append(n), inner(*a))[1]

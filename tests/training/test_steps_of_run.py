@@ -8,8 +8,8 @@ import pytest
 from your_ai.config import TrainConfig
 from your_ai.data.examples import Examples, RowCounts
 from your_ai.memory.workload import StepSizes
+from your_ai.training.job import step_sizes
 from your_ai.training.run_data import RunData
-from your_ai.training.steps_of_run import step_sizes
 
 
 def data_of(lengths: list[int], trained_tokens: int = 0) -> RunData:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,9 +14,16 @@ from your_ai.commands.options import (
     MODEL,
     NEWEST,
     columns_of,
+    names_of_runs,
     run_or_newest,
 )
-from your_ai.gates.console import echo_error, echo_json, open_console
+from your_ai.errors import UserError
+from your_ai.gates.console import echo, echo_error, echo_json, open_console
+from your_ai.gates.text import now_and_then
+
+if TYPE_CHECKING:
+    from your_ai.dashboard.run_comparison import ComparedRun
+    from your_ai.run.folder import RunFolder
 
 
 def evaluate(
@@ -102,3 +110,121 @@ def evaluate(
         report(error.measured)
         raise
     report(measured)
+
+
+# `your_ai score`
+
+
+def score(
+    run: Annotated[str | None, NEWEST] = None,
+    file: Annotated[
+        str,
+        typer.Argument(
+            help="File with rows in any form that --data takes; - is standard input, with a JSON "
+            "object per line.",
+            metavar="FILE",
+        ),
+    ] = "-",
+    columns: Annotated[list[str] | None, COLUMNS] = None,
+    too_long: Annotated[
+        str,
+        typer.Option(
+            help="What to do with a row that is longer than the run's --max-seq-length: error or "
+            "truncate."
+        ),
+    ] = "error",
+    batch_size: Annotated[int, typer.Option(help="Rows per batch, if they fit.", min=1)] = 8,
+    max_memory: Annotated[float | None, MAX_MEMORY] = None,
+    checkpoint: Annotated[str | None, CHECKPOINT] = None,
+    model: Annotated[str | None, MODEL] = None,
+) -> None:
+    """Score answers with a reward model: one JSON object per line, in the order of the rows.
+
+    Each is the row with its reward; of a pair, with reward_chosen and reward_rejected.
+    """
+    from your_ai import api
+
+    done = now_and_then(echo_error, lambda count: f"scored {count:,} rows")
+    rows = api.score(
+        run_or_newest(run),
+        file,
+        columns=columns_of(columns),
+        too_long=too_long,
+        batch_size=batch_size,
+        max_memory=max_memory,
+        checkpoint=checkpoint,
+        model=model,
+        on_note=lambda text: echo_error(f"note: {text}"),
+    )
+    try:
+        for count, row in enumerate(rows, 1):
+            echo_json(row)
+            done(count)
+    except BrokenPipeError:  # the reader has seen enough
+        raise typer.Exit(0) from None
+
+
+# `your_ai compare`: runs side by side
+
+
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            help="Two or more runs: their names in runs/, or folders.",
+            metavar="RUN...",
+            autocompletion=names_of_runs,
+        ),
+    ],
+    html: Annotated[
+        Path | None, typer.Option(help="Also write an HTML page to this file.", metavar="OUT")
+    ] = None,
+) -> None:
+    """Compare runs: the settings that differ, curves, memory, speed, and their evaluations."""
+    from your_ai.dashboard.run_comparison import notes, renderable
+    from your_ai.run import folder as folders
+
+    found = [folders.find(name) for name in runs]
+    places = [folder.path.resolve() for folder in found]
+    if len(found) < 2:
+        raise UserError("give two runs or more; your_ai runs lists them")
+    if len(set(places)) < len(places):
+        twice = next(i for i, place in enumerate(places) if place in places[:i])
+        raise UserError(f"{runs[twice]}: is given twice")
+    compared = [read_run(folder) for folder in found]
+    if html is not None:  # before the output, so that an error is the only line
+        from your_ai.dashboard.run_comparison import write_comparison
+
+        write_comparison(compared, html)
+    console = open_console()
+    console.print(renderable(compared, console.width))
+    for note in notes(compared):
+        echo_error(f"note: {note}")
+    if html is not None:
+        echo(html)
+
+
+def read_run(folder: RunFolder) -> ComparedRun:
+    """What can be read of a run."""
+    from your_ai.dashboard.run_comparison import compared_run
+    from your_ai.evaluation import record
+    from your_ai.evaluation.show import adapter_values
+    from your_ai.run import events
+    from your_ai.run.folder import is_running
+    from your_ai.session.run_list import row_of
+
+    faults: list[str] = []
+    records: list[events.Record] = []
+    config = None
+    try:
+        config = folder.read_config()
+    except UserError as error:
+        faults.append(str(error))
+    try:
+        records, _ = events.tail(folder.events)
+    except UserError as error:
+        faults.append(str(error))
+    row = row_of(folder)
+    state = row.state if row is not None else "running" if is_running(folder) else "-"
+    measures = adapter_values(record.read(folder))
+    return compared_run(folder.name, state, config, records, measures, "; ".join(faults))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,8 @@ from your_ai.commands.options import (
     memory_option,
     open_trained_with_note,
     run_or_newest,
+    show_bytes,
 )
-from your_ai.commands.progress import show_bytes
 from your_ai.errors import UserError
 from your_ai.gates.console import echo, echo_error, open_console
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from your_ai.export.gguf_quantize import Way
     from your_ai.modelfiles.shards import WriteProgress
     from your_ai.nets.saved_adapter import Trained
+    from your_ai.publish.contents import Contents
+
 
 Format = Literal["mlx", "peft", "gguf", "hf", "ollama", "lmstudio"]
 GGUF_KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k_m", "q5_k_m", "q6_k")
@@ -125,7 +128,7 @@ def export(
     dtype = None if dtype is None else dtype.lower()  # llama.cpp writes Q4_K_M
     options = ExportOptions(to, fused, dtype, llama_quantize, adapter_for, max_memory, force)
     check_options(options)
-    from your_ai.export.fused_folder import spare_the_run
+    from your_ai.export.fused_weights import spare_the_run
     from your_ai.modelfiles.targets import check_target
     from your_ai.run.folder import find
 
@@ -225,16 +228,16 @@ def write_for_ollama(trained: Trained, target: Path, options: ExportOptions) -> 
 
 
 def write_for_lm_studio(trained: Trained, target: Path, options: ExportOptions) -> None:
-    from your_ai.export import fused_folder, gguf_folder, lmstudio
+    from your_ai.export import fused_weights, gguf_folder, lmstudio
     from your_ai.nets.saved_adapter import check_generates
 
     check_generates(trained.adapter)
     kind = options.dtype or lmstudio.default_form(DEFAULT_KIND)
     if kind == lmstudio.MLX:
-        steps = fused_folder.fuse(
+        steps = fused_weights.fuse(
             trained, target, max_memory_gb=options.max_memory, force=options.force
         )
-        show_resumable(steps, lambda: fused_folder.interrupted_message(target))
+        show_resumable(steps, lambda: fused_weights.interrupted_message(target))
         return
     name = gguf_folder.model_file(trained.folder.name, kind)
     way = chosen_way(kind, options)
@@ -284,9 +287,74 @@ def import_adapter(
     ] = None,
 ) -> None:
     """Import an adapter that another tool trained, as a run."""
-    from your_ai.export import importing
+    from your_ai.export import untrained_run
 
-    folder = importing.import_adapter(
+    folder = untrained_run.import_adapter(
         source, model, run, on_note=lambda text: echo_error(f"note: {text}")
     )
     echo(f"{folder.path}; try it: your_ai generate {folder.reference} --prompt ...")
+
+
+# `your_ai push`
+
+
+def push(
+    run: Annotated[
+        str, typer.Argument(help="The run, or a folder that fuse or export wrote.", metavar="RUN")
+    ],
+    repo: Annotated[str, typer.Argument(help="The repo on the hub.", metavar="ORG/NAME")],
+    public: Annotated[
+        bool, typer.Option("--public", help="Make a new repo public; default: private.")
+    ] = False,
+    checkpoint: Annotated[str | None, CHECKPOINT] = None,
+    model: Annotated[str | None, MODEL] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch to push to; created if it does not exist.")
+    ] = None,
+    message: Annotated[str, typer.Option(help="Commit message.")] = "",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Push nothing; write the files to a new folder.")
+    ] = False,
+) -> None:
+    """Push a run's adapter to the Hugging Face Hub, with a model card; never data or samples."""
+    from your_ai.publish import push as pushing
+
+    pushing.check_repo(repo, repo)
+    if not dry_run:
+        pushing.check_token(repo)
+    contents = gather(run, repo, checkpoint, model)
+    if dry_run:
+        from your_ai.publish.contents import write
+
+        for note in contents.notes:
+            echo_error(f"note: {note}")
+        echo(write(contents))
+        return
+    given = {
+        "--checkpoint": checkpoint,
+        "--model": model,
+        "--revision": revision,
+        "--message": message,
+    }
+    options = [part for name, value in given.items() if value for part in (name, value)]
+    again = shlex.join(["your_ai", "push", run, repo, *options, *["--public"] * public])
+    done = pushing.push(contents, repo, again, public=public, revision=revision, message=message)
+    for note in done.notes:
+        echo_error(f"note: {note}")
+    seen = "private" if done.private else "public: everyone can see it"
+    new = "" if done.changed else "; nothing had changed"
+    echo(f"pushed to {done.url} ({seen}){new}")
+
+
+def gather(run: str, repo: str, checkpoint: str | None, model: str | None) -> Contents:
+    """Return the files to push. Raises UserError if there are none."""
+    from your_ai.publish.contents import is_folder, of_folder, of_run
+
+    if is_folder(run):
+        for name, value in (("--checkpoint", checkpoint), ("--model", model)):
+            if value is not None:
+                raise UserError(f"{name} {value}: only works with a run, and {run} is a folder")
+        return of_folder(Path(run), repo)
+
+    trained = open_trained_with_note(run, checkpoint, model)
+    return of_run(trained, repo)

@@ -2,26 +2,130 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 import sys
 import time
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.progress import Progress as Bars
 
-from your_ai.commands.help_page import CommandWithPanels
-from your_ai.commands.options import MAX_MEMORY, memory_option, text_of
-from your_ai.commands.progress import show_bytes
+from your_ai.commands.options import (
+    MAX_MEMORY,
+    CommandWithPanels,
+    memory_option,
+    show_bytes,
+    text_of,
+)
 from your_ai.config import SFT, coerce
 from your_ai.errors import UserError
 from your_ai.gates.console import confirm, echo, echo_error, echo_json, open_console
+from your_ai.gates.text import counted, size_text
+from your_ai.hub.download import DownloadProgress, how_to_continue
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from your_ai.doctor.machine import MachineInfo
+
+
+# Show a download on a terminal or in a log file
+
+
+LINE_PERCENT = 10  # progress between two lines, when there is no bar
+
+Show = Callable[[DownloadProgress], None]
+
+
+def show(steps: Generator[DownloadProgress, None, Path], console: Console) -> Path:
+    """Run a download, with a bar on a terminal and lines elsewhere. Returns the model's folder.
+
+    On KeyboardInterrupt, prints what is kept and how to continue, and raises it again.
+    """
+    last = None
+    try:
+        display = bar(console) if console.is_terminal else lines(console)
+        with contextlib.closing(steps), display as shown:
+            while True:
+                try:
+                    last = next(steps)
+                except StopIteration as end:
+                    folder: Path = end.value
+                    return folder
+                shown(last)
+    except KeyboardInterrupt:
+        if last is not None:
+            text = f"stopped; {how_to_continue(last.name, last.done_bytes)}"
+            console.print(text, markup=False, highlight=False)
+        raise
+
+
+@contextlib.contextmanager
+def bar(console: Console) -> Iterator[Show]:
+    """Show a bar for all bytes, removed at the end. Notes are printed above it."""
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Bars(*columns, console=console, transient=True) as bars:
+        task = bars.add_task("", total=None)
+
+        def shown(at: DownloadProgress) -> None:
+            if at.note:
+                console.print(at.note, markup=False, highlight=False)
+            bars.update(
+                task,
+                description=doing(at),
+                completed=at.done_bytes,
+                total=at.total_bytes or None,
+            )
+
+        yield shown
+
+
+@contextlib.contextmanager
+def lines(console: Console) -> Iterator[Show]:
+    """Print notes, and a line at each LINE_PERCENT."""
+    printed = -1
+
+    def shown(at: DownloadProgress) -> None:
+        nonlocal printed
+        if at.note:
+            console.print(at.note, markup=False, highlight=False, soft_wrap=True)
+        tenth = at.done_bytes * 100 // at.total_bytes // LINE_PERCENT if at.total_bytes else -1
+        if at.doing == "fetching" and tenth > printed:
+            printed = tenth
+            console.print(line(at), markup=False, highlight=False, soft_wrap=True)
+
+    yield shown
+
+
+def doing(at: DownloadProgress) -> str:
+    """`fetching 2/5 model.safetensors`."""
+    if at.doing == "waiting":
+        return "waiting for another download of this model"
+    count = f" {min(at.done_files + 1, at.files)}/{at.files}" if at.files else ""
+    return f"{at.doing}{count} {at.file}".rstrip()
+
+
+def line(at: DownloadProgress) -> str:
+    """`llama-8b: 1.20 GB of 4.52 GB, 2 of 5 files`."""
+    size = f"{size_text(at.done_bytes)} of {size_text(at.total_bytes)}"
+    return f"{at.name}: {size}, {at.done_files} of {counted(at.files, 'file')}"
+
 
 app = typer.Typer(name="models", help="List, verify or remove models.")
 
@@ -48,16 +152,14 @@ def download(
 
 def fetch(name: str, console: Console, revision: str | None = None, to: Path | None = None) -> Path:
     from your_ai.hub import download as downloads
-    from your_ai.hub import progress
 
-    return progress.show(downloads.downloading(name, revision, to), console)
+    return show(downloads.downloading(name, revision, to), console)
 
 
 def fetch_dataset(name: str, console: Console) -> Path:
     from your_ai.data import hub_datasets
-    from your_ai.hub import progress
 
-    return progress.show(hub_datasets.downloading(name), console)
+    return show(hub_datasets.downloading(name), console)
 
 
 def fetch_datasets(data: str, console: Console, yes: bool) -> None:
@@ -203,7 +305,7 @@ def recommend(
     else:
         seconds = None
         if found and memory is None:
-            from your_ai.session.speed import seconds_for
+            from your_ai.session.run_list import seconds_for
 
             tokens = found[0].batch * found[0].seq_len
             seconds = seconds_for(tokens, found[0].known.repo)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperCommand
 
 from your_ai.config import (
     ABOUT,
@@ -23,10 +27,15 @@ from your_ai.config import (
     words_of,
 )
 from your_ai.errors import UserError
-from your_ai.gates.console import echo_error
+from your_ai.gates.console import echo_error, open_console
+from your_ai.gates.text import now_and_then
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from your_ai.modelfiles.shards import WriteProgress
     from your_ai.nets.saved_adapter import Trained
+
 
 METAVARS = {
     "a whole number": "N",
@@ -194,3 +203,67 @@ def open_trained_with_note(run: str, checkpoint: str | None, model: str | None) 
     if trained.note:
         echo_error(f"note: {trained.note}")
     return trained
+
+
+# The help of a command: its options in panels, with whole names at any width
+
+
+NAMES_WIDTH = 0.4  # maximum share of the width for the names of options
+
+
+class CommandWithPanels(TyperCommand):
+    """A command whose help has a panel for each `rich_help_panel` of its parameters."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help; `formatter`, which would collect it as plain text, gets nothing."""
+        console = open_console()
+        usage = " ".join(self.collect_usage_pieces(ctx))
+        console.print(Text.assemble("\nUsage: ", (f"{ctx.command_path} {usage}", "bold"), "\n"))
+        console.print(Text(" ".join((self.help or "").split()) + "\n"))
+        for title, parameters in self.panels(ctx).items():
+            table = Table.grid(padding=(0, 2, 0, 0))
+            names_width = max(12, int(NAMES_WIDTH * console.width))
+            table.add_column(style="cyan", overflow="fold", max_width=names_width)
+            table.add_column(overflow="fold")
+            for names, text in parameters:
+                table.add_row(Text(names), Text(text))
+            console.print(Panel(table, title=Text(title), title_align="left", border_style="dim"))
+
+    def panels(self, ctx: Any) -> dict[str, list[tuple[str, str]]]:
+        """(names, help) of each parameter, by the title of its panel."""
+        found: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is None:  # it is hidden
+                continue
+            is_argument = parameter.param_type_name == "argument"
+            own = getattr(parameter, "rich_help_panel", None)
+            title = own or ("Arguments" if is_argument else "Options")
+            found.setdefault(title, []).append(record)
+        return found
+
+
+# How far a command is: bytes written, rows read, layers done
+
+
+def show_bytes(doing: str, steps: Iterable[WriteProgress], console: Console) -> None:
+    """Run `steps`, with a progress bar on a terminal; the bar disappears at the end."""
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    doing_column = TextColumn("{task.description}", markup=False)
+    columns = (doing_column, BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(doing, total=None)
+        for step in steps:
+            bar.update(task, completed=step.done_bytes, total=step.total_bytes)
+
+
+def rows_read() -> Callable[[str, int], None]:
+    """A function of (file, rows) that prints a line on stderr every few seconds."""
+    return now_and_then(echo_error, lambda name, rows: f"reading {name}: {rows:,} rows")
+
+
+def layers_done(doing: str) -> Callable[[int, int], None]:
+    """A function of (done, total) that prints a line on stderr every few seconds."""
+    return now_and_then(echo_error, lambda done, total: f"{doing}: {done:,} of {total:,} layers")

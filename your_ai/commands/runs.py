@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from your_ai.commands.help_page import CommandWithPanels
-from your_ai.commands.options import LATEST, joined, names_of_runs
+from your_ai.commands.options import LATEST, CommandWithPanels, joined, names_of_runs
 from your_ai.errors import UserError
 from your_ai.gates.console import confirm, echo, echo_json, open_console
 from your_ai.gates.text import counted, size_text
@@ -66,7 +65,7 @@ def report(
     from your_ai.run import events
     from your_ai.run import folder as folders
     from your_ai.session import run_list
-    from your_ai.session.rollout_samples import rollout_samples
+    from your_ai.session.run_list import rollout_samples
 
     folder = run_list.newest() if run is None else folders.find(run)
     records, _ = events.tail(folder.events)

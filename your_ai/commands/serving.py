@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from your_ai.commands.generating import TEMPERATURE, TOP_P
 from your_ai.commands.options import CHECKPOINT, MODEL, RUN, joined, open_trained_with_note
+from your_ai.errors import UserError
 from your_ai.gates.console import echo, echo_error
 
 
@@ -72,3 +75,40 @@ def log_to_stderr(level: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(LogLines("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+# `your_ai mcp`
+
+
+MISSING = "mcp: needs the Python package mcp: in the checkout of your_ai, run: pip install '.[mcp]'"
+
+
+def mcp(
+    folder: Annotated[
+        Path, typer.Option(help="The only folder that agents can use; its runs are in runs/.")
+    ] = Path("."),
+    allow_code: Annotated[
+        bool,
+        typer.Option("--allow-code", help="Allow rewards and metrics that are Python functions."),
+    ] = False,
+    allow_network: Annotated[
+        bool,
+        typer.Option("--allow-network", help="Allow judges, trackers and pushing to the hub."),
+    ] = False,
+) -> None:
+    """Serve training to agents over stdio, with the Model Context Protocol (docs/agents.md)."""
+    from your_ai.serving.agent_gate import Permissions
+
+    check_installed()
+    from your_ai.serving.agent_server import serve
+
+    serve(folder, Permissions(code=allow_code, network=allow_network))
+
+
+def check_installed() -> None:
+    """Raise UserError if the SDK is missing, or has another interface."""
+    try:
+        if importlib.util.find_spec("mcp.server.mcpserver") is None:
+            raise UserError(MISSING)
+    except ModuleNotFoundError as error:
+        raise UserError(MISSING) from error

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from your_ai.commands.asking_columns import show_records
-from your_ai.commands.options import columns_of, text_of
-from your_ai.commands.progress import rows_read
+from your_ai.commands.beginning import show_records
+from your_ai.commands.options import columns_of, rows_read, text_of
 from your_ai.config import DEMO, DEMO_DATA, TrainConfig, build, coerce, defaults
 from your_ai.data.column_hints import UnknownColumns
 from your_ai.gates.console import echo_error, echo_json, open_console
@@ -96,7 +95,7 @@ def tokenizer_of(config: TrainConfig, named: bool) -> tuple[object | None, list[
 def show(found: Survey, config: TrainConfig, console: Console) -> None:
     from rich.text import Text
 
-    from your_ai.data.drawn import BAD, REJECTED
+    from your_ai.data.survey import BAD, REJECTED
 
     for note in found.notes:
         console.print(note)
@@ -140,7 +139,7 @@ def show_split(
         return
     least, median, most_of_them, most = split.quantiles()
     from your_ai.dashboard.view import duration
-    from your_ai.session.speed import seconds_for
+    from your_ai.session.run_list import seconds_for
 
     console.print(
         f"  {unit} per row: {least:,} to {most:,}, median {median:,}, 95% up to {most_of_them:,}"

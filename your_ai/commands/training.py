@@ -12,10 +12,10 @@ from your_ai.commands.options import (
     given_settings,
     names_of_runs,
     option,
+    rows_read,
     size_in_gb,
     with_settings,
 )
-from your_ai.commands.progress import rows_read
 from your_ai.config import DEMO, TrainConfig, resumed
 from your_ai.errors import UserError
 from your_ai.gates.console import echo_error, echo_json, open_console

@@ -119,8 +119,7 @@ def check_settings(settings: TrainConfig, flags: Mapping[str, Any]) -> None:
 
 def finish(folder: TuneFolder, rows: Sequence[TrialRow], console: Console, as_json: bool) -> None:
     """Write the report; show the trials, the best settings, and what to do with them."""
-    from your_ai.dashboard.trial_report import write_trial_report
-    from your_ai.dashboard.trials import best_of, settings_text, trials_table
+    from your_ai.dashboard.trials import best_of, settings_text, trials_table, write_trial_report
 
     report = None
     try:

@@ -7,6 +7,7 @@ not import mlx.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +15,88 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from your_ai.config.mlxlm_old import KEYLESS, modernized
-from your_ai.config.mlxlm_rows import row_differences
 from your_ai.config.names import FOLDER, NONE, flag
 from your_ai.config.settings import FIELDS
 from your_ai.config.values import as_number, coerce
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, nearest, quoted, shortened, shown
+
+# How the rows that are trained differ from those of mlx-lm, for users of its config files
+
+
+LINE_BYTES = 1 << 20  # longer first rows are not looked at
+PAIR, CHATS, ALPACA = ("prompt", "completion"), ("messages", "conversations"), "instruction"
+
+
+def row_differences(path: Path) -> list[str]:
+    """A line for each difference in the first row of a JSONL file; none if it cannot be read.
+
+    mlx-lm takes prompt and completion before messages before text, knows no other formats, and no
+    system prompt beside them.
+    """
+    try:
+        with path.open("rb") as file:
+            row: Any = json.loads(file.readline(LINE_BYTES))
+    except (OSError, ValueError, RecursionError):  # whoever reads the rows will say it
+        return []
+    if not isinstance(row, dict):
+        return []
+    has_pair = all(key in row for key in PAIR)
+    chat = next((key for key in CHATS if key in row), None)
+    ours = chat or (has_pair and "prompt and completion") or (ALPACA in row and ALPACA) or "text"
+    theirs = (
+        "prompt and completion" if has_pair
+        else "messages" if "messages" in row
+        else "text" if "text" in row else None
+    )  # fmt: skip
+    notes = []
+    if theirs is not None and ours != theirs:
+        notes.append(f"rows: {ours} is trained, where mlx-lm takes {theirs}")
+    if row.get("system") and ours != "text":
+        notes.append("rows: the system prompt in the column system is shown, which mlx-lm ignores")
+    return notes
+
+
+# Keys of files for older versions of mlx-lm -> the keys that it has now
+
+
+KEYLESS = (
+    "lora_parameters: keys is missing: all linear layers are adapted, as by mlx-lm now; older "
+    "versions adapted queries and values: keys: [self_attn.q_proj, self_attn.v_proj]"
+)
+OLD_KEYS = ("lora_layers", "use_dora", "adapter_file", "wandb")
+
+
+def modernized(given: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[str]]:
+    """The settings of a file of mlx-lm with today's keys, and notes on those that were renamed.
+
+    source: the file's name. Raises UserError if an old and a new key contradict each other.
+    """
+    found = {key: value for key, value in given.items() if key not in OLD_KEYS}
+    old = {key: given[key] for key in OLD_KEYS if given.get(key) is not None}
+    new: dict[str, Any] = {}
+    if "lora_layers" in old:
+        new["lora_layers"] = ("num_layers", old["lora_layers"])
+    if "use_dora" in old:
+        if not isinstance(old["use_dora"], bool):
+            value = quoted(old["use_dora"])
+            raise UserError(f"{source}: use_dora: expected true or false, found {value}")
+        new["use_dora"] = ("fine_tune_type", "dora" if old["use_dora"] else "lora")
+    if "adapter_file" in old:
+        new["adapter_file"] = ("adapter_path", old["adapter_file"])
+    if "wandb" in old:  # the name of the project
+        found.setdefault("project_name", old["wandb"])
+        new["wandb"] = ("report_to", "wandb")
+    notes = []
+    for key, (name, value) in new.items():
+        if found.get(name, value) != value:
+            raise UserError(
+                f"{source}: {key}: contradicts {name}, its name in mlx-lm now; keep one of them"
+            )
+        found[name] = value
+        notes.append(f"{key}: is {name} in mlx-lm now")
+    return found, notes
+
 
 # CONFIG_DEFAULTS of mlx_lm/lora.py; a test compares them.
 DEFAULTS: dict[str, Any] = {

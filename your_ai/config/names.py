@@ -36,3 +36,19 @@ def flag(name: str) -> str:
 
 
 BETAS = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "kto": 0.1}  # what --beta None means
+
+
+# Which layers of a block a value of --lora-targets selects
+
+
+def selects(target: str, name: str, *, is_expert: bool = False, experts: bool = False) -> bool:
+    """Whether a target selects the layer at `name`, its path in a block.
+
+    is_expert: whether these are weights of the routed experts of a mixture of experts. They are
+        selected by a path such as `switch_mlp.up_proj`; by all-linear and by a name without a dot
+        only with --lora-experts.
+    experts: the value of --lora-experts.
+    """
+    if is_expert and not experts and "." not in target:
+        return False
+    return target == ALL_LINEAR or name == target or name.endswith("." + target)

@@ -13,14 +13,16 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from your_ai.config.beside import check_there, found_beside
 from your_ai.config.checks import in_effect
 from your_ai.config.mlxlm import is_mlxlm, translated
 from your_ai.config.names import (
     ALL_LINEAR,
     AUTO,
     DEMO,
+    DEMO_DATA,
+    FOLDER,
     LEARNING_RATES,
+    NONE,
     PREFERENCE_LEARNING_RATE,
     RANK_WAYS,
     SFT,
@@ -34,6 +36,7 @@ from your_ai.config.settings import (
     FIELDS,
     RESUMABLE,
     TrainConfig,
+    is_used,
 )
 from your_ai.config.values import as_number, coerce
 from your_ai.errors import UserError
@@ -44,6 +47,81 @@ from your_ai.gates.yaml_files import read_yaml
 
 if TYPE_CHECKING:
     import yaml
+
+
+# Relative paths in a file of settings, which may be meant from the folder of that file
+
+
+# Settings that are paths, ours and mlx-lm's.
+PATHS = (
+    *("model", "data", "valid", "prompt_template", "from_adapter", "hostfile", "judge_rubric"),
+    "resume_adapter_file",
+)
+# Those that may also be an alias, an id on the hub, or a run.
+NAMES = ("model", "from_adapter")
+LISTS = ("data",)  # several paths, separated by commas, each with =SHARE
+WORDS = (DEMO, *DEMO_DATA, FOLDER, NONE, "-", "")
+
+
+def check_there(settings: Mapping[str, Any], file: Path) -> None:
+    """Raise UserError for a relative path that is neither in the current folder nor beside `file`.
+
+    settings: what `found_beside` made of those in the file, without those that flags replace. A
+    value that may be a name counts as a path if it begins with a dot or has two slashes.
+    """
+    if os.path.abspath(file.parent) == os.getcwd():
+        return  # one place; the error of what is not there names it
+    for name in PATHS:
+        value = settings.get(name)
+        parts = value.split(",") if name in LISTS and isinstance(value, str) else [value]
+        for part in parts:
+            if not isinstance(part, str) or there(part := part.strip()):
+                continue
+            path = part.rpartition("=")[0] or part if name in LISTS else part
+            is_name = name in NAMES and not path.startswith(".") and path.count("/") < 2
+            if path in WORDS or path.startswith(("hf:", "~", "/")) or is_name or there(path):
+                continue
+            text = missing_text(path, beside=file.parent)
+            raise UserError(f"{file}: {name} {shortened(path)}: {text}")
+
+
+def found_beside(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The settings with whole paths where a relative path is only found in `folder`.
+
+    folder: of the file that has the settings. A path that is found in the current folder, or
+    nowhere, stays as it is.
+    """
+    found = dict(settings)
+    for name in PATHS:
+        value = settings.get(name)
+        if not isinstance(value, str):
+            continue
+        text = whole_path(value, folder)
+        if text == value and name in LISTS and not there(value):
+            text = ",".join(part_of_list(part, folder) for part in value.split(","))
+        found[name] = text
+    return found
+
+
+def part_of_list(part: str, folder: Path) -> str:
+    """`PATH` or `PATH=SHARE`, with the whole path if it is only found in `folder`."""
+    name, separator, share = part.strip().rpartition("=")
+    if not separator or there(part.strip()):
+        return whole_path(part.strip(), folder)
+    return f"{whole_path(name, folder)}={share}"
+
+
+def whole_path(name: str, folder: Path) -> str:
+    path = Path(os.path.expanduser(name))
+    if name in WORDS or path.is_absolute() or there(name) or not there(str(folder / path)):
+        return name
+    return os.path.abspath(folder / path)
+
+
+def there(name: str) -> bool:
+    """Whether a path exists; `os.path` does not raise for what is no path."""
+    return os.path.exists(os.path.expanduser(name))
+
 
 OFTEN_CHANGED = ("epochs", "max_steps", "max_memory", "plan")  # of a run that is resumed
 LENGTHS = {"max_steps", "epochs"}
@@ -272,3 +350,64 @@ def resumed(saved: TrainConfig, flags: Mapping[str, Any]) -> TrainConfig:
             )
         changes[name] = value
     return dataclasses.replace(saved, **changes)
+
+
+# Write the chosen settings of a new run as a commented YAML file, for `train --config`
+
+
+HEADER = """\
+# Settings of a run, for `your_ai train --config` and `your_ai plan --config`.
+# Every option of `your_ai train --help` can be set here, with _ for each -.
+"""
+OTHERS = """\
+
+# Settings that are often changed, with their defaults. To change one, remove the # before its name.
+"""
+# In the order of the file. Those that the objective does not use are left out.
+COMMON = (
+    *("valid", "max_memory", "run", "max_seq_length", "epochs", "max_steps", "batch_size"),
+    *("learning_rate", "lora_rank", "lora_layers", "quantize", "eval_every", "save_every"),
+    *("patience", "samples", "report_to", "seed"),
+    *("beta", "sft_weight", "reward", "rollouts", "prompts_per_step", "max_new_tokens"),
+    *("kl_beta", "center_rewards"),
+)
+
+
+def commented_yaml(chosen: Mapping[str, Any]) -> str:
+    """YAML with the chosen settings, and the common others commented out with their defaults.
+
+    Each has its help text above it. `#name: value` is a setting, `# text` an explanation.
+    """
+    objective = chosen.get("objective", SFT)
+    others = (n for n in COMMON if n not in chosen and is_used(n, objective))
+    parts = [HEADER]
+    parts += [f"\n{explained(name)}{line_of(name, value)}" for name, value in chosen.items()]
+    parts.append(OTHERS)
+    parts += [f"\n{explained(n)}#{line_of(n, default_of(n, objective))}" for n in others]
+    return "".join(parts)
+
+
+def explained(name: str) -> str:
+    return f"# {ABOUT[name].help}\n"
+
+
+def default_of(name: str, objective: str) -> Any:
+    """The default of a setting for an objective."""
+    if name == "learning_rate" and objective != SFT:
+        return LEARNING_RATES.get(objective, PREFERENCE_LEARNING_RATE)
+    return FIELDS[name].default
+
+
+def line_of(name: str, value: Any) -> str:
+    """`name: value` in one line of YAML, however long the value is."""
+    import yaml
+
+    flow = None if isinstance(value, tuple) else False
+    value = list(value) if isinstance(value, tuple) else value
+    return yaml.dump(
+        {name: value},
+        Dumper=quoting_dumper(),
+        allow_unicode=True,
+        width=math.inf,
+        default_flow_style=flow,
+    )

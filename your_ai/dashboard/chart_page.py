@@ -10,8 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from your_ai.dashboard.axes import Axis, x_axis, y_axis
-from your_ai.dashboard.charts import Chart, Curve, Panel
+from your_ai.dashboard.charts import Axis, Chart, Curve, Panel, x_axis, y_axis
 
 SIZE = 10_000  # of the SVG's coordinates in both directions; they are integers
 NARROW = 32  # characters of labels that fit below a chart on a phone

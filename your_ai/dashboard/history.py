@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from your_ai.dashboard.running_mean import LARGEST, RunningMean
+from your_ai.dashboard.measures import LARGEST, RunningMean
 from your_ai.dashboard.state import REPLANS, ViewState, fold_all
 from your_ai.run import events
 from your_ai.run.events import Action, Died, Finished, Gauges, Planned, Skipped, Started, Step

@@ -3,23 +3,73 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import select
+import sys
+import termios
 import threading
 import time
+import tty
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 from rich.console import Console, ConsoleDimensions
 from rich.live import Live
+from rich.text import Text
 
-from your_ai.dashboard import notebook, view
-from your_ai.dashboard.notebook import NotebookScreen
+from your_ai.dashboard import view
 from your_ai.dashboard.screen import screen
 from your_ai.dashboard.state import ViewState, fold, fold_all, resumed
-from your_ai.gates.console import echo_error, write_json_lines
+from your_ai.gates.console import echo_error, open_console, write_json_lines
 from your_ai.run import events
 from your_ai.run.events import Record
+
+# A run's screen in the output of a notebook cell
+
+
+WIDTH, HEIGHT = 100, 30  # size of a frame, in characters
+HTML = (
+    '<pre style="white-space: pre; overflow-x: auto; line-height: 1.25; '
+    'font-family: ui-monospace, Menlo, Consolas, monospace">{code}</pre>'
+)
+
+
+class NotebookScreen:
+    """Shows one frame after another in the same place, without flicker. The last frame stays.
+
+    Has the part of the interface of `rich.live.Live` that the dashboard uses.
+    """
+
+    def __init__(self) -> None:
+        self.is_started = False
+        self._shown: Any = None
+
+    def start(self) -> None:
+        self.is_started = True
+
+    def stop(self) -> None:
+        self.is_started = False
+
+    def update(self, frame: Text, refresh: bool = True) -> None:
+        from IPython.display import HTML as AsHTML
+        from IPython.display import display
+
+        drawn = AsHTML(as_html(frame))
+        if self._shown is None:
+            self._shown = display(drawn, display_id=True)
+        else:
+            self._shown.update(drawn)
+
+
+def as_html(frame: Text) -> str:
+    """Return a frame as an HTML element, escaped, with inline styles."""
+    console = open_console(record=True, width=WIDTH, file=io.StringIO(), force_jupyter=False)
+    console.print(frame)
+    return console.export_html(inline_styles=True, code_format=HTML)
+
 
 POLL_S = 0.25
 CLOCK_S = 1.0  # between two drawings without new events
@@ -168,7 +218,7 @@ class Follower:
     def _draw(self, now: float, is_new: bool) -> None:
         size = self.console.size
         if self.style == "notebook":
-            size = ConsoleDimensions(notebook.WIDTH, notebook.HEIGHT)
+            size = ConsoleDimensions(WIDTH, HEIGHT)
         if not is_new and size == self.drawn_size and abs(now - self.drawn_at) < CLOCK_S:
             return
         self.drawn_at, self.drawn_size = now, size
@@ -261,3 +311,83 @@ def following(follower: Follower) -> Iterator[Follower]:
         thread.join()
         follower.catch_up(at_once=True)
         follower.close()
+
+
+# Reads single keys from a terminal, and restores the terminal's settings afterwards
+
+
+@dataclass
+class Keyboard:
+    """Reads the keys that are pressed on a terminal.
+
+    Ctrl-C stays a signal. The terminal is read and changed only while this process is in the
+    foreground: a shell stops a background job that does either.
+    """
+
+    fd: int | None = None
+    """The terminal; None if there is none, and then no keys are read."""
+    before: list[Any] = field(default_factory=list)
+    """The terminal's settings to restore; empty while they are unchanged."""
+
+    @property
+    def terminal(self) -> int | None:
+        """The terminal, if this process is in its foreground, else None."""
+        with contextlib.suppress(OSError):  # the terminal is closed
+            if self.fd is not None and os.tcgetpgrp(self.fd) == os.getpgrp():
+                return self.fd
+        return None
+
+    @property
+    def were_taken(self) -> bool:
+        """Whether a shell has restored the terminal since, as it does when it stops a job."""
+        fd = self.terminal
+        if not self.before or fd is None:
+            return False
+        try:
+            return bool(termios.tcgetattr(fd)[3] & termios.ICANON)
+        except termios.error:
+            return False
+
+    def take(self) -> None:
+        """Receive keys one by one, without echo."""
+        fd = self.terminal
+        if fd is not None and not self.before:
+            with contextlib.suppress(termios.error):
+                self.before = termios.tcgetattr(fd)
+                tty.setcbreak(fd, termios.TCSADRAIN)
+
+    def give_back(self) -> None:
+        fd = self.terminal
+        if self.before and fd is not None:
+            with contextlib.suppress(termios.error):
+                termios.tcsetattr(fd, termios.TCSADRAIN, self.before)
+        self.before = []
+
+    def read(self, timeout_s: float) -> str:
+        """Return the keys pressed within `timeout_s` seconds; without a terminal, only wait."""
+        fd = self.terminal
+        if not self.before or fd is None:
+            time.sleep(timeout_s)
+            return ""
+        try:
+            ready, _, _ = select.select([fd], [], [], timeout_s)
+            data = os.read(fd, 64) if ready else b""
+        except OSError:
+            return ""
+        if ready and not data:  # the terminal is closed, and would always be ready
+            self.fd = None
+        return data.decode(errors="replace")
+
+
+@contextlib.contextmanager
+def keyboard() -> Iterator[Keyboard]:
+    """Yield the keyboard of standard input; its keys are taken when something is drawn."""
+    try:
+        fd = sys.stdin.fileno() if sys.stdin.isatty() else None
+    except (ValueError, AttributeError):  # stdin is closed or missing
+        fd = None
+    keys = Keyboard(fd)
+    try:
+        yield keys
+    finally:
+        keys.give_back()

@@ -28,14 +28,13 @@ from your_ai.dashboard.history import (
     plan_changes,
     read,
 )
+from your_ai.dashboard.measures import folded_actions, match_share
 from your_ai.dashboard.metric_table import (
     is_rewarded,
     other_values,
     phases_of,
     plain,
 )
-from your_ai.dashboard.routine import folded_actions
-from your_ai.dashboard.shares import match_share
 from your_ai.dashboard.view import (
     duration,
     result_lines,

@@ -9,20 +9,24 @@ runs have one objective; metrics only where all runs that took a step have them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from your_ai.config import TrainConfig, is_used
-from your_ai.dashboard.best_validation import best_of
-from your_ai.dashboard.charts import metric_points
-from your_ai.dashboard.history import Points, RunHistory, finite, losses, read, smoothed
+from your_ai.dashboard.chart_page import chart_html
+from your_ai.dashboard.charts import Chart, Curve, Panel, metric_points
+from your_ai.dashboard.history import Points, RunHistory, finite, losses, read, smoothed, thinned
+from your_ai.dashboard.measures import best_of
 from your_ai.dashboard.metric_table import REWARD, is_charted, plain
-from your_ai.dashboard.plot import MEETING, drawn_together
+from your_ai.dashboard.page import MEETING, drawn_together
+from your_ai.dashboard.report import template, write_atomically
 from your_ai.dashboard.view import duration, validation_text
 from your_ai.gates.text import counted, loss_text, printable, shortened, size_text
 from your_ai.run.events import Record
@@ -276,3 +280,48 @@ def plot(name: str, runs: Sequence[ComparedRun], width: int) -> Iterator[Rendera
     missing = len(runs) - len(MARKS)
     if missing > 0:
         yield Text(f"{counted(missing, 'run')} more: see --html")
+
+
+# Runs side by side as one HTML page. The page loads no other files
+
+
+COLORS = ("blue", "orange", "green", "red", "ink", "muted")
+DASHES = ((), (7, 4), (2, 3), (8, 3, 2, 3))  # in this order once all colors are used
+
+
+def write_comparison(runs: Sequence[ComparedRun], out: Path) -> None:
+    """Write the page about `runs` to `out`, completely or not at all.
+
+    Raises UserError if `out` cannot be written.
+    """
+    sections = {
+        "Settings that differ": differing(runs),
+        "Results": results(runs),
+        "Evaluation, with the adapter": measured(runs),
+    }
+    charts = {
+        f"curve-{number}": comparison_chart(runs, name)
+        for number, name in enumerate(shared_curves(runs))
+    }
+    page = template("comparison.html.j2", chart_html).render(
+        names=[run.name for run in runs],
+        sections=sections,
+        charts=charts,
+        notes=list(notes(runs)),
+    )
+    write_atomically(out, printable(page).encode())
+
+
+def comparison_chart(runs: Sequence[ComparedRun], name: str) -> Chart:
+    """A chart with a curve of each run."""
+    looks = itertools.cycle(itertools.product(DASHES, COLORS))
+    curves = []
+    for number, (run, (dashes, color)) in enumerate(zip(runs, looks, strict=False), start=1):
+        label = f"{number} {shortened(printable(run.name, one_line=True), LONGEST_NAME)}"
+        points = thinned(run.curves.get(name, []))
+        curves.append(Curve(points=points, color=color, dashes=dashes, label=label))
+        if name == VALIDATION:
+            curves.append(Curve(points=points, color=color, look="dots", width=5))
+    what = "" if name == VALIDATION else ", running mean"
+    panel = Panel(name=name, curves=curves)
+    return Chart(title=name, caption=f"{name} by step{what}.", panels=[panel], x_name="step")

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from your_ai.dashboard.best_validation import is_better
+from your_ai.dashboard.measures import FoldedAction, RunningMean, is_better, with_action
 from your_ai.dashboard.metric_table import JUDGE, REWARD, is_rewarded, phase_seconds
-from your_ai.dashboard.routine import FoldedAction, with_action
-from your_ai.dashboard.running_mean import RunningMean
 from your_ai.gates.text import size_text
 from your_ai.run import events
 from your_ai.run.events import Record

@@ -7,9 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from your_ai.data.compression import without_compression
 from your_ai.data.hub_datasets import SPLIT_NAMES, split_named, split_of
-from your_ai.data.records import SUFFIXES, suffix_of
+from your_ai.data.records import SUFFIXES, suffix_of, without_compression
 from your_ai.errors import UserError
 from your_ai.gates.text import shortened
 from your_ai.gates.untrusted import read_json

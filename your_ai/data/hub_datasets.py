@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from your_ai.data.compression import without_compression
-from your_ai.data.records import SUFFIXES
+from your_ai.data.records import SUFFIXES, without_compression
 from your_ai.errors import UserError
 from your_ai.gates.text import shortened, shown, size_text
 from your_ai.gates.untrusted import is_hash, path_fault

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from your_ai.config import TrainConfig
 from your_ai.config.settings import ObjectiveName
 from your_ai.data.columns import layout_of
 from your_ai.data.lines import RowLimit
 from your_ai.data.preferences import parser_of
-from your_ai.data.rows import Question, Row
-from your_ai.data.sources import Progress, find_splits, records_in, sources_of
+from your_ai.data.rows import Chat, Labeled, Preference, Question, Row, Scored, read_rows
+from your_ai.data.sources import Progress, find_splits, is_dataset, records_in, sources_of
 from your_ai.data.survey import survey
 from your_ai.errors import UserError
+
+if TYPE_CHECKING:
+    from your_ai.config import TrainConfig
+    from your_ai.data.rows import Row
 
 # The first whose rows the data has is what it seems to be for.
 BY_ROWS: tuple[ObjectiveName, ...] = ("sft", "dpo", "kto", "reward", "grpo")
@@ -113,3 +117,41 @@ def first_records(data: str, most: int) -> list[tuple[str, dict[str, Any]]]:
         records = records_in(replace(source, rows=None), "train", limit, lambda *_: None)
         found += [(where, record) for _, where, record in islice(records, most - len(found))]
     return found
+
+
+# The system prompt that all training rows of a run have in common
+
+
+def common_system_prompt(config: TrainConfig) -> str:
+    """The system prompt of every training row of a run; "" if they differ or are not known.
+
+    Reads the rows where the run found them. Data of the hub is not fetched again.
+    """
+    if not config.data or any(is_dataset(name.strip()) for name in config.data.split(",")):
+        return ""
+    found: set[str] = set()
+    try:
+        path = find_splits(config).files["train"]
+        for row in read_rows(path, RowLimit(config.max_row_bytes), parser_of(config.row_kind)):
+            found.add(system_prompt_of(row))
+            if "" in found or len(found) > 1:
+                return ""
+    except (UserError, OSError):
+        return ""
+    return found.pop() if found else ""
+
+
+def system_prompt_of(row: Row) -> str:
+    """The system prompt with which a row begins; "" if it has none."""
+    content = row.content
+    if isinstance(content, Preference):
+        content = content.chosen
+    elif isinstance(content, Labeled | Scored):
+        content = content.answer
+    elif isinstance(content, Question) and isinstance(content.prompt, Chat):
+        content = content.prompt
+    if not isinstance(content, Chat) or not content.messages:
+        return ""
+    first = content.messages[0]
+    text = first.get("content")
+    return text if first.get("role") == "system" and isinstance(text, str) else ""

@@ -26,13 +26,12 @@ import numpy as np
 
 from your_ai.config import AUTO, DEMO_DATA, FIELDS, FOLDER, NONE, REWARD, TrainConfig, flag
 from your_ai.data.columns import Layout, layout_of
-from your_ai.data.compression import is_compressed
 from your_ai.data.examples import delete_unused, unwritable
 from your_ai.data.folders import SPLITS, data_files, notes_on, splits_in
 from your_ai.data.hub_datasets import PREFIX, SplitRows, find_dataset, parse_name, split_named
 from your_ai.data.lines import ORIGIN, RowLimit, read_first_row
 from your_ai.data.preferences import form_of_rated, of_one_form, parser_of
-from your_ai.data.records import SUFFIXES, form_of, read_records, suffix_of
+from your_ai.data.records import SUFFIXES, form_of, is_compressed, read_records, suffix_of
 from your_ai.data.rows import ParseRow, read_rows
 from your_ai.errors import UserError
 from your_ai.files import atomic_folder, packaged, read_text, sha256

@@ -31,10 +31,9 @@ from your_ai.doctor.machine import SHARED, read_machine
 from your_ai.doctor.shapes import make_shape
 from your_ai.engine.build import build_engine
 from your_ai.engine.gradients import gradients_in
-from your_ai.engine.opened import open_model
 from your_ai.engine.protocol import Engine
 from your_ai.engine.reload import reload_adapted
-from your_ai.engine.weights import FileTensor
+from your_ai.engine.weights import FileTensor, open_model
 from your_ai.files import packaged
 from your_ai.gates.console import echo_json
 from your_ai.gates.token_ids import vocabulary_of

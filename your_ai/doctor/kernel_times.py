@@ -17,11 +17,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from your_ai.doctor.fit_speed import TimedWork
-from your_ai.engine import target_pass
+from your_ai.engine import tiled_head
 from your_ai.engine.dequantized import multiply
 from your_ai.engine.gradients import Gradients, gradients_in
 from your_ai.engine.spill import Spilled
-from your_ai.hub.tensor_sizes import GROUP_SIZE
+from your_ai.hub.config_values import GROUP_SIZE
 from your_ai.memory.calibration import Shape
 from your_ai.memory.mixer_facts import ATTENTION, MixerFacts
 from your_ai.memory.sizes import LEAN_QUERY_BLOCK, QUERY_BLOCK
@@ -195,7 +195,7 @@ def head_time(
 
     def run() -> Any:
         scale = mx.array(1.0)
-        return target_pass.loss_and_gradient(states, batch, SUPERVISED, scale, head)[:2]
+        return tiled_head.loss_and_gradient(states, batch, SUPERVISED, scale, head)[:2]
 
     work = head_parts_work(quantized, targets, hidden, vocabulary)
     return TimedWork(f"head {targets} x {hidden} x {vocabulary}", work, time_of(run, now))

@@ -24,7 +24,7 @@ from your_ai.doctor.fit_memory import Peak, PeakKind
 from your_ai.doctor.shapes import make_shape
 from your_ai.engine.build import build_engine
 from your_ai.engine.gradients import gradients_in
-from your_ai.engine.opened import open_model
+from your_ai.engine.weights import open_model
 from your_ai.errors import RunError
 from your_ai.files import replace_text
 from your_ai.gates.console import echo_json

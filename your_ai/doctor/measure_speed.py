@@ -28,8 +28,8 @@ from your_ai.doctor.fit_speed import TimedWork, errors, fitted_seconds
 from your_ai.doctor.shapes import llama, write_shape
 from your_ai.engine.build import build_engine
 from your_ai.engine.gradients import Gradients, gradients_in
-from your_ai.engine.opened import open_model
 from your_ai.engine.protocol import Engine
+from your_ai.engine.weights import open_model
 from your_ai.errors import RunError
 from your_ai.files import replace_text
 from your_ai.gates.text import counted

@@ -30,9 +30,9 @@ from your_ai.doctor.contest import (
 )
 from your_ai.engine.build import build_engine
 from your_ai.engine.gradients import Gradients, gradients_in
-from your_ai.engine.opened import open_model
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.protocol import Engine
+from your_ai.engine.weights import open_model
 from your_ai.errors import RunError, UserError
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.generation.rollouts import RolloutPrompt, complete, sampler_of

@@ -28,9 +28,8 @@ from your_ai.memory.demand import PYTHON_BYTES, SCORED_FIRST, WHOLE
 from your_ai.memory.facts import ModelFacts, facts_of_known
 from your_ai.memory.limit import MemoryLimit
 from your_ai.memory.plan import Choice, Demand, DoesNotFit, choose, options
-from your_ai.memory.plan_words import words
 from your_ai.memory.speed import UNKNOWN, KnownSpeed
-from your_ai.memory.workload import StepSizes, Training
+from your_ai.memory.workload import StepSizes, Training, words
 
 DATA = "my-data/"
 COMFORT_SHARE = 0.9  # of the limit, because estimates for an unmeasured device are rough

@@ -15,8 +15,8 @@ from mlx.utils import tree_flatten
 
 from your_ai.files import atomic_folder
 from your_ai.gates.text import size_text
+from your_ai.hub.config_values import GROUP_SIZE
 from your_ai.hub.registry import config_of, known
-from your_ai.hub.tensor_sizes import GROUP_SIZE
 from your_ai.rng import derive_seed
 from your_ai.run.checkpoint import save_arrays
 

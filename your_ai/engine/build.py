@@ -24,12 +24,11 @@ from your_ai.memory.workload import NOTHING, Kept
 from your_ai.nets.attention import replace_attention
 from your_ai.nets.block_calls import Unsplittable
 from your_ai.nets.dora import compute_magnitudes
-from your_ai.nets.head import Head, LinearHead, at_temperature, linear_head
+from your_ai.nets.head import Head, LinearHead, ScoreHead, at_temperature, linear_head, score_layer
 from your_ai.nets.mixers.replace import replace_mixers
 from your_ai.nets.model import DropoutKeys
 from your_ai.nets.neftune import neftune_of
 from your_ai.nets.parts import Parts, parts_of
-from your_ai.nets.score_head import ScoreHead, score_layer
 from your_ai.nets.split import Split, split
 from your_ai.objectives.objective import Objective
 from your_ai.objectives.sft import SUPERVISED

@@ -13,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 
 from your_ai.data.batches import Batch
-from your_ai.engine import target_pass
+from your_ai.engine import tiled_head
 from your_ai.engine.compiled import Graphs, shape_of
 from your_ai.engine.protocol import Engine
 from your_ai.nets.dora import dora_layers, norms_of, use_norms
@@ -80,26 +80,26 @@ def fused_engine(
         dropout_keys.set(keys)
         with noise_added(neftune, keys, lengths):
             hidden = trunk(*inputs)
-        sums = target_pass.trainable_loss(hidden, Targets(*targets), objective, scale, head)
+        sums = tiled_head.trainable_loss(hidden, Targets(*targets), objective, scale, head)
         dropout_keys.set(None)
         model.eval()
         return sums
 
     @with_norms
     def loss_only(inputs: Inputs, targets: Targets) -> Sums:
-        return target_pass.loss(trunk(*inputs), Targets(*targets), objective, head)
+        return tiled_head.loss(trunk(*inputs), Targets(*targets), objective, head)
 
     @with_norms
     def scored(inputs: Inputs, targets: Targets) -> mx.array:
-        return target_pass.log_probabilities(trunk(*inputs), Targets(*targets), head)
+        return tiled_head.log_probabilities(trunk(*inputs), Targets(*targets), head)
 
     @with_norms
     def most_likely(inputs: Inputs, targets: Targets) -> mx.array:
-        return target_pass.predictions(trunk(*inputs), Targets(*targets), head)
+        return tiled_head.predictions(trunk(*inputs), Targets(*targets), head)
 
     @with_norms
     def losses_and_predictions(inputs: Inputs, targets: Targets) -> tuple[mx.array, mx.array]:
-        return target_pass.score(trunk(*inputs), Targets(*targets), head)
+        return tiled_head.score(trunk(*inputs), Targets(*targets), head)
 
     state = [model.state]
 

@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 
 from your_ai.engine.dequantized import DequantizedLinear
-from your_ai.memory.layer_sizes import backward_features, forward_features, slice_width
+from your_ai.memory.facts import backward_features, forward_features, slice_width
 from your_ai.nets.dora import NORMS, DoRA
 from your_ai.nets.mlx_types import Arrays, custom_function
 from your_ai.nets.model import DropoutKeys, KeyedDropout

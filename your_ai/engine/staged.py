@@ -18,7 +18,7 @@ import numpy as np
 from mlx.utils import tree_unflatten
 
 from your_ai.data.batches import Batch
-from your_ai.engine import target_pass
+from your_ai.engine import tiled_head
 from your_ai.engine.compiled import Graphs, GraphShape, shape_of
 from your_ai.engine.fused import row_keys
 from your_ai.engine.kept import Keeps
@@ -37,15 +37,14 @@ from your_ai.engine.spill import Inputs, Stack
 from your_ai.engine.tiled_head import TargetPart, in_order, target_parts
 from your_ai.engine.tiles import TiledBlock, TiledBlocks, cut, joined, settings_of
 from your_ai.engine.weights import Streamed, streams_vocabulary
-from your_ai.memory.tiles import tiles_of
+from your_ai.memory.sizes import tiles_of
 from your_ai.memory.workload import NOTHING, Kept, KeptAt
 from your_ai.nets.dora import dora_layers, norms_of
-from your_ai.nets.head import Head, LinearHead
+from your_ai.nets.head import Head, LinearHead, ScoreHead
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import DropoutKeys, KeyedDropout, TokenKeys
 from your_ai.nets.neftune import Neftune, noise_added
 from your_ai.nets.parts import Parts
-from your_ai.nets.score_head import ScoreHead
 from your_ai.objectives.objective import Objective, Scores, Sums, Targets
 
 FEWEST_BYTES = 16 << 20  # minimum bytes of hidden states per read of the frozen blocks
@@ -330,19 +329,19 @@ class Staged:
         self, hidden: mx.array, targets: Targets, scale: mx.array
     ) -> tuple[Sums, mx.array, Arrays]:
         targets = Targets(*targets)  # which compiling makes a plain tuple
-        return target_pass.loss_and_gradient(hidden, targets, self.objective, scale, self.head)
+        return tiled_head.loss_and_gradient(hidden, targets, self.objective, scale, self.head)
 
     def _loss(self, hidden: mx.array, targets: Targets) -> Sums:
-        return target_pass.loss(hidden, Targets(*targets), self.objective, self.head)
+        return tiled_head.loss(hidden, Targets(*targets), self.objective, self.head)
 
     def _log_probabilities(self, hidden: mx.array, targets: Targets) -> mx.array:
-        return target_pass.log_probabilities(hidden, Targets(*targets), self.head)
+        return tiled_head.log_probabilities(hidden, Targets(*targets), self.head)
 
     def _predictions(self, hidden: mx.array, targets: Targets) -> mx.array:
-        return target_pass.predictions(hidden, Targets(*targets), self.head)
+        return tiled_head.predictions(hidden, Targets(*targets), self.head)
 
     def _score(self, hidden: mx.array, targets: Targets) -> tuple[mx.array, mx.array]:
-        return target_pass.score(hidden, Targets(*targets), self.head)
+        return tiled_head.score(hidden, Targets(*targets), self.head)
 
     def fill(self, batches: Iterable[Batch]) -> None:
         """Store the input of the first trained block for each text, group by group.
@@ -557,7 +556,7 @@ class FusedAboveCache(Staged):
             blocks = zip(self.trained, frozen, trained, extras, strict=True)
             for index, block_frozen, block_trained, given in blocks:
                 h = self.programs.of(index, shape).run(block_frozen, block_trained, h, given)
-            return target_pass.trainable_loss(h, targets, self.objective, scale, self.head)
+            return tiled_head.trainable_loss(h, targets, self.objective, scale, self.head)
 
         return mx.value_and_grad(scaled, argnums=(0, 1))(trained, of_head)
 

@@ -27,7 +27,7 @@ from your_ai.engine.compiled import Compile, Graphs, GraphShape
 from your_ai.engine.mlp import replace_mlps
 from your_ai.engine.spill import Inputs
 from your_ai.errors import suppress_model_errors
-from your_ai.memory.tiles import tiles_of
+from your_ai.memory.sizes import tiles_of
 from your_ai.nets.block_calls import Mask
 from your_ai.nets.mixers.replace import replace_mixers
 from your_ai.nets.mlx_types import Arrays

@@ -13,7 +13,12 @@ Shapes: T tokens, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
+import os
+import struct
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,8 +30,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from your_ai.engine.reading import Part, ReadClock, hint
-from your_ai.engine.streamed_experts import ReadExperts, only_routed
+from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.errors import RESUME, RunError, UserError, is_read_error
 from your_ai.files import read_into
 from your_ai.gates.untrusted import read_header
@@ -34,8 +38,117 @@ from your_ai.memory.facts import VOCABULARY
 from your_ai.nets.dora import compute_magnitudes
 from your_ai.nets.head import HeadSlice, LinearHead, dense, part_of
 from your_ai.nets.mlx_types import Arrays, load_arrays, memory_of
+from your_ai.nets.model import EXPERTS, load_network
 from your_ai.nets.parts import arrays_of, put
 from your_ai.nets.split import StandIn, blocks_path, module_at
+from your_ai.nets.tokenizer import open_tokenizer
+
+# Streamed experts: of a layer with many experts, read only those that its tokens are routed to
+
+
+MOST_READ = 0.5  # share of the experts; if more are used, the layer is read as a whole
+
+ReadExperts = Callable[[np.ndarray], mx.array]
+"""(n,) indices of experts -> the rows (n, ...) of a tensor."""
+
+
+class RoutedExperts(nn.Module):
+    """Replaces a layer of experts while it runs.
+
+    readers: for each of the layer's arrays, by name, what reads experts of it.
+    """
+
+    layer: nn.Module
+    readers: dict[str, ReadExperts]
+
+    def __init__(self, layer: nn.Module, readers: dict[str, ReadExperts]) -> None:
+        super().__init__()
+        vars(self).update(layer=layer, readers=readers)  # not children: their arrays stay unread
+
+    def __call__(self, x: mx.array, indices: mx.array, **options: Any) -> mx.array:
+        used, places = np.unique(np.array(indices), return_inverse=True)
+        if len(used) > MOST_READ * self.layer.num_experts:
+            return self.layer(x, indices, **options)
+        twin = copy.copy(self.layer)
+        for name, read in self.readers.items():
+            twin[name] = read(used)
+        return twin(x, mx.array(places.reshape(indices.shape).astype(np.uint32)), **options)
+
+
+@contextlib.contextmanager
+def only_routed(block: nn.Module, readers: dict[str, ReadExperts]) -> Iterator[None]:
+    """Until the `with` block ends, the experts of a block are read as its tokens need them.
+
+    readers: what reads experts of a tensor, by its path in the block.
+    """
+    modules = dict(block.named_modules())
+    replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    for path, layer in modules.items():
+        own = {name: f"{path}.{name}" for name in layer if isinstance(layer[name], mx.array)}
+        if isinstance(layer, EXPERTS) and readers.keys() >= set(own.values()):
+            parent, _, leaf = path.rpartition(".")
+            replaced.append((modules[parent], leaf, layer))
+            routed = RoutedExperts(layer, {name: readers[path] for name, path in own.items()})
+            modules[parent][leaf] = routed
+    try:
+        yield
+    finally:
+        for owner, leaf, layer in replaced:
+            owner[leaf] = layer
+
+
+# Reading weights from files while a model runs: the time lost to it, and hints to the system
+
+
+F_RDADVISE = 44  # macOS: read a part of a file into the page cache, in the background
+Part = tuple[int, int]  # (offset, bytes) in a file
+
+
+class ReadClock:
+    """The seconds in which a model waited for its weights."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time until the `with` block ends."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds += time.perf_counter() - began
+
+    def take(self) -> float:
+        """The seconds since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+def hint(file: Path, parts: Iterable[Part], platform: str = sys.platform) -> None:
+    """Ask the system to read parts of a file into its page cache, and do not wait for it.
+
+    That memory belongs to the system, not to this process. A file that cannot be opened is left
+    to the read that follows.
+    """
+    with contextlib.suppress(OSError):
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for offset, size in parts:
+                if platform == "linux":
+                    os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
+                elif platform == "darwin":
+                    advise_macos(descriptor, offset, size)
+        finally:
+            os.close(descriptor)
+
+
+def advise_macos(descriptor: int, offset: int, size: int) -> None:
+    """F_RDADVISE takes struct radvisory: off_t ra_offset, int ra_count."""
+    import fcntl
+
+    fcntl.fcntl(descriptor, F_RDADVISE, struct.pack("=qi4x", offset, min(size, 2**31 - 1)))
+
 
 DTYPES = {
     "F32": mx.float32,
@@ -439,3 +552,43 @@ def last_position_only(model: nn.Module) -> Iterator[None]:
 
 def streams_vocabulary(model: nn.Module) -> bool:
     return any(isinstance(module, StreamedLayer) for module in model.modules())
+
+
+# Load a model folder. Training, evaluation, generation, bench and doctor all load models here
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model with lazy weights: they are read from the files on first use."""
+
+    folder: Path
+    network: nn.Module
+    config: dict[str, Any]
+    """The model's config.json, as mlx-lm loads it."""
+    dtype: mx.Dtype
+    """The dtype of the computation."""
+    tensors: dict[str, FileTensor]
+    """The place in the folder's files of each array of the network."""
+    can_stream: bool
+    """Whether the files store all weights in the form that the network uses."""
+
+    def tokenizer(self) -> Any:
+        """Load the tokenizer of the folder. Raises UserError if it cannot be loaded."""
+        return open_tokenizer(self.folder)
+
+
+def open_model(folder: Path, dtype: mx.Dtype) -> Opened:
+    """Open a model. Raises UserError if its folder is incomplete or mlx-lm cannot load it."""
+    network, config = load_network(folder, dtype)
+    tensors = tensors_of(network, folder)
+    return Opened(folder, network, config, dtype, tensors, can_stream(network, tensors))
+
+
+def prepare_for_generation(opened: Opened, streams: bool) -> nn.Module:
+    """Prepare the network for generation; streams: read weights from their files per token."""
+    network = opened.network
+    network.eval()
+    dequantize_on_the_cpu(network)
+    if streams:
+        stream(network, opened.tensors)
+    return network

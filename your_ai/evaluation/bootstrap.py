@@ -1,6 +1,6 @@
 """Confidence intervals of means over rows: the paired percentile bootstrap. Imports only numpy.
 
-Shares, such as exact match, have Wilson intervals instead (`dashboard/shares.py`), except for the
+Shares, such as exact match, have Wilson intervals instead (`dashboard/measures.py`), except for the
 difference between base and adapter.
 
 A resample draws as many rows as the file has, with replacement, and computes the mean again.

@@ -24,8 +24,8 @@ from your_ai.data.encode import Encoder, SamplePrompt, token_ids
 from your_ai.data.lines import file_of_first_row
 from your_ai.data.preferences import Kind
 from your_ai.engine.build import build_engine
-from your_ai.engine.opened import open_model
 from your_ai.engine.protocol import Engine
+from your_ai.engine.weights import open_model
 from your_ai.errors import RunError, UserError
 from your_ai.evaluation.custom_metric import Metric
 from your_ai.evaluation.dataset_scores import ExampleScores, scored
@@ -39,13 +39,12 @@ from your_ai.evaluation.rows import (
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.generation.generate import Sampling, answer_room
 from your_ai.generation.samples import MOST_TOGETHER, sampled
-from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
+from your_ai.hub.find import fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import budget_of_evaluation, row_limit
 from your_ai.memory.demand import Budget
 from your_ai.memory.plan import choose
-from your_ai.memory.plan_words import words
-from your_ai.memory.workload import RolloutSizes, Training
+from your_ai.memory.workload import RolloutSizes, Training, words
 from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.nets import model, saved_adapter
 from your_ai.nets.saved_adapter import Adapter, Trained, read_adapter

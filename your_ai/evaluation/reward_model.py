@@ -25,8 +25,8 @@ from your_ai.data.records import read_records
 from your_ai.data.rows import Row
 from your_ai.data.sources import STDIN
 from your_ai.engine.build import build_engine
-from your_ai.engine.opened import Opened, open_model
 from your_ai.engine.protocol import Engine
+from your_ai.engine.weights import Opened, open_model
 from your_ai.errors import UserError
 from your_ai.evaluation.compare import hold, training_of
 from your_ai.gates.text import counted

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from your_ai.config import REWARD
-from your_ai.dashboard.shares import wilson
+from your_ai.dashboard.measures import wilson
 from your_ai.errors import UserError
 from your_ai.evaluation import record, rewards
 from your_ai.evaluation.bootstrap import Interval, Paired, paired

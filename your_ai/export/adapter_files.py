@@ -25,8 +25,7 @@ from your_ai.files import packaged
 from your_ai.gates.paths import missing_text
 from your_ai.gates.text import shown
 from your_ai.gates.untrusted import read_header, read_json
-from your_ai.hub.find import Missing, find_model, is_local
-from your_ai.hub.fingerprint import fingerprint
+from your_ai.hub.find import Missing, find_model, fingerprint, is_local
 from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.nets import model
 from your_ai.nets.mlx_types import load_arrays

@@ -20,12 +20,11 @@ from your_ai.data.batches import Batch, bucket_edges, micro_batches
 from your_ai.data.encode import Encoder
 from your_ai.data.examples import Examples, load_examples
 from your_ai.data.sources import find_splits
-from your_ai.engine.opened import open_model, prepare_for_generation
+from your_ai.engine.weights import open_model, prepare_for_generation
 from your_ai.errors import UserError
 from your_ai.export.fused_weights import base_of
 from your_ai.gates.token_ids import vocabulary_of
-from your_ai.hub.find import store
-from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
+from your_ai.hub.find import fingerprint, store, tokenizer_fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import coefficients_here, limit_of, python_bytes, row_limit
 from your_ai.memory.estimate import weights_bytes

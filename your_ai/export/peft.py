@@ -21,7 +21,7 @@ from your_ai.export.names import (
     modules_of,
 )
 from your_ai.files import atomic_folder
-from your_ai.hub.names import HubName
+from your_ai.hub.find import HubName
 from your_ai.modelfiles.targets import write_error
 from your_ai.nets.saved_adapter import Trained, has_score_head, read_score_head
 from your_ai.nets.tokenizer import added_end_text

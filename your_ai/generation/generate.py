@@ -25,8 +25,7 @@ from your_ai.data.prompts import parse_prompts
 from your_ai.data.records import read_records, suffix_of
 from your_ai.data.rows import Question
 from your_ai.data.template import TemplateRefused
-from your_ai.engine.opened import open_model, prepare_for_generation
-from your_ai.engine.weights import last_position_only
+from your_ai.engine.weights import last_position_only, open_model, prepare_for_generation
 from your_ai.errors import RunError, UserError, first_line, is_memory_error
 from your_ai.gates.text import counted, quoted
 from your_ai.gates.token_ids import EMBEDDINGS, HEADS, check_ids, rows_of, vocabulary_of

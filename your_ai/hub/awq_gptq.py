@@ -22,7 +22,7 @@ from typing import Any
 from your_ai.errors import UserError
 from your_ai.gates.text import shown
 from your_ai.gates.untrusted import Entry
-from your_ai.hub.quantization import MLX_GROUPS, method_of
+from your_ai.hub.config_values import MLX_GROUPS, method_of
 
 METHODS = ("awq", "gptq")
 PACKED_BITS = {"awq": (4,), "gptq": (2, 3, 4, 8)}

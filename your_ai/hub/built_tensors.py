@@ -15,9 +15,7 @@ from mlx_lm import utils
 from mlx_lm.models.bitlinear_layers import BitLinear
 
 from your_ai.gates.untrusted import Entry
-from your_ai.hub.config_values import text_part
-from your_ai.hub.quantization import is_left, method_of, quantization_of
-from your_ai.hub.tensor_sizes import group_size_of
+from your_ai.hub.config_values import group_size_of, is_left, method_of, quantization_of, text_part
 
 TERNARY = "its layers are ternary (BitLinear), which cannot be adapted"
 KINDS = {

@@ -4,16 +4,95 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterable, Mapping
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from your_ai.gates.text import size_text
 from your_ai.gates.untrusted import Entry
-from your_ai.hub.config_values import experts_used, text_part
-from your_ai.hub.known_tensors import known_tensors, parameters_of, quantization_of, unpacked
-from your_ai.hub.tensor_sizes import tensor_bytes
+from your_ai.hub.config_values import experts_used, tensor_bytes, text_part
+
+# The tensors of the registry's models, known without their files and without mlx
+
+
+TENSORS = Path(__file__).with_name("known_tensors.json")
+FLOAT = "BF16"
+Part = tuple[str, str, Mapping[str, str]]
+
+
+@functools.cache
+def known_tensors() -> Mapping[str, list[Part]]:
+    """The contents of the file, by alias."""
+    found: Mapping[str, list[Part]] = json.loads(TENSORS.read_text(encoding="utf-8"))
+    return found
+
+
+def unpacked(parts: Iterable[Part]) -> Iterator[Entry]:
+    """The tensors that `packed` has written."""
+    for prefix, blocks, tensors in parts:
+        layers = [entry for name, text in tensors.items() for entry in layer_of(name, text)]
+        for start in [f"{prefix}{block}." for block in numbers(blocks)] if blocks else [""]:
+            for name, kind, shape in layers:
+                yield Entry(start + name, kind, shape)
+
+
+def layer_of(name: str, text: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """(name, dtype, shape) of each tensor of a layer."""
+    dims, *more = text.split(" ")
+    shape = tuple(int(n) for n in dims.split("x")) if dims else ()
+    if len(more) < 2:
+        yield name, more[0] if more else FLOAT, shape
+        return
+    bits, group_size = map(int, more[0].split("/"))
+    *rows, inputs = shape
+    yield f"{name}.weight", "U32", (*rows, inputs * bits // 32)
+    groups = (*rows, inputs // group_size)
+    is_affine = more[1] == "affine"
+    yield f"{name}.scales", FLOAT if is_affine else "U8", groups
+    if is_affine:
+        yield f"{name}.biases", FLOAT, groups
+
+
+def numbers(text: str) -> Iterator[int]:
+    """`0-2,5` -> 0, 1, 2, 5"""
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
+def quantization_of(parts: Iterable[Part]) -> dict[str, dict[str, Any]]:
+    """The settings of each quantized layer, as in a config.json."""
+    found = {}
+    for prefix, blocks, tensors in parts:
+        for name, text in tensors.items():
+            _, *more = text.split(" ")
+            if len(more) < 2:
+                continue
+            bits, group_size = map(int, more[0].split("/"))
+            settings = {"bits": bits, "group_size": group_size, "mode": more[1]}
+            for start in [f"{prefix}{block}." for block in numbers(blocks)] if blocks else [""]:
+                found[start + name] = settings
+    return found
+
+
+def parameters_of(parts: Iterable[Part], experts: int | None = None) -> int:
+    """The number of parameters before quantization.
+
+    experts: count only so many of the routed experts of each layer.
+    """
+    total = 0
+    for _, blocks, tensors in parts:
+        times = len(list(numbers(blocks))) if blocks else 1
+        for name, text in tensors.items():
+            shape = [int(n) for n in text.split(" ")[0].split("x") if n]
+            if experts is not None and len(shape) > 1 and ("switch" in name or "experts." in name):
+                shape[0] = min(shape[0], experts)
+            total += times * math.prod(shape)
+    return total
+
 
 DATA = Path(__file__).with_name("registry.yaml")
 FLOAT_BYTES = 2  # bfloat16, the dtype of all of them

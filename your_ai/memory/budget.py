@@ -18,7 +18,7 @@ from your_ai.data.lines import RowLimit
 from your_ai.errors import UserError
 from your_ai.hub.find import store
 from your_ai.memory import allocator, demand, probe
-from your_ai.memory import calibration_file as measurements
+from your_ai.memory import calibration as measurements
 from your_ai.memory.buffers import NO_LIMIT, BufferLimit, of_wave
 from your_ai.memory.calibration import Calibration, Measurement
 from your_ai.memory.coefficients import FILE, Coefficients, for_machine

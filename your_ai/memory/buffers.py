@@ -21,8 +21,7 @@ from your_ai.memory.estimate_adapters import OPTIMIZER_STATES, arrays_of
 from your_ai.memory.estimate_generation import prompts_of_wave
 from your_ai.memory.estimate_graphs import queries_in_graph, query_blocks
 from your_ai.memory.facts import BlockFacts, ModelFacts
-from your_ai.memory.mixer_facts import ATTENTION, GATED_DELTA, KDA, MAMBA1, SLIDING
-from your_ai.memory.mixer_sizes import sizes_of
+from your_ai.memory.mixer_facts import ATTENTION, GATED_DELTA, KDA, MAMBA1, SLIDING, sizes_of
 from your_ai.memory.workload import Plan, RolloutSizes, Workload
 
 METAL_BUFFERS = 499_000  # of every Mac so far; MLX assumes it where the system does not say

@@ -11,9 +11,16 @@ of a micro-batch: rows x tokens per row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from your_ai.files import read_text, replace_text
 
 FAR = 10.0  # measure nothing if this multiple of the estimated activations fits
 FIRST, SECOND = 32, 64  # tokens of the first shapes: small, but enough to show the growth
@@ -184,3 +191,56 @@ def next_shape(
     larger = [shape for shape in shapes if shape.size > last.size]
     by_slack = (shape for shape in larger if fits(shape, SLACK))
     return next(by_slack, larger[-1] if fits(larger[-1], 1.0) else None)
+
+
+# Measurements of a model on this machine, kept in a file for the next run. No mlx here
+
+
+MOST_BYTES = 1 << 20  # a larger file was not written by this module
+
+
+def file_of(folder: Path, key: Iterable[str]) -> Path:
+    """The file of the measurements for `key`."""
+    digest = hashlib.sha256("\n".join(key).encode()).hexdigest()
+    return folder / f"{digest[:32]}.json"
+
+
+def read(path: Path) -> Calibration:
+    """Read a file of measurements; empty if it is missing or damaged."""
+    try:
+        content = json.loads(read_text(path, MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return Calibration()
+    return Calibration(tuple(valid_measurements(content if isinstance(content, list) else [])))
+
+
+def valid_measurements(entries: Iterable[Any]) -> Iterator[Measurement]:
+    """The valid measurements among `entries`."""
+    for entry in entries:
+        with contextlib.suppress(ValueError, TypeError):
+            yield measurement_of(entry)
+
+
+def measurement_of(entry: Any) -> Measurement:
+    """A measurement from a file. Raises ValueError or TypeError if it is not valid."""
+    found = Measurement(**entry)
+    counts = (found.rows, found.tokens, found.work_bytes)
+    whole = all(type(count) is int and 0 < count < 1 << 50 for count in counts)
+    excess = found.excess_bytes
+    whole &= excess is None or (type(excess) is int and abs(excess) < 1 << 50)
+    if not (whole and type(found.ratio) is float and math.isfinite(found.ratio)):
+        raise ValueError("not a measurement")
+    if (
+        found.engine not in ("fused", "staged", "kept")
+        or not LEAST_RATIO <= found.ratio <= MOST_RATIO
+    ):
+        raise ValueError("not a measurement")
+    return found
+
+
+def keep(path: Path, calibration: Calibration) -> None:
+    """Replace the file. If that fails, the next run measures again."""
+    text = json.dumps([asdict(measured) for measured in calibration.measurements], indent=1)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, text + "\n")

@@ -32,6 +32,7 @@ from your_ai.memory.estimate_blocks import (
     gemma_bytes,
     kept_backward_bytes,
     kept_forward_bytes,
+    kind_bytes,
     logits_bytes,
     staged_backward_bytes,
     staged_forward_bytes,
@@ -43,13 +44,11 @@ from your_ai.memory.estimate_generation import (
 )
 from your_ai.memory.estimate_graphs import evaluation_graphs_bytes, graphs_bytes
 from your_ai.memory.estimate_kept import kept_bytes
-from your_ai.memory.estimate_kinds import kind_bytes
 from your_ai.memory.estimate_tiles import (
     is_tiled,
     noise_bytes,
 )
-from your_ai.memory.facts import ModelFacts, layers_named
-from your_ai.memory.layer_sizes import head_step, quantized_matrix_bytes
+from your_ai.memory.facts import ModelFacts, head_step, layers_named, quantized_matrix_bytes
 from your_ai.memory.sizes import (
     DEQUANTIZED_SLICE_BYTES,
     HEAD_ROWS,

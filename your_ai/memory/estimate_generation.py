@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from your_ai.memory.coefficients import PACKAGED, Coefficients
-from your_ai.memory.facts import BlockFacts, ModelFacts
-from your_ai.memory.layer_sizes import quantized_matrix_bytes, widest_outputs
+from your_ai.memory.facts import BlockFacts, ModelFacts, quantized_matrix_bytes, widest_outputs
 from your_ai.memory.mixer_facts import ATTENTION, MLA, SLIDING
 from your_ai.memory.sizes import (
     CACHE_STEP,

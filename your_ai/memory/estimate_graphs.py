@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from your_ai.memory.coefficients import Table
 from your_ai.memory.estimate_tiles import is_tiled, tiled_query_blocks
-from your_ai.memory.facts import ModelFacts, layers_named
-from your_ai.memory.layer_sizes import head_step, is_quantized
+from your_ai.memory.facts import ModelFacts, head_step, is_quantized, layers_named
 from your_ai.memory.memoized import memoized
 from your_ai.memory.sizes import (
     CPU_TOKENS,

@@ -12,8 +12,7 @@ from __future__ import annotations
 from your_ai.memory.facts import ModelFacts
 from your_ai.memory.memoized import memoized
 from your_ai.memory.mixer_facts import ATTENTION, MLA, SLIDING
-from your_ai.memory.sizes import FEWEST_QUERIES, TILE_SCORE_BYTES
-from your_ai.memory.tiles import tiles_of
+from your_ai.memory.sizes import FEWEST_QUERIES, TILE_SCORE_BYTES, tiles_of
 from your_ai.memory.workload import Workload
 
 NOISE_ARRAYS = 4.5  # (B, T, D) in float32 that exist while noise is added to embeddings

@@ -13,15 +13,24 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from your_ai.config.targets import selects
+from your_ai.config.names import selects
 from your_ai.gates.untrusted import BLOCK, EXPERT, Entry, read_header, read_json
 from your_ai.hub.awq_gptq import as_in_mlx
-from your_ai.hub.config_values import HEADS, HIDDEN, MOST_BLOCKS, experts_used, text_part
-from your_ai.hub.quantization import quantization_of as quantization_in
+from your_ai.hub.config_values import (
+    GROUP_SIZE,
+    HEADS,
+    HIDDEN,
+    MOST_BLOCKS,
+    experts_used,
+    group_size_of,
+    tensor_bytes,
+    text_part,
+)
+from your_ai.hub.config_values import quantization_of as quantization_in
 from your_ai.hub.registry import Known, config_of
-from your_ai.hub.tensor_sizes import GROUP_SIZE, group_size_of, tensor_bytes
 from your_ai.memory.memoized import memoized
 from your_ai.memory.mixer_facts import QUERIES, RWKV7, MixerFacts, mixers_of, windows_of
+from your_ai.memory.sizes import FEWEST_FEATURES, HEAD_SLICE_BYTES, SLICE_STEP
 
 # Tensors next to the text model in files of other libraries; mlx-lm ignores them.
 LEFT_OUT = re.compile(r"(?:^|\.)(?:vision|visual|audio|multi_modal|embed_vision|embed_audio|mtp)")
@@ -498,3 +507,72 @@ def vocabulary_held(facts: ModelFacts) -> ModelFacts:
     """The same facts, for a model whose embedding and head must stay in memory."""
     rest = facts.rest_bytes + facts.vocabulary_bytes
     return replace(facts, rest_bytes=rest, vocabulary_bytes=0)
+
+
+# Sizes of the layers of a model, for estimates
+
+
+MLPS = ("mlp", "feed_forward")  # they are computed in slices of features, if they are gated
+
+
+@memoized
+def widest_outputs(facts: ModelFacts) -> int:
+    """M, the outputs of the widest linear layer of a block."""
+    return max((o for kind in facts.kinds for _, o in kind.linears.values()), default=0)
+
+
+@memoized
+def largest_matrix_bytes(facts: ModelFacts) -> int:
+    """Bytes of the largest weight matrix of a block, dequantized."""
+    sizes = [size for kind in facts.kinds for size in kind.linears.values()]
+    return max((i * o for i, o in sizes), default=0) * facts.float_bytes
+
+
+@memoized
+def quantized_matrix_bytes(facts: ModelFacts) -> int:
+    """The same of those that are quantized; 0 if none is."""
+    sizes = [
+        inputs * outputs
+        for kind in facts.kinds
+        for name, (inputs, outputs) in kind.linears.items()
+        if is_quantized(facts, kind, name)
+    ]
+    return max(sizes, default=0) * facts.float_bytes
+
+
+def is_quantized(facts: ModelFacts, kind: BlockFacts, name: str) -> bool:
+    """Whether a linear layer of a block is."""
+    return facts.quantized and name not in kind.dense
+
+
+@memoized
+def dense_share(facts: ModelFacts) -> float:
+    """Of the layers in the MLP of such blocks, or of all if they have none, those that are not
+    quantized: from 0 to 1, which runs whole in the forward pass."""
+    if not facts.quantized:
+        return 1.0
+    layers = [(name, name in kind.dense) for kind in facts.kinds for name in kind.linears]
+    found = [is_dense for name, is_dense in layers if name.partition(".")[0] in MLPS]
+    found = found or [is_dense for _, is_dense in layers]
+    return sum(found) / len(found) if found else 0.0
+
+
+def backward_features(hidden: int) -> int:
+    """About the features of a slice of an MLP in its backward pass, for hidden size D."""
+    return max(FEWEST_FEATURES, hidden // 2)
+
+
+def forward_features(hidden: int) -> int:
+    """The same in its forward pass, which needs a third of the arrays; of quantized weights."""
+    return 2 * max(FEWEST_FEATURES, hidden)
+
+
+def slice_width(inner: int, about: int) -> int:
+    """The features of a slice of an MLP with F = `inner` features; near `about`, at most F."""
+    count = -(-inner // about)
+    return min(inner, -(-inner // count // SLICE_STEP) * SLICE_STEP)
+
+
+def head_step(facts: ModelFacts, count: int) -> int:
+    """Tokens per slice of the vocabulary, for `count` hidden states."""
+    return max(1, HEAD_SLICE_BYTES // (4 * max(count, facts.hidden)))

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
+from typing import Protocol, TypeVar
 
 from your_ai.errors import UserError
 from your_ai.gates.text import size_text
@@ -25,7 +26,6 @@ from your_ai.memory.estimate import Estimate, estimate, read_alone_bytes, weight
 from your_ai.memory.estimate_generation import wave_sizes
 from your_ai.memory.estimate_kept import at_rung, highest, rung_of, step_cost
 from your_ai.memory.facts import ModelFacts, vocabulary_held
-from your_ai.memory.front import fastest_first, front_of
 from your_ai.memory.limit import VARIES_BYTES, rounded_up, with_headroom
 from your_ai.memory.memoized import memoized
 from your_ai.memory.sample import in_gb
@@ -42,6 +42,64 @@ from your_ai.memory.workload import (
     Workload,
     whole_groups,
 )
+
+# The order of plans by time, and those that no other beats in both memory and time. Pure
+
+
+ALIKE = 1.01  # of plans whose predicted seconds differ by less, the smaller one is better
+
+
+class Timed(Protocol):
+    """What is known about a plan."""
+
+    @property
+    def needed_bytes(self) -> int: ...
+
+    @property
+    def cost(self) -> float:
+        """Arithmetic of a step."""
+
+    @property
+    def seconds(self) -> float | None:
+        """Predicted, of a step; None if they are not predicted."""
+
+
+T = TypeVar("T", bound=Timed)
+
+
+def fastest_first(found: list[T]) -> list[T]:
+    """The options by their predicted seconds; of those that are about as fast, the smallest first.
+
+    As they are, if no seconds are predicted.
+    """
+    known = [(option.seconds, option) for option in found if option.seconds is not None]
+    if len(known) < len(found):
+        return found
+    groups: list[list[T]] = []
+    fastest = 0.0
+    for seconds, option in sorted(known, key=lambda each: each[0]):
+        if not groups or seconds > ALIKE * fastest:
+            fastest = seconds
+            groups.append([])
+        groups[-1].append(option)
+    return [o for group in groups for o in sorted(group, key=lambda each: each.needed_bytes)]
+
+
+def front_of(found: Sequence[T]) -> list[T]:
+    """The options that no other beats in both memory and time, the fastest first.
+
+    Without predicted seconds, time is the arithmetic of a step.
+    """
+    front: list[T] = []
+    for option in sorted(found, key=lambda each: (each.needed_bytes, time_of(each))):
+        if not front or time_of(option) < time_of(front[-1]):
+            front.append(option)
+    return front[::-1]
+
+
+def time_of(option: Timed) -> float:
+    return option.cost if option.seconds is None else option.seconds
+
 
 ENGINES = (("fused", False), ("staged", False), ("staged", True), ("streamed", False),
            ("streamed", True))  # fmt: skip
@@ -602,3 +660,64 @@ def refusal(demand: Demand, least: Option, least_bytes: int, limit_bytes: int) -
         f"{in_gb(rounded_up(least_bytes))} is needed ({largest}); raise the limit, or "
         f"{', or '.join(advice)}"
     )
+
+
+# The longest row that fits into a memory limit, by the planner alone. Pure
+
+
+BUDGETS_GB = (8, 16, 24, 32, 64)  # that are shown if no limit is given
+STEP = 256  # tokens; lengths are multiples of it
+MOST = 1 << 20  # tokens that are tried
+
+
+@dataclass(frozen=True)
+class LongestRow:
+    """The longest row that fits into a limit."""
+
+    limit_bytes: int
+    tokens: int
+    """A multiple of STEP; 0 if not even one STEP fits."""
+    choice: Choice | None
+    """The plan for rows of this length; None if none fits."""
+
+    @property
+    def is_most(self) -> bool:
+        """Whether longer rows, which were not tried, may fit as well."""
+        return self.tokens == MOST
+
+
+def longest_rows(demand: Demand, limits_bytes: Iterable[int]) -> Iterator[LongestRow]:
+    """The longest row with which a run fits into each limit; one row, or one group, at a time.
+
+    demand: of the run, whose lengths do not matter.
+    """
+
+    def with_rows_of(tokens: int) -> Demand:
+        return replace(demand, lengths=(tokens,), batch_size=demand.rows_together)
+
+    @cache
+    def least_bytes(tokens: int) -> int:
+        found = options(with_rows_of(tokens))  # none if the row needs too many buffers
+        return min((option.needed_bytes for option in found), default=sys.maxsize)
+
+    def fits(limit_bytes: int, tokens: int) -> bool:
+        return least_bytes(tokens) <= limit_bytes
+
+    for limit_bytes in limits_bytes:
+        tokens = longest_of(partial(fits, limit_bytes))
+        choice = choose(with_rows_of(tokens), limit_bytes) if tokens else None
+        yield LongestRow(limit_bytes, tokens, choice)
+
+
+def longest_of(fits: Callable[[int], bool]) -> int:
+    """The largest multiple of STEP up to MOST that fits, 0 if none does.
+
+    Memory falls at the length from which rows are tiled, so every doubling is tried.
+    """
+    doubled = [STEP << i for i in range((MOST // STEP).bit_length())]
+    best = max(filter(fits, doubled), default=0)
+    above = min(2 * best, MOST + STEP)
+    while above - best > STEP:
+        middle = (best + above) // (2 * STEP) * STEP
+        best, above = (middle, above) if fits(middle) else (best, middle)
+    return best

@@ -21,9 +21,7 @@ from your_ai.memory.estimate_adapters import (
     float32_bytes,
     optimizer_bytes,
 )
-from your_ai.memory.estimate_disk import inputs_bytes
-from your_ai.memory.facts import BlockFacts, ModelFacts, names_of
-from your_ai.memory.layer_sizes import is_quantized
+from your_ai.memory.facts import BlockFacts, ModelFacts, is_quantized, names_of
 from your_ai.memory.mixer_facts import ATTENTION, OUTPUTS, SLIDING, MixerFacts
 from your_ai.memory.sizes import (
     CPU_TOKENS,
@@ -36,6 +34,29 @@ from your_ai.memory.sizes import (
 )
 from your_ai.memory.speed import MachineSpeed
 from your_ai.memory.workload import Plan, StepSizes, Training
+
+# Estimate the disk space of what a plan keeps in files without a name, in the run's folder
+
+
+def spilled_bytes(facts: ModelFacts, training: Training, plan: Plan, tokens: int) -> int:
+    """Bytes of gradients, optimizer states and block inputs on disk.
+
+    tokens: of a micro-batch, with padding; the inputs of one micro-batch are there at a time.
+    """
+    found = 0
+    if plan.gradients_on_disk:
+        found += float32_bytes(facts, training)
+    if plan.states_on_disk:
+        found += optimizer_bytes(facts, training)
+    if plan.inputs_on_disk:
+        found += inputs_bytes(facts, training, tokens)
+    return found
+
+
+def inputs_bytes(facts: ModelFacts, training: Training, tokens: int) -> int:
+    """Bytes of the inputs of the trained blocks."""
+    return training.blocks * tokens * (facts.hidden + facts.passed) * facts.float_bytes
+
 
 Work = dict[str, float]  # amounts of operations, by their kind in speed.KINDS
 Terms = dict[str, Work]  # by the name of the term

@@ -22,7 +22,7 @@ from mlx_lm.convert import MODEL_CONVERSION_DTYPES
 from your_ai.errors import UserError, first_line
 from your_ai.hub.awq_gptq import packing_of
 from your_ai.hub.check import check_model
-from your_ai.hub.tensor_sizes import GROUP_SIZE
+from your_ai.hub.config_values import GROUP_SIZE
 from your_ai.modelfiles import unfinished
 from your_ai.modelfiles.shards import (
     Lazy,

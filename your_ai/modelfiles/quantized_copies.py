@@ -20,9 +20,8 @@ from pathlib import Path
 
 from your_ai.errors import UserError
 from your_ai.hub.check import check_model
-from your_ai.hub.find import store
-from your_ai.hub.fingerprint import fingerprint
-from your_ai.hub.tensor_sizes import GROUP_SIZE
+from your_ai.hub.config_values import GROUP_SIZE
+from your_ai.hub.find import fingerprint, store
 from your_ai.modelfiles.quantize import RECORD, check_source, quantize_into, work_of
 from your_ai.modelfiles.repack import is_repacked, repacked_model
 from your_ai.modelfiles.shards import WriteProgress, write_model

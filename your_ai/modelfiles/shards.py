@@ -34,7 +34,7 @@ from your_ai.errors import RunError, UserError, first_line, is_memory_error
 from your_ai.files import sha256, sync
 from your_ai.gates.untrusted import links_outside
 from your_ai.hub.check import INDEX, check_model
-from your_ai.hub.fingerprint import fingerprint
+from your_ai.hub.find import fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import limit_of, python_bytes
 from your_ai.memory.facts import entries_of

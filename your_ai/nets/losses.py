@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from your_ai.memory.sizes import HEAD_ROWS
-from your_ai.nets.head import Function, Head, HeadSlice, LinearHead, TokenHead
+from your_ai.nets.head import Function, Head, HeadSlice, LinearHead, ScoreHead, TokenHead
 from your_ai.nets.mlx_types import Arrays, custom_function
 from your_ai.nets.numerics import exp, settled
-from your_ai.nets.score_head import ScoreHead
 from your_ai.objectives.objective import (
     GivenWeights,
     Metrics,

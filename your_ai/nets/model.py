@@ -21,7 +21,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model
 
 from your_ai.config import TrainConfig, defaults, nearest
-from your_ai.config.targets import selects
+from your_ai.config.names import selects
 from your_ai.data.batches import MULTIPLE
 from your_ai.errors import UserError, first_line, is_memory_error
 from your_ai.gates.text import counted, shown
@@ -29,10 +29,9 @@ from your_ai.gates.token_ids import rows_of, vocabulary_of
 from your_ai.gates.untrusted import EXPERT
 from your_ai.hub.awq_gptq import packing_of
 from your_ai.hub.check import check_model
-from your_ai.hub.quantization import method_of
+from your_ai.hub.config_values import method_of
 from your_ai.nets.dora import put_dora
-from your_ai.nets.parts import put
-from your_ai.nets.source_names import weights_read
+from your_ai.nets.parts import put, weights_read
 from your_ai.rng import derive_seed
 
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)

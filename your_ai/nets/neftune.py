@@ -26,7 +26,7 @@ import mlx.nn as nn
 
 from your_ai.errors import UserError
 from your_ai.gates.token_ids import EMBEDDINGS, is_outside_blocks
-from your_ai.memory.tiles import tiles_of
+from your_ai.memory.sizes import tiles_of
 from your_ai.nets.model import TRIED_TOKENS, TokenKeys, dropout_bits, uint32
 from your_ai.rng import derive_seed
 

@@ -20,10 +20,8 @@ from your_ai.config import TrainConfig
 from your_ai.errors import UserError, first_line
 from your_ai.gates.text import shown
 from your_ai.gates.untrusted import JSON_BYTES, is_number, parse_json, read_bytes, read_header
-from your_ai.hub.find import find_model
-from your_ai.hub.fingerprint import fingerprint
-from your_ai.hub.names import HubName, hub_name
-from your_ai.nets import model, score_head
+from your_ai.hub.find import HubName, find_model, fingerprint, hub_name
+from your_ai.nets import head, model
 from your_ai.nets.mlx_types import load_arrays
 from your_ai.run import checkpoint
 from your_ai.run.folder import RunFolder, find, is_running
@@ -335,9 +333,9 @@ def put_trained_score_head(network: nn.Module, adapter: Adapter, hidden_size: in
             f"{path}: does not fit the model: {checkpoint.SCORE_WEIGHT} is {found}, expected "
             f"{model.text_of_shape(wanted)}"
         )
-    score_head.put_score_head(network, wanted[1], seed=0)
-    network[score_head.NAME].weight = weight
-    network[score_head.NAME].freeze()
+    head.put_score_head(network, wanted[1], seed=0)
+    network[head.NAME].weight = weight
+    network[head.NAME].freeze()
 
 
 def read_score_head(adapter: Adapter) -> mx.array:

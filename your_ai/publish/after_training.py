@@ -17,9 +17,8 @@ from typing import BinaryIO
 from your_ai.errors import RunError, UserError
 from your_ai.gates.programs import python_module
 from your_ai.run import events
-from your_ai.run.child import POLL_S, open_log, read_log, reported_error
+from your_ai.run.child import DONE, POLL_S, open_log, read_log, reported_error
 from your_ai.run.events import EventLog
-from your_ai.run.exits import DONE
 from your_ai.run.folder import RunFolder
 
 PATIENCE_S = 5.0  # before a push that was asked to stop is killed

@@ -34,10 +34,10 @@ from your_ai.publish.card import (
     card,
     figures_of,
     method_of,
+    split,
     up_to,
 )
 from your_ai.publish.training_notes import end_note, named_run, objective_of, origin_notes
-from your_ai.publish.user_section import split
 from your_ai.run import events
 from your_ai.run.checkpoint import (
     ADAPTER_CONFIG,

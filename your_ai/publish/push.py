@@ -26,8 +26,7 @@ from your_ai.hub.remote import (
     reason_of,
     status_of,
 )
-from your_ai.publish.card import CARD
-from your_ai.publish.user_section import merged
+from your_ai.publish.card import CARD, merged
 
 if TYPE_CHECKING:
     from your_ai.publish.contents import Contents

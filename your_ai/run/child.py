@@ -12,15 +12,82 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from your_ai.errors import AGAIN, RunError, UserError
 from your_ai.files import open_to_append
-from your_ai.run.exits import LOST, USER
 from your_ai.run.folder import RunFolder
-from your_ai.run.parent import RELEASE
+
+# Prevent orphans: end this process when the process that started it is gone
+
+
+GRACE_S = 30.0  # time to finish a step and save
+PARENT_POLL_S = 0.5
+RELEASE = b"r"  # sent by a parent that ends and wants its child to continue
+
+
+def leave(grace_s: float = GRACE_S) -> None:
+    """Send SIGTERM to this process, and exit by force after `grace_s` seconds."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(grace_s)
+    os._exit(128 + signal.SIGTERM)
+
+
+def watch_parent(
+    fd: int,
+    on_death: Callable[[], None] = leave,
+    on_release: Callable[[], None] = lambda: None,
+) -> None:
+    """Call `on_death` in a thread when the other end of the pipe `fd` is closed.
+
+    The kernel closes that end however the parent dies, even by SIGKILL. If the parent wrote
+    RELEASE first, `on_release` is called instead. Raises OSError if `fd` is not open.
+    """
+    os.set_inheritable(fd, False)
+
+    def watch() -> None:
+        if os.read(fd, 1) == RELEASE:
+            on_release()
+        else:
+            on_death()
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def watch_pid(pid: int, on_death: Callable[[], None] = leave) -> None:
+    """Call `on_death` in a thread when the process `pid` of this user is gone.
+
+    For a process that is not its child, so that no pipe connects them.
+    """
+
+    def watch() -> None:
+        while True:
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                on_death()
+                return
+            time.sleep(PARENT_POLL_S)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+# Exit statuses of the training process for its supervisor, and of the supervisor for its parent
+
+
+DONE = 0
+FAILED = 1  # a RunError; its text is the last line `error: ...` of the log
+USER = 2  # a UserError; its text is there too
+CRASHED = 70  # an exception that is a bug of this program; its traceback is in the log
+OUT_OF_MEMORY = 71  # an out-of-memory error that the process could not recover from
+RESTART = 75  # the memory governor asks for a restart; everything is saved
+LOST = 76  # only of the supervisor: training died, and the supervisor gave up
+PEER_LOST = 77  # only of a run on several ranks: another rank died; the log has a line LOST
+
 
 LOG = "process.log"
 LOG_TAIL_BYTES = 1 << 16

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from your_ai.errors import RunError
 from your_ai.gates.console import echo_error
-from your_ai.run.exits import PEER_LOST
+from your_ai.run.child import PEER_LOST
 
 LOST = "lost: "  # begins the line, in the log of each process, that says which rank was lost
 BEAT_S = 1.0

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, TypeVar
@@ -28,21 +29,81 @@ from your_ai.data.sources import checked_settings
 from your_ai.errors import RunError, UserError
 from your_ai.evaluation import record
 from your_ai.gates.programs import python_module
-from your_ai.gates.text import message_line, shown
+from your_ai.gates.text import message_line, shown, size_text
 from your_ai.hub.find import find_model
-from your_ai.memory.limit import GB
+from your_ai.memory.limit import GB, MachineMemory, detect
 from your_ai.run import child, events
 from your_ai.run import folder as folders
+from your_ai.run.child import USER
 from your_ai.run.events import BESIDE_THE_WORK, Step
-from your_ai.run.exits import USER
 from your_ai.run.folder import RUNS, RunFolder, is_running, owner
 from your_ai.serving import agent_gate
 from your_ai.serving.agent_gate import AgentGate
-from your_ai.serving.agent_memory import MemoryUser, memory_user, share_gb
-from your_ai.session import background, new_run, run_list
-from your_ai.session.background import BackgroundRun
+from your_ai.session import new_run, run_list
 from your_ai.session.finished import already_finished
+from your_ai.session.new_run import BackgroundRun
 from your_ai.training.plan_without_files import memory_here
+
+# Memory for several runs of one folder: the sum of their limits stays within the machine's
+
+
+LEAST_GB = 0.1  # that is worth a try
+
+
+@dataclass(frozen=True)
+class MemoryUser:
+    """A run or an evaluation that works now."""
+
+    name: str
+    limit_bytes: int | None
+    """What it may use at most; None if it is not known yet."""
+    held_bytes: int = 0
+    """What it uses now."""
+
+
+def memory_user(folder: RunFolder) -> MemoryUser:
+    """What a run in progress may use, by its events and settings: of all its processes."""
+    state, config = fold_all(ViewState(), events.tail(folder.events)[0]), folder.read_config()
+    held = (0 if state.gauges is None else state.gauges.process_bytes or 0) * config.processes
+    if state.limit is not None:
+        return MemoryUser(folder.name, state.limit.limit_bytes * config.processes, held)
+    gb = config.max_memory
+    limit = None if gb is None else int(gb * GB) * config.processes
+    return MemoryUser(folder.name, limit, held)
+
+
+def share_gb(
+    machine: MachineMemory,
+    others: Iterable[MemoryUser],
+    asked_gb: float | None,
+    processes: int = 1,
+) -> float | None:
+    """The limit in GB for each of so many more processes; None: what `train` finds by itself.
+
+    asked_gb: the limit that was asked for. Raises UserError if the others leave too little.
+    """
+    others = list(others)
+    if not others:
+        return asked_gb
+    held = sum(other.held_bytes for other in others)
+    available = machine.available_bytes
+    empty = replace(machine, available_bytes=None if available is None else available + held)
+    capacity = detect(empty).limit_bytes
+    taken = [capacity if o.limit_bytes is None else o.limit_bytes for o in others]
+    left_gb = math.floor((capacity - sum(taken)) / processes / GB * 100) / 100
+    if left_gb >= (LEAST_GB if asked_gb is None else asked_gb):
+        return left_gb if asked_gb is None else asked_gb
+    using = ", ".join(
+        f"{other.name} may use {size_text(limit)}"
+        for other, limit in zip(others, taken, strict=True)
+    )
+    each = f" for each of {processes} processes" if processes > 1 else ""
+    wanted = "" if asked_gb is None else f", and this needs {asked_gb:g} GB{each}"
+    raise UserError(
+        f"not enough memory: {using} of the {size_text(capacity)} that are there{wanted}; wait for "
+        "it, stop it, or start both with a smaller max_memory"
+    )
+
 
 POLL_S = 0.2
 LONGEST_WAIT_S = 600.0
@@ -214,7 +275,7 @@ class AgentTools:
         else:
             begin = partial(self._begin_again, given, config, resume)
         started, limit_gb, notes = await in_thread(begin)
-        begun = await in_thread(background.wait_until_begun, started, wait_s)
+        begun = await in_thread(new_run.wait_until_begun, started, wait_s)
         name = started.folder.name
         return StartedRun(run=name, begun=begun, max_memory_gb=limit_gb, notes=notes)
 
@@ -327,7 +388,7 @@ class AgentTools:
         find_model(resolved.model)
         with self.starting():
             resolved = self._with_share(resolved)
-            started = background.start(new_run.create(resolved), resolved, new=True)
+            started = new_run.start(new_run.create(resolved), resolved, new=True)
         return started, resolved.max_memory, notes
 
     def _begin_again(self, given: dict[str, Any], config: str | None, run: str) -> Begun:
@@ -350,7 +411,7 @@ class AgentTools:
         with self.starting():
             settings = self._with_share(settings)
             self.stopping.pop(found.name, None)
-            started = background.start(found, settings, new=False)
+            started = new_run.start(found, settings, new=False)
         return started, settings.max_memory, []
 
     def _with_share(self, settings: TrainConfig) -> TrainConfig:

@@ -19,8 +19,7 @@ from your_ai.errors import UserError, first_line
 from your_ai.gates.text import shortened
 from your_ai.gates.token_ids import check_ids
 from your_ai.serving import admission, wire
-from your_ai.serving.connections import LimitedServer
-from your_ai.serving.wire import RequestRefused
+from your_ai.serving.wire import LimitedServer, RequestRefused
 
 DEFAULT = "default_model"  # mlx-lm's name for the model if a request names none
 COMPLETIONS = ("/v1/completions",)

@@ -24,8 +24,7 @@ from your_ai import __version__
 from your_ai.errors import UserError
 from your_ai.gates.text import shortened
 from your_ai.serving import wire
-from your_ai.serving.connections import LimitedServer
-from your_ai.serving.wire import RequestRefused
+from your_ai.serving.wire import LimitedServer, RequestRefused
 
 HOST = "127.0.0.1"
 FIRST_PORT, PORTS = 8765, 20  # tried if the user asked for none; then any free one

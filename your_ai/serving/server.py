@@ -37,9 +37,8 @@ from your_ai.generation.generate import Sampling, context_tokens, load_run
 from your_ai.memory.sizes import PREFILL_TOKENS
 from your_ai.nets.saved_adapter import Trained
 from your_ai.serving import wire
-from your_ai.serving.connections import LimitedServer
 from your_ai.serving.handler import DEFAULT, Answering, Asked, Handler
-from your_ai.serving.wire import Origins, RequestRefused
+from your_ai.serving.wire import LimitedServer, Origins, RequestRefused
 
 LOG_CHARACTERS = 4000  # of a log entry
 CACHE_ENTRIES = 10  # conversations whose KV caches are kept

@@ -26,12 +26,12 @@ from your_ai.errors import UserError
 from your_ai.gates.console import echo
 from your_ai.gates.text import printable, shortened
 from your_ai.run import events
-from your_ai.run.exits import DONE
+from your_ai.run.child import DONE
 from your_ai.run.folder import RunFolder, is_running
 from your_ai.run.stopping import recorded_signals
 from your_ai.serving.live_pages import LivePage, listen
 from your_ai.session.attach import GRACE_S
-from your_ai.session.rollout_samples import rollout_samples
+from your_ai.session.run_list import rollout_samples
 
 POLL_S = 0.3
 REST = 9  # rendering takes at most one part in ten of the time of a processor

@@ -20,22 +20,22 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from your_ai.config import TrainConfig
-from your_ai.dashboard.keys import Keyboard, keyboard
 from your_ai.dashboard.live import (
     CHECKPOINT_KEY,
     CONTINUE_KEY,
     KEYS_GAP,
     PAUSE_KEY,
     Follower,
+    Keyboard,
     following,
+    keyboard,
     style_for,
 )
 from your_ai.errors import Interrupted, RunError, UserError, without_run
 from your_ai.gates.console import echo_error
 from your_ai.gates.programs import python_module, quick_imports
 from your_ai.run import child, events, requests
-from your_ai.run.child import POLL_S, Child
-from your_ai.run.exits import DONE, FAILED
+from your_ai.run.child import DONE, FAILED, POLL_S, Child
 from your_ai.run.folder import RunFolder, discard, is_running
 from your_ai.run.stopping import SIGNALS, recorded_signals, stop_signals
 from your_ai.session.computer import looked_after

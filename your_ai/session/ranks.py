@@ -28,8 +28,7 @@ from your_ai.files import read_text
 from your_ai.gates.text import shown, size_text
 from your_ai.memory.demand import PYTHON_BYTES, RING_BYTES
 from your_ai.memory.limit import MachineMemory, find_limit
-from your_ai.run.child import POLL_S, Child, errors_in, started
-from your_ai.run.exits import DONE, PEER_LOST, USER
+from your_ai.run.child import DONE, PEER_LOST, POLL_S, USER, Child, errors_in, started
 from your_ai.run.folder import LOCK, RunFolder, owner
 from your_ai.run.heartbeat import LOST
 from your_ai.session.machines import FIRST_PORT, LAUNCHER, Machines, free_first_port, launch_command

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import stat
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,17 +21,28 @@ from rich.table import Table
 from rich.text import Text
 
 from your_ai.config import REWARD as SCORES
+from your_ai.dashboard import history
 from your_ai.dashboard.metric_table import REWARD, is_rewarded, plain
+from your_ai.dashboard.report import RolloutSample
 from your_ai.dashboard.state import ViewState, fold_all
 from your_ai.dashboard.view import UNKNOWN, duration, known, peak_of_limit
-from your_ai.errors import UserError
+from your_ai.errors import RunError, UserError
 from your_ai.files import TEMPORARY, clean
-from your_ai.gates.text import counted, loss_text, printable, size_text
+from your_ai.gates.text import counted, loss_text, printable, shortened, size_text
 from your_ai.gates.untrusted import is_number
 from your_ai.gates.yaml_files import read_yaml
+from your_ai.hub import registry
 from your_ai.run import events, requests
 from your_ai.run.events import Event, Record
 from your_ai.run.folder import LOCK, RUNS, SUPERVISOR_LOCK, RunFolder, is_running, locked, owner
+from your_ai.run.rollout_files import (
+    RolloutRecord,
+    by_reward,
+    known_reward,
+    read_rollouts,
+    rollout_file,
+    rollout_steps,
+)
 
 ENDED = ("finished", "stopped", "died", "imported", "merged")
 SILENCE_S = 60.0  # a working process writes its gauges more often than this
@@ -433,3 +445,64 @@ def stop(folder: RunFolder) -> int:
             f"{folder.path}: process {pid} belongs to another user; only that user can stop it"
         ) from error
     return pid
+
+
+# How fast the newest run was
+
+
+STEPS = 50  # the last of a run, for its speed
+
+
+def seconds_for(tokens: int, model: str) -> float | None:
+    """How long training on so many tokens takes at the speed of the newest run of this model.
+
+    None if there is no such run, or it has no steps yet.
+    """
+    try:
+        run = newest()
+        if name_of_model(run.read_config().model) != name_of_model(model):
+            return None
+        steps = history.read(events.tail(run.events)[0]).steps[-STEPS:]
+    except (UserError, RunError, OSError):
+        return None
+    speeds = [step.tokens / step.seconds for step in steps if step.seconds > 0 and step.tokens]
+    return tokens / statistics.median(speeds) if speeds else None
+
+
+def name_of_model(model: str) -> str:
+    """Equal for an alias and its repository on the hub, and for all folders of one name."""
+    found = registry.known().get(model)
+    return Path(model if found is None else found.repo).name
+
+
+# Completions of a run that trains on rewards: the best and the worst of some steps
+
+
+CHARACTERS = 2000  # maximum length of each text
+
+
+def rollout_samples(run: Path) -> list[RolloutSample]:
+    """The best and the worst completion of the first, the middle and the last step of a run.
+
+    Files that cannot be read are left out.
+    """
+    try:
+        steps = rollout_steps(run)
+    except OSError:
+        return []
+    found = []
+    for step in dict.fromkeys([*steps[:1], *steps[len(steps) // 2 :][:1], *steps[-1:]]):
+        path = rollout_file(run, step)
+        records = (read_rollouts(path) if path.is_file() else None) or []
+        rewarded = [record for record in records if known_reward(record.reward) is not None]
+        if rewarded:
+            found.append(sample_of(step, "best", by_reward(rewarded, highest=True)[0]))
+        if len(rewarded) > 1:
+            found.append(sample_of(step, "worst", by_reward(rewarded, highest=False)[0]))
+    return found
+
+
+def sample_of(step: int, which: str, record: RolloutRecord) -> RolloutSample:
+    texts = (record.question, record.completion, record.expected or "")
+    question, completion, expected = (shortened(text, CHARACTERS) for text in texts)
+    return RolloutSample(step, which, question, completion, expected, record.reward or 0.0)

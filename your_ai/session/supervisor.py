@@ -27,27 +27,25 @@ from your_ai.hub.find import find_model
 from your_ai.publish.after_training import push_finished
 from your_ai.run import events, host, requests
 from your_ai.run.child import (
+    CRASHED,
+    DONE,
+    FAILED,
     LOG,
+    LOST,
+    OUT_OF_MEMORY,
+    PEER_LOST,
     POLL_S,
+    RESTART,
+    USER,
     Child,
     Lost,
     open_log,
     read_log,
     reported_error,
+    watch_parent,
 )
 from your_ai.run.events import Event, EventLog, Step
-from your_ai.run.exits import (
-    CRASHED,
-    DONE,
-    FAILED,
-    LOST,
-    OUT_OF_MEMORY,
-    PEER_LOST,
-    RESTART,
-    USER,
-)
 from your_ai.run.folder import SUPERVISOR_LOCK, RunFolder, find, locked
-from your_ai.run.parent import watch_parent
 from your_ai.run.stopping import SHOW_STACK, SIGNALS, recorded_signals
 from your_ai.session.computer import looked_after
 from your_ai.session.machines import (

@@ -39,12 +39,10 @@ from your_ai.files import replace_text, sha256
 from your_ai.gates.programs import python_module
 from your_ai.gates.text import shortened
 from your_ai.gates.yaml_files import read_yaml
-from your_ai.hub.find import find_model
-from your_ai.hub.fingerprint import fingerprint
+from your_ai.hub.find import find_model, fingerprint
 from your_ai.memory.facts import facts_of
 from your_ai.run import child, events
-from your_ai.run.child import POLL_S
-from your_ai.run.exits import FAILED, LOST, USER
+from your_ai.run.child import FAILED, LOST, POLL_S, USER
 from your_ai.run.folder import (
     RunFolder,
     default_name,

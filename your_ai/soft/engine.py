@@ -25,12 +25,15 @@ import mlx.core as mx
 import numpy as np
 
 from your_ai.errors import UserError
+from your_ai.nets.gumbel import Noisy
 from your_ai.nets.mlx_types import Arrays
 from your_ai.objectives.objective import Sums
-from your_ai.soft import columns, passes, sweeps
+from your_ai.soft import columns, passes
 from your_ai.soft.cached_blocks import CachedBlocks, cached_blocks
-from your_ai.soft.reward_pass import RewardGradients, judge
+from your_ai.soft.columns import Terms, cotangent_of, find_terms
+from your_ai.soft.passes import RewardGradients, judge
 from your_ai.soft.roles import (
+    CreditLength,
     Network,
     Roles,
     Sampled,
@@ -40,7 +43,77 @@ from your_ai.soft.roles import (
     noisy_head,
 )
 from your_ai.soft.sampling import replay, sample
-from your_ai.soft.terms import Terms, find_terms
+
+# Gradients through a policy's own tokens by ordinary backward passes over the whole rows
+
+
+class Swept(NamedTuple):
+    """The result of all sweeps."""
+
+    gradients: dict[int, Arrays]
+    """Of each trained block."""
+    residual: float
+    """The relative difference of the credits of the last two sweeps: 1 before the second, and 0 if
+    the result is exact."""
+    sweeps: int
+    """That carried credit."""
+
+
+def sweep(
+    policy: Network,
+    settings: SoftSettings,
+    rows: SoftRows,
+    inputs: list[mx.array],
+    terms: Terms,
+) -> Swept:
+    """inputs: of each block, (B, S, D). They are removed."""
+    noisy, exact = noisy_head(policy, settings), rows.count - 1
+    later, residual, done = None, 1.0, 0
+    while not is_enough(settings.credit, done, residual, exact):
+        settings.step(len(rows.prompts))
+        cotangent = passes.backward(policy, inputs, of_outputs(policy, noisy, rows, terms, later))
+        found = next_credit(policy, rows, cotangent)
+        mx.eval(found)
+        residual, later, done = difference(found, later), found, done + 1
+        if residual == 0:
+            break
+    settings.step(len(rows.prompts))
+    cotangent = of_outputs(policy, noisy, rows, terms, later)
+    grads = passes.parameter_gradients(policy, inputs, cotangent)
+    return Swept(grads, 0.0 if done >= exact else residual, done)
+
+
+def is_enough(credit: CreditLength, done: int, residual: float, exact: int) -> bool:
+    """Whether no further sweep is needed; exact: the number that makes the result exact."""
+    if done >= exact:
+        return True
+    if credit == "exact":
+        return False
+    if isinstance(credit, int):
+        return done >= credit
+    return done > 0 and residual <= credit
+
+
+def of_outputs(
+    policy: Network, noisy: Noisy, rows: SoftRows, terms: Terms, later: mx.array | None
+) -> mx.array:
+    """(B, S, D) cotangent of the output of the last block."""
+    found = cotangent_of(noisy, terms, policy.embedding.rows, later)
+    empty = mx.zeros((*rows.tokens.shape, found.shape[-1]), found.dtype)
+    return rows.scatter(found, -1, empty)
+
+
+def next_credit(policy: Network, rows: SoftRows, cotangent: mx.array) -> mx.array:
+    """(B, T, D) of each token's embedding row, from the cotangent of the first block's input."""
+    found = rows.gather(policy.embedding.cotangent(cotangent), 0)
+    return mx.where(rows.is_real[..., None], found, 0)
+
+
+def difference(new: mx.array, old: mx.array | None) -> float:
+    """|new - old| / |new|; 0 if both are 0."""
+    apart = new if old is None else new - old
+    size = float(mx.sqrt(mx.square(new.astype(mx.float32)).sum()))
+    return float(mx.sqrt(mx.square(apart.astype(mx.float32)).sum())) / max(size, 1e-30)
 
 
 @dataclass(frozen=True)
@@ -113,7 +186,7 @@ def sweep_engine(roles: Roles, settings: SoftSettings) -> SoftEngine:
         *inputs, hidden = passes.forward(policy, first, keep=True)
         terms = terms_of(rows.gather(hidden, -1))
         del hidden
-        swept = sweeps.sweep(policy, settings, rows, inputs, terms)
+        swept = sweep(policy, settings, rows, inputs, terms)
         return swept.gradients, terms, swept.residual
 
     return _engine(roles, settings, run)

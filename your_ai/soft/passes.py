@@ -8,6 +8,7 @@ Shapes: B rows, S tokens of a padded row, T completion tokens, D hidden size.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -16,7 +17,7 @@ from mlx.utils import tree_unflatten
 from your_ai.engine.compiled import GraphShape
 from your_ai.engine.programs import Extras
 from your_ai.nets.mlx_types import Arrays
-from your_ai.soft.roles import Network, SoftRows
+from your_ai.soft.roles import Network, RewardNetwork, SoftRows
 
 GROUP_TOKENS = 256  # tokens of the rows, with padding, that go through a frozen network together
 
@@ -156,3 +157,72 @@ def gradient_tree(network: Network, found: dict[int, Arrays]) -> Any:
             for path, grad in arrays.items()
         ]
     )
+
+
+# The rewards of completions, and their gradients with respect to the tokens' embeddings
+
+
+class RewardGradients(NamedTuple):
+    """The rewards of a batch."""
+
+    rewards: mx.array
+    """(B,) float32"""
+    cotangents: mx.array
+    """(B, T, D) of the embedding row of each completion token: u, the weighted gradient."""
+
+
+def judge(
+    model: RewardNetwork, rows: SoftRows, soft: mx.array | None, weights: mx.array
+) -> RewardGradients:
+    """The rewards of the rows, and the gradient of sum(weight x reward).
+
+    soft: (B, T, D) embedding rows of relaxed tokens, or None. weights: (B,) float32.
+
+    Resident weights judge few rows at a time, because the inputs of blocks are kept.
+    """
+    found: list[RewardGradients] = []
+    for part in row_groups(model.network, rows):
+        chosen, count = rows.part(part), rows.count
+        own = None if soft is None else soft[part, : chosen.count]
+        judged = _judge(model, chosen, own, weights[part])
+        missing = count - chosen.count
+        cotangents = mx.pad(judged.cotangents, [(0, 0), (0, missing), (0, 0)])
+        found.append(RewardGradients(judged.rewards, cotangents))
+        mx.eval(found[-1])
+    return RewardGradients(*(mx.concatenate([*arrays]) for arrays in zip(*found, strict=True)))
+
+
+def rewards_of(model: RewardNetwork, rows: SoftRows) -> mx.array:
+    """(B,) float32 rewards of the rows, without gradients."""
+    found: list[mx.array] = []
+    for part in row_groups(model.network, rows):
+        chosen = rows.part(part)
+        inputs = block_inputs(model.network, chosen, None)
+        (hidden,) = forward(model.network, inputs)
+        del inputs
+        found.append(_at_ends(model, chosen, hidden))
+        mx.eval(found[-1])
+    return mx.concatenate(found)
+
+
+def _at_ends(model: RewardNetwork, rows: SoftRows, hidden: mx.array) -> mx.array:
+    """(B,) float32 rewards; hidden: (B, S, D), output of the last block."""
+    last = mx.array(rows.starts + rows.sampled.lengths - 1)[:, None]
+    states = mx.take_along_axis(hidden, last[..., None], axis=1)
+    finished = model.network.parts.finish(states)[:, 0]
+    return finished.astype(mx.float32) @ model.score.astype(mx.float32)
+
+
+def _judge(
+    model: RewardNetwork, rows: SoftRows, soft: mx.array | None, weights: mx.array
+) -> RewardGradients:
+    network = model.network
+    inputs = block_inputs(network, rows, soft)
+    segments, hidden = forward_in_segments(network, inputs)
+    del inputs
+    (found,), (cotangent,) = mx.vjp(partial(_at_ends, model, rows), [hidden], [weights])
+    del hidden
+    mx.eval(found, cotangent)
+    cotangent = backward_in_segments(network, segments, cotangent)
+    of_rows = rows.gather(network.embedding.cotangent(cotangent), 0)
+    return RewardGradients(found, mx.where(rows.is_real[..., None], of_rows, 0))

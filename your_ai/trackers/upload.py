@@ -22,8 +22,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from your_ai.config import nearest
 from your_ai.errors import RunError, UserError
@@ -31,10 +33,251 @@ from your_ai.files import open_to_append, read_text
 from your_ai.gates.console import echo
 from your_ai.gates.programs import python_module
 from your_ai.run import events
-from your_ai.run.events import EventLog
+from your_ai.run.events import Event, EventLog
 from your_ai.run.folder import RunFolder, is_running
-from your_ai.trackers.rows import TrackerRow, UploadState, after
-from your_ai.trackers.services import OPEN, PACKAGES, Tracker
+
+# wandb, SwanLab and TensorBoard behind the same two functions
+
+
+PROJECT = "your_ai"
+PACKAGES = {"wandb": "wandb", "swanlab": "swanlab", "tensorboard": "tensorboardX"}
+DONE = "done"  # the reason of a run that finished all its steps
+TENSORBOARD_FLUSH_S = 2  # the default of 120 s is too slow to watch
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """An open tracker. Both functions may raise whatever the package raises."""
+
+    log: Callable[[TrackerRow], None]
+    close: Callable[[str], None]
+    """Takes the reason why the run ended, empty if it is not known."""
+
+
+def open_wandb(folder: RunFolder, identity: str) -> Tracker:
+    """wandb's own step may only increase by log calls, so our step is a metric."""
+    set_defaults(
+        WANDB_PROJECT=PROJECT,
+        WANDB_NAME=folder.name,
+        WANDB_RUN_ID=identity,
+        WANDB_RESUME="allow",
+        WANDB_DIR=str(folder.path.resolve()),
+        WANDB_CONSOLE="off",  # the output of this process is not the run's
+    )
+    import wandb
+
+    try:
+        # A resumed run may have other settings.
+        run = wandb.init(config=asdict(folder.read_config()), allow_val_change=True)
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+    except BaseException:
+        wandb.teardown()  # else the next init fails: the id is in use
+        raise
+
+    def shown(value: float | TextTable) -> Any:
+        if not isinstance(value, TextTable):
+            return value
+        return wandb.Table(columns=list(value.columns), data=[list(row) for row in value.rows])
+
+    def log(row: TrackerRow) -> None:
+        run.log({"step": row.step, **{name: shown(value) for name, value in row.values.items()}})
+
+    return Tracker(log, lambda ended: run.finish(exit_code=int(ended != DONE)))
+
+
+def open_swanlab(folder: RunFolder, identity: str) -> Tracker:
+    set_defaults(
+        SWANLAB_PROJ_NAME=PROJECT,
+        SWANLAB_EXP_NAME=folder.name,
+        SWANLAB_RUN_ID=identity,
+        SWANLAB_RESUME="allow",
+        SWANLAB_LOGDIR=str(folder.path.resolve() / "swanlog"),
+        SWANLAB_TERMINAL_PROXY_TYPE="none",  # the output of this process is not the run's
+    )
+    import swanlab
+
+    config = {n: value for n, value in asdict(folder.read_config()).items() if value is not None}
+    run = swanlab.init(config=config, reinit=True)
+
+    def shown(value: float | TextTable) -> Any:
+        return swanlab.Text(markdown(value)) if isinstance(value, TextTable) else value
+
+    def log(row: TrackerRow) -> None:
+        run.log({name: shown(value) for name, value in row.values.items()}, step=row.step)
+
+    def close(ended: str) -> None:
+        if ended:
+            run.finish(state="success" if ended == DONE else "aborted")
+        else:
+            run.finish(state="crashed", error="the run did not say how it ended")
+
+    return Tracker(log, close)
+
+
+def open_tensorboard(folder: RunFolder, identity: str) -> Tracker:
+    from tensorboardX import SummaryWriter
+
+    writer = SummaryWriter(
+        str(folder.path.resolve() / "tensorboard"), flush_secs=TENSORBOARD_FLUSH_S
+    )
+    settings = tuple((name, str(value)) for name, value in asdict(folder.read_config()).items())
+    writer.add_text("config", markdown(TextTable(("setting", "value"), settings)), 0)
+
+    def log(row: TrackerRow) -> None:
+        for name, value in row.values.items():
+            if isinstance(value, TextTable):
+                writer.add_text(name, markdown(value), row.step)
+            else:
+                writer.add_scalar(name, value, row.step)
+
+    def close(ended: str) -> None:
+        writer.add_text("status", ended or "unknown")
+        writer.close()
+
+    return Tracker(log, close)
+
+
+# identity: the run's id in the tracker, which stays the same when the run is resumed.
+OPEN: dict[str, Callable[[RunFolder, str], Tracker]] = {
+    "wandb": open_wandb,
+    "swanlab": open_swanlab,
+    "tensorboard": open_tensorboard,
+}
+
+
+def set_defaults(**variables: str) -> None:
+    """Set environment variables that are not set, or empty."""
+    os.environ.update({name: v for name, v in variables.items() if not os.environ.get(name)})
+
+
+def markdown(table: TextTable) -> str:
+    """The table as Markdown, each row on one line."""
+
+    def line(cells: tuple[str, ...]) -> str:
+        texts = (cell.replace("|", "\\|").replace("\n", "<br>") for cell in cells)
+        return f"| {' | '.join(texts)} |"
+
+    rule = f"|{' --- |' * len(table.columns)}"
+    return "\n".join([line(table.columns), rule, *map(line, table.rows)])
+
+
+# Events -> what trackers are sent. Pure: the same events give the same rows
+
+
+GB = 1e9
+PEAK_BYTES = "peak_bytes/"  # before the name of a phase, in the metrics of a step
+
+
+@dataclass(frozen=True)
+class TextTable:
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class TrackerRow:
+    """What one event adds to a tracker."""
+
+    step: int
+    values: Mapping[str, float | TextTable]
+    """By the name of the metric. Memory is in GB (1e9 bytes)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UploadState:
+    """What later rows need to know of earlier events."""
+
+    step: int = 0
+    """The highest training step."""
+    validated: int = 0
+    """The highest step with a validation."""
+    actions: int = 0
+    """Actions of the memory governor since the run began."""
+    freed_bytes: int = 0
+    """Bytes that these actions freed."""
+    limit_bytes: int | None = None
+    ended: str = ""
+    """Why the run ended; empty while it continues."""
+
+
+def after(past: UploadState, event: Event) -> tuple[UploadState, TrackerRow | None]:
+    """What is known after one more event, and the row for it.
+
+    A step that is repeated after a resume gives no row: trackers need increasing steps, and
+    they have its metrics already.
+    """
+    row = None
+    match event:
+        case events.Step() if event.step > past.step:
+            past = replace(past, step=event.step)
+            row = TrackerRow(event.step, metrics_of(past, event))
+        case events.Validation() if event.step > past.validated:
+            past = replace(past, validated=event.step)
+            metrics = {f"validation/{name}": value for name, value in event.metrics.items()}
+            loss = {} if event.reward is not None else {"validation/loss": event.loss}
+            row = TrackerRow(event.step, loss | metrics)
+        case events.ExactMatch():
+            share = event.correct / max(1, event.rows)
+            values = {"test/exact_match": share}
+            if event.reward is not None:
+                values["test/reward"] = event.reward
+            row = TrackerRow(step_at(event.when, past), values)
+        case events.Samples():
+            texts = zip(event.prompts, event.answers, event.expected, strict=False)
+            rows = tuple(tuple(map(str, row)) for row in texts)
+            table = TextTable(("prompt", "answer", "expected"), rows)
+            row = TrackerRow(step_at(event.when, past), {f"samples/{event.when}": table})
+        case events.Limit():
+            past = replace(past, limit_bytes=event.limit_bytes)
+        case events.Action():
+            freed = past.freed_bytes + max(0, event.before_bytes - event.after_bytes)
+            past = replace(past, actions=past.actions + 1, freed_bytes=freed)
+        case events.Started():
+            past = replace(past, ended="")
+        case events.Died(level=None) | events.Finished():
+            past = replace(past, ended=event.reason)
+    return past, row
+
+
+def metrics_of(past: UploadState, step: events.Step) -> dict[str, float | TextTable]:
+    sizes = {
+        "active": step.active_bytes,
+        "cache": step.cache_bytes,
+        "process": step.process_bytes,
+        "highest": step.highest_bytes,
+        "limit": past.limit_bytes,
+    }
+    metrics = {
+        f"train/{name}": value
+        for name, value in step.metrics.items()
+        if not name.startswith(PEAK_BYTES)
+    }
+    peaks = {
+        f"memory/peak_{name.removeprefix(PEAK_BYTES)}_gb": value / GB
+        for name, value in step.metrics.items()
+        if name.startswith(PEAK_BYTES)
+    }
+    return {
+        "train/loss": step.loss,
+        "train/grad_norm": step.grad_norm,
+        "train/learning_rate": step.learning_rate,
+        "train/tokens_per_s": step.tokens / max(step.seconds, 1e-9),
+        "train/step_s": step.seconds,
+        "train/epoch": step.epoch,
+        **({} if step.read_wait_s is None else {"train/read_wait_s": step.read_wait_s}),
+        **metrics,
+        **peaks,
+        **{f"memory/{name}_gb": size / GB for name, size in sizes.items() if size is not None},
+        "governor/actions": past.actions,
+        "governor/freed_gb": past.freed_bytes / GB,
+    }
+
+
+def step_at(when: str, past: UploadState) -> int:
+    """The step of a measurement `before` or `after` the training."""
+    return 0 if when == "before" else past.step
+
 
 NAMES = tuple(OPEN)
 LOG = "trackers.log"

@@ -26,8 +26,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from your_ai.config import TrainConfig
-from your_ai.data.batches import Batch, RowsAt, Schedule
-from your_ai.data.dealing import rows_of_rank
+from your_ai.data.batches import Batch, RowsAt, Schedule, rows_of_rank
 from your_ai.engine.gradients import Gradients
 from your_ai.errors import UserError, is_memory_error
 from your_ai.memory.budget import limit_of

@@ -10,18 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from your_ai.config import GRPO, Resolved, TrainConfig, defaults, flag, last_step
-from your_ai.data.batches import Schedule
+from your_ai.data.batches import TARGET_LEVELS, Schedule, make_schedule
 from your_ai.data.examples import Examples
 from your_ai.data.preferences import kind_of
 from your_ai.data.prompts import PromptRows
 from your_ai.data.sources import find_splits
-from your_ai.engine.opened import Opened
+from your_ai.engine.weights import Opened
 from your_ai.errors import UserError
 from your_ai.files import sha256
 from your_ai.gates.text import counted
-from your_ai.hub.find import store
-from your_ai.hub.fingerprint import fingerprint
+from your_ai.hub.find import fingerprint, store
+from your_ai.memory.workload import StepSizes
 from your_ai.nets import model
 from your_ai.nets.tokenizer import end_notes
 from your_ai.objectives.chosen import objective_of
@@ -33,7 +35,46 @@ from your_ai.run import events
 from your_ai.run.rollout_files import missing_in_a_row
 from your_ai.training.reward_models import RewardRun, reward_runs
 from your_ai.training.run_data import RunData, read_data
-from your_ai.training.steps_of_run import schedule_of
+
+# Which rows each step of a run trains, and what that says about the time of a step
+
+
+def schedule_of(config: TrainConfig, data: RunData) -> Schedule:
+    """Which rows each step trains."""
+    packed_tokens = config.max_seq_length if config.packing else None
+    examples = data.examples["train"]
+    together = objective_of(config).rows_together
+    rows = len(examples) // together
+    return make_schedule(
+        examples,
+        defaults.batch_size(config, rows) * together,
+        defaults.rows_per_step(config, rows) * together,
+        config.seed,
+        packed_tokens,
+        together,
+        config.updates_per_batch,
+    )
+
+
+def step_sizes(config: TrainConfig, data: RunData) -> StepSizes:
+    """What the training rows say about the time of steps; nothing without rows."""
+    if config.generates or "train" not in data.examples or not len(data.examples["train"]):
+        return StepSizes()
+    schedule = schedule_of(config, data)
+    counts = np.bincount(schedule.buckets, minlength=len(schedule.edges))
+    lengths = [
+        (int(t), int(n) * schedule.rows_together)
+        for t, n in zip(schedule.edges, counts, strict=True)
+        if n
+    ]
+    padded, tally = sum(t * n for t, n in lengths), data.examples["train"].tally
+    share = tally.trained_tokens / padded if tally.trained_tokens else 1.0
+    return StepSizes(
+        rows_of_length=tuple(lengths),
+        trained_share=min(1.0, float(np.ceil(TARGET_LEVELS * share)) / TARGET_LEVELS),
+        steps=last_step(config, schedule.steps_per_epoch),
+    )
+
 
 MOST_IMBALANCE = 4 / 3  # between good and bad answers in KTO; the bound that its authors suggest
 HIGHER_RATE = 2.5  # times the learning rate, for a run that learned too little

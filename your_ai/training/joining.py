@@ -19,9 +19,8 @@ from your_ai.config import TrainConfig, build
 from your_ai.data.sources import find_splits
 from your_ai.errors import Interrupted, RunError, UserError
 from your_ai.files import sha256
-from your_ai.hub.find import find_model
-from your_ai.hub.fingerprint import fingerprint
-from your_ai.run import exits, heartbeat
+from your_ai.hub.find import find_model, fingerprint
+from your_ai.run import child, heartbeat
 from your_ai.run.heartbeat import Heartbeat
 from your_ai.training.distributed import ALONE, PeerLost, Ranks
 
@@ -132,7 +131,7 @@ def telling_others(ranks: Ranks) -> Iterator[None]:
     except PeerLost:
         raise
     except (UserError, RunError) as error:
-        ranks.fail(str(error), exits.USER if isinstance(error, UserError) else exits.FAILED)
+        ranks.fail(str(error), child.USER if isinstance(error, UserError) else child.FAILED)
         raise
     except Interrupted as interrupted:
         name = signal.Signals(interrupted.number).name
@@ -140,6 +139,6 @@ def telling_others(ranks: Ranks) -> Iterator[None]:
         raise
     except Exception as error:
         kind = type(error).__name__
-        ranks.fail(f"failed because of a bug in your_ai ({kind})", exits.CRASHED)
+        ranks.fail(f"failed because of a bug in your_ai ({kind})", child.CRASHED)
         raise
     ranks.leave()

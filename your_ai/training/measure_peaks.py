@@ -16,7 +16,7 @@ from your_ai.data.examples import Examples, RowCounts
 from your_ai.engine.prefix import unchanged
 from your_ai.gates.text import size_text
 from your_ai.memory import allocator, probe
-from your_ai.memory import calibration_file as measurements
+from your_ai.memory import calibration as measurements
 from your_ai.memory.calibration import Calibration, Measurement, Shape
 from your_ai.memory.calibration_steps import MicroBatchPeak, measure_and_choose
 from your_ai.memory.governor import MemoryAction, Watch

@@ -38,7 +38,7 @@ from your_ai.memory.governor import (
 from your_ai.memory.guard import guarded
 from your_ai.memory.sample import MemorySample
 from your_ai.memory.workload import Plan
-from your_ai.run import events, exits, requests
+from your_ai.run import child, events, requests
 from your_ai.run.folder import RunFolder
 from your_ai.training.trainer import Trainer
 
@@ -233,14 +233,14 @@ def within_limit(
                     f"error: --max-memory {config.max_memory:g}: reading the rows took {held} of "
                     f"{limit} before training; raise the limit, or shorten the longest rows"
                 )
-            os._exit(exits.USER)
+            os._exit(child.USER)
         with contextlib.suppress(BaseException):  # the process must end in any case
             text = f"the process used {held} of {limit} within a step: ending it before the limit"
             with contextlib.closing(events.EventLog(folder.events)) as log:
                 log.write(events.Notice(text=text))
         with contextlib.suppress(BaseException):
             last_word()
-        os._exit(exits.OUT_OF_MEMORY)
+        os._exit(child.OUT_OF_MEMORY)
 
     with guarded(limit_bytes, end, ready):
         yield fits.set

@@ -34,9 +34,9 @@ from your_ai.training.optimizer_states import (
     State,
     StateForm,
     States,
+    in_bfloat16,
     rounding_key,
 )
-from your_ai.training.quantized_states import in_bfloat16
 
 FIRST_LOSS_SCALE = 2.0**15
 LOSS_SCALE_GROWS_AFTER = 2000  # finite steps

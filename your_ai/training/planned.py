@@ -11,18 +11,17 @@ from mlx.utils import tree_flatten
 
 from your_ai.config import AUTO, TrainConfig, defaults
 from your_ai.data.sources import with_reward_loss
-from your_ai.engine.opened import Opened, open_model
+from your_ai.engine.weights import Opened, open_model
 from your_ai.errors import UserError
 from your_ai.gates.text import size_text
 from your_ai.generation.generate import ANSWER_TOKENS
-from your_ai.hub.fingerprint import fingerprint
+from your_ai.hub.find import fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import PriorPlans, budget_of, plan_of
-from your_ai.memory.calibration_file import valid_measurements
+from your_ai.memory.calibration import valid_measurements
 from your_ai.memory.demand import Budget
 from your_ai.memory.plan import Option, choose, front_points
-from your_ai.memory.plan_words import words
-from your_ai.memory.workload import RewardModelSizes
+from your_ai.memory.workload import RewardModelSizes, words
 from your_ai.modelfiles.quantize import quantized_lazily
 from your_ai.modelfiles.quantized_copies import needs_copy, place_of_copy
 from your_ai.modelfiles.repack import repacked_lazily
@@ -31,11 +30,10 @@ from your_ai.nets import model
 from your_ai.nets.tokenizer import open_tokenizer
 from your_ai.objectives.chosen import objective_of
 from your_ai.run import events
-from your_ai.training.job import Job
+from your_ai.training.job import Job, step_sizes
 from your_ai.training.preview import about_seconds
 from your_ai.training.reward_models import reward_runs
 from your_ai.training.run_data import RunData, check_splits, read_data, rollouts_planned
-from your_ai.training.steps_of_run import step_sizes
 
 
 def budget_of_job(

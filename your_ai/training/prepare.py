@@ -11,7 +11,7 @@ import mlx.core as mx
 from your_ai.config import TrainConfig, defaults
 from your_ai.data.sources import with_reward_loss
 from your_ai.engine.gradients import gradients_in
-from your_ai.engine.opened import Opened, open_model
+from your_ai.engine.weights import Opened, open_model
 from your_ai.errors import UserError
 from your_ai.gates.text import model_name, now_and_then, size_text
 from your_ai.hub.check import check_model

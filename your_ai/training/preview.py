@@ -15,20 +15,23 @@ from your_ai.gates.text import size_text
 from your_ai.memory import limit as limits
 from your_ai.memory.demand import Budget
 from your_ai.memory.estimate import read_bytes
-from your_ai.memory.estimate_disk import spilled_bytes
-from your_ai.memory.front import front_of
 from your_ai.memory.limit import text
-from your_ai.memory.longest import BUDGETS_GB, MOST, LongestRow, longest_rows
 from your_ai.memory.plan import (
+    BUDGETS_GB,
+    MOST,
     Choice,
     Demand,
+    LongestRow,
     Option,
+    front_of,
+    longest_rows,
     not_predicted,
     options,
     rows_of,
     seconds_of,
 )
-from your_ai.memory.plan_words import words
+from your_ai.memory.step_time import spilled_bytes
+from your_ai.memory.workload import words
 from your_ai.run.folder import RUNS
 
 # What a demand is asked for that is the same for any length and limit.

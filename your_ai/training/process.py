@@ -22,10 +22,10 @@ from your_ai.errors import Interrupted, RunError, UserError, explain, first_line
 from your_ai.gates.console import echo_error, echo_traceback
 from your_ai.memory import allocator, probe
 from your_ai.memory.governor import MemoryAction, Watch
-from your_ai.run import events, exits, host
+from your_ai.run import child, events, host
+from your_ai.run.child import watch_parent, watch_pid
 from your_ai.run.folder import RunFolder, find, locked
 from your_ai.run.heartbeat import LOST, end_process, write_report
-from your_ai.run.parent import watch_parent, watch_pid
 from your_ai.run.stopping import SHOW_STACK, Stop, stop_signals
 from your_ai.training.distributed import ALONE, PeerLost, Ranks
 from your_ai.training.joining import DEFAULT_TIMEOUT_S, join, telling_others
@@ -33,7 +33,7 @@ from your_ai.training.memory_actions import Replan, action_event, telling_gauges
 from your_ai.training.saving import saved_step
 from your_ai.training.train import run
 
-OUT_OF_ROOM = ("ran out of memory", exits.OUT_OF_MEMORY)
+OUT_OF_ROOM = ("ran out of memory", child.OUT_OF_MEMORY)
 MAX_OUT_OF_MEMORY = 3  # in a row, without a checkpoint in between
 
 
@@ -69,21 +69,21 @@ def train_until_done(
                     return 0 if wanted.adapter else 128 + (ranks.stopped_by(stop) or 0)
                 if wanted.action.kind == "restart":
                     if config.supervise:
-                        return exits.RESTART
+                        return child.RESTART
                     raise RunError(
                         f"{folder.path}: {wanted.action.cause}; everything is saved, but only a "
                         "new process can free this memory: your_ai train --resume "
                         f"{folder.reference}"
                     )
                 if wanted.failed and ranks.size > 1:  # the others wait in the step
-                    ranks.fail(wanted.action.cause, exits.OUT_OF_MEMORY)
-                    return exits.OUT_OF_MEMORY
+                    ranks.fail(wanted.action.cause, child.OUT_OF_MEMORY)
+                    return child.OUT_OF_MEMORY
                 watch = wanted.watch
                 level += {"smaller_plan": 1, "larger_plan": -1}.get(wanted.action.kind, 0)
                 failed_at = [*failed_at, wanted.step] if wanted.failed else []
                 if failed_at.count(wanted.step) > MAX_OUT_OF_MEMORY:
                     echo_error(f"error: {folder.path}: {wanted.action.cause}")
-                    return exits.OUT_OF_MEMORY
+                    return child.OUT_OF_MEMORY
         finally:
             stop.on_first = lambda: None  # a late signal must not write to a closed file
 
@@ -198,17 +198,17 @@ def main() -> None:
             with telling_others(ranks):
                 status = train_given(given, settings, ranks, stop)
     except (UserError, RunError) as error:
-        status = exits.USER if isinstance(error, UserError) else exits.FAILED
+        status = child.USER if isinstance(error, UserError) else child.FAILED
         if ranks.is_first:  # else rank 0 says it, with the name of this rank
             echo_error(f"error: {error}")
     except PeerLost as error:
         echo_error(f"{LOST}{error}")
-        status = exits.PEER_LOST
+        status = child.PEER_LOST
     except Interrupted as interrupted:
         status = 128 + interrupted.number
     except Exception:
         echo_traceback()
-        status = exits.CRASHED
+        status = child.CRASHED
     if given.report is not None and ranks.is_first:
         write_report(Path(given.report), status)
     sys.exit(status)

@@ -16,7 +16,7 @@ import numpy as np
 from your_ai.config import SOFT, TrainConfig
 from your_ai.data.encode import EncodedRow
 from your_ai.data.rows import Chat, Pair, Row, Scored
-from your_ai.engine.opened import Opened, open_model
+from your_ai.engine.weights import Opened, open_model
 from your_ai.errors import UserError
 from your_ai.evaluation.compare import training_of
 from your_ai.evaluation.reward_model import (
@@ -28,7 +28,7 @@ from your_ai.evaluation.reward_model import (
     weights_of,
 )
 from your_ai.files import sha256
-from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
+from your_ai.hub.find import fingerprint, tokenizer_fingerprint
 from your_ai.memory.facts import facts_of
 from your_ai.memory.workload import Plan, RewardModelSizes
 from your_ai.nets.model import learned_positions

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from your_ai.config import SOFT
-from your_ai.data.batches import RowsAt, few_edges, micro_batches
+from your_ai.data.batches import Batch, RowsAt, few_edges, micro_batches
 from your_ai.data.encode import Encoder, token_ids
 from your_ai.data.examples import Examples, RowCounts
 from your_ai.data.prompts import PromptRows
@@ -51,10 +51,79 @@ from your_ai.run.rollout_files import (
     write_rollouts,
 )
 from your_ai.run.stopping import Stop
+from your_ai.training.distributed import Ranks
 from your_ai.training.reference import computed
-from your_ai.training.shared_rollouts import GivenUp, of_all, own_batches, shared
 from your_ai.training.steps import RewardMeter, StepWork, accumulate
 from your_ai.training.trainer import Trainer
+
+# Rollouts of a run on several ranks: prompts are dealt, and what was found is given to all
+
+
+GIVEN_UP = "given up"  # instead of what a rank was to give
+
+
+class GivenUp(Exception):
+    """A signal asked the run to stop before the completions of a step were there."""
+
+
+def shared(
+    ranks: Ranks, make: Callable[[], list[RolloutRecord] | None]
+) -> list[RolloutRecord] | None:
+    """The records that rank 0 makes, on every rank. Raises GivenUp on all if it does."""
+    if ranks.size == 1:
+        return make()
+
+    def as_json() -> Any:
+        try:
+            records = make()
+        except GivenUp:
+            return GIVEN_UP
+        return None if records is None else [asdict(record) for record in records]
+
+    found = ranks.of_first(as_json)
+    if found == GIVEN_UP:
+        raise GivenUp
+    return None if found is None else [RolloutRecord(**record) for record in found]
+
+
+def of_all(ranks: Ranks, own: Iterator[Completion]) -> Iterator[Completion]:
+    """The completions of this rank as they come, and then those of the others.
+
+    Raises GivenUp on all ranks if one gives up.
+    """
+    found, gave_up = [], False
+    try:
+        for completion in own:
+            found.append(completion)
+            yield completion
+    except GivenUp:
+        gave_up = True
+    parts = ranks.gather(GIVEN_UP if gave_up else [asdict(each) for each in found])
+    if GIVEN_UP in parts:
+        raise GivenUp
+    for rank, part in enumerate(parts):
+        for each in part if rank != ranks.rank else []:
+            yield Completion(**{**each, "tokens": tuple(each["tokens"])})
+
+
+def own_batches(
+    ranks: Ranks,
+    examples: Examples,
+    rows: np.ndarray,
+    rows_at: RowsAt,
+    edges: np.ndarray,
+    hidden: int,
+) -> list[Batch]:
+    """The micro-batches of these rows, the longest first, that this rank trains.
+
+    hidden: hidden size of the model.
+    """
+    if ranks.size == 1:
+        return list(micro_batches(examples, rows, rows_at, edges))
+    ids, most = ranks.rows(examples.lengths[rows], hidden), ranks.most_rows(len(rows))
+    batches = micro_batches(examples, rows, lambda n: min(most, rows_at(n)), edges, ids=ids)
+    return list(batches)
+
 
 SHOWN_CHARACTERS = 400  # of a completion in an event
 REFERENCE = "reference"  # the folder of the first adapters, in the run folder, of new ones

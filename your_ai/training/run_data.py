@@ -11,29 +11,138 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
-from your_ai.config import AUTO, LOSS, TrainConfig, flag
+from your_ai.config import AUTO, EXACT_MATCH, LOSS, REWARD_METRICS, TrainConfig, flag
 from your_ai.data.batches import bucket_edges, few_edges
 from your_ai.data.encode import Encoder, SamplePrompt
 from your_ai.data.examples import Examples, RowCounts, check_weights, load_examples
-from your_ai.data.lines import file_of_first_row, files_of_rows
+from your_ai.data.lines import RowLimit, file_of_first_row, files_of_rows
 from your_ai.data.notes import Notes
 from your_ai.data.preferences import parser_of
 from your_ai.data.prompts import PromptRows
 from your_ai.data.rows import Question, Row, read_rows, with_progress
 from your_ai.data.sources import Splits, find_splits
 from your_ai.errors import UserError
+from your_ai.evaluation import dataset_scores
+from your_ai.evaluation.compare import Ready
+from your_ai.evaluation.custom_metric import Metric, load_metric
+from your_ai.evaluation.rows import EvaluationRows, load_rows
 from your_ai.gates.text import counted
 from your_ai.gates.token_ids import vocabulary_of
+from your_ai.generation import generate
 from your_ai.generation.generate import answer_room
-from your_ai.hub.find import store
-from your_ai.hub.fingerprint import tokenizer_fingerprint
+from your_ai.hub.find import store, tokenizer_fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import row_limit
 from your_ai.nets import model
 from your_ai.rewards.builtin import check_expected
 from your_ai.rewards.names import needs_expected, parse_rewards, reward_texts
 from your_ai.run import events
-from your_ai.training.best_metric import BestMetric, best_metric_of, check_margin
+from your_ai.run.stopping import Stop
+
+# What --keep-best and --patience compare: the validation loss, the accuracy or margin that a
+# validation of preferences finds with it, or what is measured here
+
+
+METRIC_ROWS = 64  # validation rows that are answered for a function of the user's
+
+
+@dataclass(frozen=True)
+class RowToAnswer:
+    """A validation row to answer."""
+
+    prompt: SamplePrompt
+    content: dict[str, Any]
+    """The JSON object of the row."""
+    where: str
+    """Its file and line."""
+
+
+@dataclass(frozen=True)
+class BestMetric:
+    """The rows to measure, and how."""
+
+    name: str
+    """The value of --best-metric."""
+    rows: EvaluationRows
+    function: Metric | None = None
+    """The user's function; None for exact match."""
+    questions: tuple[RowToAnswer, ...] = ()
+    """The rows to answer for the user's function."""
+
+    @property
+    def prompts(self) -> list[SamplePrompt]:
+        """The prompts that are answered in each validation."""
+        return [asked.prompt for asked in self.questions]
+
+
+def best_metric_of(
+    config: TrainConfig, valid: Path, encoder: Encoder, tokenizer_sha256: str
+) -> BestMetric | None:
+    """Load the validation rows that --best-metric measures; None for what a validation finds.
+
+    Raises UserError if no row asks for an answer, or for a function that cannot be imported.
+    """
+    name = config.best_metric
+    if name == LOSS or name in REWARD_METRICS:
+        return None
+    function = None if name == EXACT_MATCH else load_metric(name, "--best-metric")
+    rows = load_rows(valid, config, encoder, tokenizer_sha256)
+    asking = rows.has_answer if function is None else rows.asks
+    if not asking.any():
+        raise UserError(
+            f"--best-metric {name}: no row of {files_of_rows(valid, encoder.limit)} asks for an "
+            "answer; use validation rows with prompts, or --best-metric loss"
+        )
+    if function is None:
+        return BestMetric(name, rows)
+    questions = (
+        RowToAnswer(prompt, content, row.where)
+        for _, row, content, prompt in islice(rows.questions(), METRIC_ROWS)
+    )
+    return BestMetric(name, rows, function, tuple(questions))
+
+
+def check_margin(config: TrainConfig, valid: Path, examples: Examples, limit: RowLimit) -> None:
+    """Raise UserError for --best-metric margin if all validation rows have the same label."""
+    labels = examples.labels
+    if config.best_metric != "margin" or labels is None:
+        return
+    if len(set(labels[examples.weights > 0].tolist())) == 1:
+        raise UserError(
+            f"--best-metric margin: the labels of {files_of_rows(valid, limit)} are all the same, "
+            "so there is no margin; use validation rows with both, or --best-metric accuracy"
+        )
+
+
+def measured(best: BestMetric, ready: Ready, stop: Stop) -> float | None:
+    """The value for the current adapter; None if asked to stop.
+
+    Raises UserError if the user's function fails.
+    """
+    if best.function is None:
+        return exact_match(best.rows, ready, stop)
+    scores = []
+    for asked in best.questions:
+        if stop:
+            return None
+        limit, _ = generate.answer_room(ready.network, ready.tokenizer, asked.prompt)
+        answer = generate.answer(ready.network, ready.tokenizer, asked.prompt.rendered, limit)
+        scores.append(
+            best.function.score(answer, asked.prompt.expected, asked.content, asked.where)
+        )
+    return float(np.mean(scores))
+
+
+def exact_match(rows: EvaluationRows, ready: Ready, stop: Stop) -> float | None:
+    """The share of the rows with an answer of which every token is the most likely one."""
+    answers = rows.answers
+    exact = dataset_scores.exact_examples(ready.engine, answers.examples, ready.rows_at, stop)
+    if exact is None:
+        return None
+    right = rows.has_answer.copy()
+    right[answers.row_of[~exact]] = False
+    return float(right.sum() / rows.has_answer.sum())
+
 
 AUTO_TOKENS = 256  # of an answer to a prompt of --samples auto
 

@@ -17,22 +17,21 @@ from your_ai.data.batches import Batch
 from your_ai.engine.build import load
 from your_ai.engine.compiled import Graphs
 from your_ai.engine.dequantized import dequantize_on_the_cpu
-from your_ai.engine.opened import Opened
 from your_ai.engine.protocol import Engine
-from your_ai.engine.weights import stream
+from your_ai.engine.weights import Opened, stream
 from your_ai.errors import UserError
 from your_ai.gates.text import shown
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.memory import allocator
 from your_ai.nets import model
+from your_ai.nets.head import NAME
 from your_ai.nets.parts import skeleton
-from your_ai.nets.score_head import NAME
 from your_ai.objectives.soft import SOFT_TOKENS
 from your_ai.rewards.rollout import Rollout
 from your_ai.run import checkpoint
 from your_ai.run.folder import RunFolder
 from your_ai.soft.cached_blocks import CachedBlocks, cached_blocks
-from your_ai.soft.reward_pass import rewards_of
+from your_ai.soft.passes import rewards_of
 from your_ai.soft.roles import Network, RewardNetwork, Roles, Sampled, SoftRows, network_of
 from your_ai.training.reward_models import RewardRun
 

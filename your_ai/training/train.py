@@ -40,7 +40,7 @@ from your_ai.training.optimizer import Update
 from your_ai.training.pausing import pause_all
 from your_ai.training.prepare import prepare
 from your_ai.training.reference import referenced
-from your_ai.training.rollouts import RolloutSource, keep_first_adapters
+from your_ai.training.rollouts import GivenUp, RolloutSource, keep_first_adapters
 from your_ai.training.saving import (
     check_unchanged,
     is_save_due,
@@ -51,7 +51,6 @@ from your_ai.training.saving import (
     share_state,
     use_result,
 )
-from your_ai.training.shared_rollouts import GivenUp
 from your_ai.training.soft_rollouts import SoftSource
 from your_ai.training.steps import DataSource, StepSource
 from your_ai.training.trainer import PREFIX, Trainer

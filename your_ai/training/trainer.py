@@ -19,7 +19,6 @@ from your_ai.data.prompts import PromptRows
 from your_ai.engine.build import Built, build_engine
 from your_ai.engine.compiled import Graphs
 from your_ai.engine.gradients import Gradients
-from your_ai.engine.opened import Opened
 from your_ai.engine.prefix import (
     DiskStore,
     MemoryStore,
@@ -29,22 +28,23 @@ from your_ai.engine.prefix import (
     shared_place,
 )
 from your_ai.engine.protocol import Engine
+from your_ai.engine.weights import Opened
 from your_ai.errors import UserError
 from your_ai.files import sha256
 from your_ai.memory.demand import Budget
 from your_ai.memory.estimate_graphs import graphs_bytes
 from your_ai.memory.plan import kept_by_some, rows_of, workload_of
-from your_ai.nets import model, score_head
+from your_ai.nets import head, model
 from your_ai.nets.saved_adapter import base_files
 from your_ai.rewards.chosen import Rewards
 from your_ai.run import checkpoint, events
 from your_ai.run.checkpoint import SCORE_HEAD
 from your_ai.run.folder import RunFolder
-from your_ai.training.best_metric import BestMetric
 from your_ai.training.distributed import ALONE, Ranks
 from your_ai.training.job import Job, ResolvedJob, have_answers, ways_to_learn_more
 from your_ai.training.optimizer import StatefulOptimizer
 from your_ai.training.reward_models import open_reward_model, scorer_of
+from your_ai.training.run_data import BestMetric
 from your_ai.training.soft_networks import (
     SoftNetworks,
     build_networks,
@@ -193,7 +193,7 @@ def add_adapters(
     adapters = model.add_adapters(network, job.config)
     more: dict[str, Any] = {"base_files": base_files(job.files)}
     if job.config.objective == REWARD:
-        score_head.put_score_head(network, hidden, job.config.seed)
+        head.put_score_head(network, hidden, job.config.seed)
         more["score_head"] = SCORE_HEAD
     start = begin_from(folder, network) if job.config.from_adapter else {}
     return replace(adapters, config={**adapters.config, **more}), start
@@ -209,7 +209,7 @@ def begin_from(folder: RunFolder, network: nn.Module) -> dict[str, dict[str, str
     if (fault := checkpoint.fault(folder.start, names)) is not None:
         raise UserError(f"{fault}; restore it, or start a new run")
     arrays = checkpoint.load_adapters(folder.start)
-    if (layer := score_head.score_layer(network)) is None:
+    if (layer := head.score_layer(network)) is None:
         arrays.pop(checkpoint.SCORE_WEIGHT, None)
     else:
         arrays.setdefault(checkpoint.SCORE_WEIGHT, layer.weight)

@@ -16,10 +16,9 @@ from your_ai.generation import generate
 from your_ai.run import events
 from your_ai.run.checkpoint import TrainState
 from your_ai.run.stopping import Stop
-from your_ai.training import best_metric
-from your_ai.training.best_metric import METRIC_ROWS
+from your_ai.training import run_data
 from your_ai.training.rollouts import reward_metrics
-from your_ai.training.run_data import sample_room
+from your_ai.training.run_data import METRIC_ROWS, sample_room
 from your_ai.training.steps import RewardMeter
 from your_ai.training.trainer import Trainer
 
@@ -53,7 +52,7 @@ def validate_here(
     if trainer.best_metric is not None:
         log.write(events.Phase(text=f"validating: {trainer.best_metric.name}"))
         ready = Ready(trainer.model, trainer.tokenizer, trainer.engine, trainer.rows_at)
-        value = best_metric.measured(trainer.best_metric, ready, stop)
+        value = run_data.measured(trainer.best_metric, ready, stop)
         if value is None:
             return state
         metrics[trainer.best_metric.name] = value

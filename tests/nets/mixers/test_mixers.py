@@ -14,12 +14,17 @@ from mlx_lm.models.ssm import ssm_update
 from tests.nets.mixers import plain
 from tests.nets.mixers.plain import assert_equal, normal, outputs_and_gradients, relative_error
 from your_ai.nets.mixers import chunks
-from your_ai.nets.mixers.convolution import convolution
 from your_ai.nets.mixers.gated_delta import gated_delta
 from your_ai.nets.mixers.linear_attention import linear_attention, state_space, step_sizes
 from your_ai.nets.mixers.replace import FUNCTIONS
 from your_ai.nets.mixers.rwkv7 import rwkv7
-from your_ai.nets.mixers.scans import by_doubling, real_gated_lru, selective_scan, token_by_token
+from your_ai.nets.mixers.scans import (
+    by_doubling,
+    convolution,
+    real_gated_lru,
+    selective_scan,
+    token_by_token,
+)
 
 KINDS = {
     "linear": (linear_attention, plain.linear, plain.linear_inputs),

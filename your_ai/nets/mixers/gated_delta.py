@@ -20,9 +20,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from your_ai.memory.sizes import DELTA_CHUNK, VECTOR_DELTA_CHUNK
-from your_ai.nets.mixers.chunks import in_chunks
-from your_ai.nets.mixers.decays import (
+from your_ai.nets.mixers.chunks import (
     decays_of,
+    in_chunks,
     lower,
     products,
     scalar_decays,

@@ -16,8 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from your_ai.memory.sizes import LINEAR_CHUNK
-from your_ai.nets.mixers.chunks import in_chunks
-from your_ai.nets.mixers.decays import scalar_decays
+from your_ai.nets.mixers.chunks import in_chunks, scalar_decays
 
 
 def linear_attention(

@@ -24,11 +24,10 @@ from mlx.utils import tree_flatten
 from your_ai.memory.sizes import LEAN_QUERY_BLOCK
 from your_ai.nets.attention import attention, needs_blocks
 from your_ai.nets.block_calls import Mask, TextMask
-from your_ai.nets.mixers.convolution import convolution
 from your_ai.nets.mixers.gated_delta import by_mlx, gated_delta, log_decays, uses_mlx
 from your_ai.nets.mixers.linear_attention import linear_attention, state_space, step_sizes
 from your_ai.nets.mixers.rwkv7 import rwkv7
-from your_ai.nets.mixers.scans import real_gated_lru, selective_scan
+from your_ai.nets.mixers.scans import convolution, real_gated_lru, selective_scan
 from your_ai.nets.numerics import device, mlx_version
 from your_ai.nets.tiled_attention import TileCache
 

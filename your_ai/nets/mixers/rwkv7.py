@@ -15,8 +15,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from your_ai.memory.sizes import RWKV_CHUNK
-from your_ai.nets.mixers.chunks import in_chunks
-from your_ai.nets.mixers.decays import decays_of, products, unit_lower_inverse
+from your_ai.nets.mixers.chunks import decays_of, in_chunks, products, unit_lower_inverse
 
 FAINTEST = 1e-30  # added to decays: the logarithm of 0 has no gradient
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from your_ai.dashboard.routine import folded_actions, with_action
+from your_ai.dashboard.measures import folded_actions, with_action
 from your_ai.run.events import Action
 
 
