@@ -14,7 +14,7 @@ from tests.export.gguf_files import fields, tensors
 from tests.export.programs import QUANTIZE
 from tests.export.runs import make_run, make_trained, printed
 from tests.programs import program
-from your_ai.data.preferences import common_system_prompt
+from your_ai.data.look import common_system_prompt
 from your_ai.data.template import render
 from your_ai.errors import UserError
 from your_ai.export import gguf, ollama

@@ -95,7 +95,7 @@ def folded_actions(actions: Iterable[Action]) -> tuple[FoldedAction, ...]:
 
 
 # The best validation of a run: one definition for every view. The mean of training losses has a
-# best one too (`running_mean.py`), which views always call the best mean
+# best one too, which views always call the best mean
 
 
 def is_better(found: Validation, best: Validation | None) -> bool:
