@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import io
 import json
+import os
 import random
 import shlex
 import subprocess
@@ -149,7 +150,7 @@ def test_unknown_memory_asks_for_the_memory_option():
 # What is recommended
 
 
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", list(RECORDED)[:: 1 if os.environ.get("YOUR_AI_SLOW") else 3])
 def test_the_planner_gives_the_same_plan_for_each_recommended_command(name):
     room = room_here(RECORDED[name])
     found = recommended(room)

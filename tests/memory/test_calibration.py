@@ -101,7 +101,7 @@ def settled(machine: Machine, demand: Demand, limit_bytes: int) -> tuple[Demand,
     raise AssertionError("the plan never settles")
 
 
-@settings(max_examples=20, derandomize=True)
+@settings(max_examples=60 if os.environ.get("YOUR_AI_SLOW") else 6, derandomize=True)
 @given(demands(), st.sampled_from([0.1, 0.2, 0.35, 0.7, 1.5, 3.0]), st.floats(1.3, 4.0))
 def test_wrong_coefficients_lead_to_a_good_plan_without_exceeding_the_limit(
     demand, wrong_factor, room
