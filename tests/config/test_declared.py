@@ -31,7 +31,7 @@ from your_ai.commands.options import PANEL_OF, with_settings
 from your_ai.errors import UserError
 from your_ai.gates.yaml_files import read_yaml
 from your_ai.publish import card
-from your_ai.serving import agent_gate
+from your_ai.serving import mcp_gate
 from your_ai.run.folder import RunFolder
 
 def refused(**settings):
@@ -54,7 +54,7 @@ print(json.dumps({
     "fixed": "new_file" in run.fixed_on_resume() and "new_width" not in run.fixed_on_resume(),
     "old": config.build(config.ADDED | old, "x").new_width,
     "card": "new_width" in card.SETTINGS,
-    "agents": agent_gate.decision_of("new_file").__name__,
+    "agents": mcp_gate.decision_of("new_file").__name__,
     "mlxlm": option_hint("train", "--thing-width", ["--new-width"]),
 }))
 """

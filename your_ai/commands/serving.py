@@ -97,10 +97,10 @@ def mcp(
     ] = False,
 ) -> None:
     """Serve training to agents over stdio, with the Model Context Protocol (docs/agents.md)."""
-    from your_ai.serving.agent_gate import Permissions
+    from your_ai.serving.mcp_gate import Permissions
 
     check_installed()
-    from your_ai.serving.agent_server import serve
+    from your_ai.serving.mcp_server import serve
 
     serve(folder, Permissions(code=allow_code, network=allow_network))
 

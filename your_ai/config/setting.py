@@ -13,7 +13,7 @@ from your_ai.gates.text import quoted
 
 LARGEST = 1_000_000_000  # no setting needs a larger value
 ALWAYS: Any = object()  # of a setting that was there from the beginning
-# What a text names, for whoever decides whether an agent may set it (`serving/agent_gate.py`).
+# What a text names, for whoever decides whether an agent may set it (`serving/mcp_gate.py`).
 Reach = Literal[
     "text", "model", "data", "file", "name", "run or path", "reward", "metric", "tracker",
     "network", "refused",

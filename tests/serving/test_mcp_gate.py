@@ -14,8 +14,8 @@ from your_ai.config import ABOUT, FIELDS, TYPES
 from your_ai.config import settings as declared
 from your_ai.config.setting import About
 from your_ai.errors import UserError
-from your_ai.serving import agent_gate as gates
-from your_ai.serving.agent_gate import AgentGate, Permissions
+from your_ai.serving import mcp_gate as gates
+from your_ai.serving.mcp_gate import AgentGate, Permissions
 
 EVERYTHING = Permissions(code=True, network=True)
 # Settings that are paths, and how a path is written in each.

@@ -24,8 +24,8 @@ from your_ai import __version__
 from your_ai.config import FIELDS
 from your_ai.errors import RunError, UserError
 from your_ai.gates.text import message_line, nearest, shown
-from your_ai.serving.agent_gate import AgentGate, Permissions, check_runs
-from your_ai.serving.agent_tools import AgentTools
+from your_ai.serving.mcp_gate import AgentGate, Permissions, check_runs
+from your_ai.serving.mcp_tools import AgentTools
 
 INSTRUCTIONS = """\
 Fine-tunes language models with LoRA on this machine, inside a memory limit. All runs, data and

@@ -8,7 +8,7 @@ from your_ai.config import TrainConfig
 from your_ai.errors import UserError
 from your_ai.memory.limit import GB, MachineMemory, detect
 from your_ai.run.folder import create
-from your_ai.serving.agent_tools import MemoryUser, memory_user, share_gb
+from your_ai.serving.mcp_tools import MemoryUser, memory_user, share_gb
 
 FREE = MachineMemory(ram_bytes=32 * GB, available_bytes=24 * GB)
 CAPACITY_GB = detect(FREE).limit_bytes / GB

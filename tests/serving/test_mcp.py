@@ -28,9 +28,9 @@ from your_ai.errors import RunError, UserError
 from your_ai.run import events
 from your_ai.run.events import EventLog
 from your_ai.run.folder import RUNS, SUPERVISOR_LOCK, RunFolder, is_running, locked
-from your_ai.serving.agent_gate import AgentGate, Permissions
-from your_ai.serving.agent_server import make_server
-from your_ai.serving.agent_tools import AgentTools, summary_of
+from your_ai.serving.mcp_gate import AgentGate, Permissions
+from your_ai.serving.mcp_server import make_server
+from your_ai.serving.mcp_tools import AgentTools, summary_of
 from your_ai.session import new_run, run_list
 from your_ai.session.new_run import BackgroundRun
 
@@ -418,8 +418,8 @@ def test_folder_that_is_not_there_is_one_line(capsys):
 PRINTING = """
 import os, sys
 from pathlib import Path
-from your_ai.serving import agent_server
-from your_ai.serving.agent_gate import Permissions
+from your_ai.serving import mcp_server
+from your_ai.serving.mcp_gate import Permissions
 from your_ai.session import run_list
 def rows():
     print("printed")
@@ -427,7 +427,7 @@ def rows():
     os.system("echo from a child")
     return []
 run_list.rows = rows
-agent_server.serve(Path(sys.argv[1]), Permissions())
+mcp_server.serve(Path(sys.argv[1]), Permissions())
 """
 
 

@@ -37,8 +37,8 @@ from your_ai.run import folder as folders
 from your_ai.run.child import USER
 from your_ai.run.events import BESIDE_THE_WORK, Step
 from your_ai.run.folder import RUNS, RunFolder, is_running, owner
-from your_ai.serving import agent_gate
-from your_ai.serving.agent_gate import AgentGate
+from your_ai.serving import mcp_gate
+from your_ai.serving.mcp_gate import AgentGate
 from your_ai.session import new_run, run_list
 from your_ai.session.finished import already_finished
 from your_ai.session.new_run import BackgroundRun
@@ -298,7 +298,7 @@ class AgentTools:
         With wait_s, returns as soon as a step, a validation, a checkpoint or another event comes,
         or the run ends.
         """
-        found = await in_thread(agent_gate.find_run, self.gate, run)
+        found = await in_thread(mcp_gate.find_run, self.gate, run)
         if wait_s:
             await wait_for_progress(found, wait_s)
         return await in_thread(watched, found, events)
@@ -309,7 +309,7 @@ class AgentTools:
         `train` with resume continues it. If it still saves after wait_s seconds, the state is
         running: call `stop` or `watch` again, which does not disturb it.
         """
-        found = await in_thread(agent_gate.find_run, self.gate, run)
+        found = await in_thread(mcp_gate.find_run, self.gate, run)
         await in_thread(self._signal, found)
         deadline = time.monotonic() + wait_s
         while is_running(found) and time.monotonic() < deadline:
@@ -337,7 +337,7 @@ class AgentTools:
         Returns when it is done, which takes seconds to hours. The measures have the value and
         confidence interval of base, adapter and difference.
         """
-        found = await in_thread(agent_gate.find_run, self.gate, run)
+        found = await in_thread(mcp_gate.find_run, self.gate, run)
         await in_thread(self._check_evaluated, found, data, metric)
         arguments = [f"--worst={worst}"]
         for name, value in {"data": data, "metric": metric, "checkpoint": checkpoint}.items():
@@ -361,16 +361,16 @@ class AgentTools:
         ] = None,
     ) -> RunText:
         """Write an HTML page about a run: curves, memory, plans, samples; return a summary too."""
-        found = await in_thread(agent_gate.find_run, self.gate, run)
+        found = await in_thread(mcp_gate.find_run, self.gate, run)
         page = str(found.path / "report.html") if out is None else out
-        path = await in_thread(agent_gate.check_page, self.gate, "out", page)
+        path = await in_thread(mcp_gate.check_page, self.gate, "out", page)
         await self._command("report", found.name, f"--out={path}")
         text = await in_thread(summary_of, found)
         return RunText(run=run, text=text, path=str(path.relative_to(self.gate.folder)))
 
     async def runs(self) -> RunsInFolder:
         """List the runs in the folder: state, step, losses, memory in bytes, time in seconds."""
-        await in_thread(agent_gate.check_runs, self.gate)
+        await in_thread(mcp_gate.check_runs, self.gate)
         return RunsInFolder(runs=run_list.as_json(await in_thread(run_list.rows)))
 
     # What the tools share. These functions block, and are called in threads.
@@ -378,12 +378,12 @@ class AgentTools:
     def _begin(self, given: dict[str, Any], config: str | None) -> Begun:
         """Check, create and start a new run."""
         notes: list[str] = []
-        agent_gate.check_runs(self.gate)
-        agent_gate.check_settings(self.gate, given, "settings")
+        mcp_gate.check_runs(self.gate)
+        mcp_gate.check_settings(self.gate, given, "settings")
         if config is not None:
-            agent_gate.check_file_of_settings(self.gate, config)
+            mcp_gate.check_file_of_settings(self.gate, config)
         resolved = new_run.resolve(given, config, on_note=notes.append)
-        agent_gate.check_config(self.gate, resolved, FIELDS)
+        mcp_gate.check_config(self.gate, resolved, FIELDS)
         resolved = checked_settings(resolved, every_row=False)
         find_model(resolved.model)
         with self.starting():
@@ -396,12 +396,12 @@ class AgentTools:
         for name, value in (("config", config), ("run", given.get("run"))):
             if value is not None:
                 raise UserError(f"resume {shown(run)}: cannot be combined with {name}")
-        found = agent_gate.find_run(self.gate, run)
+        found = mcp_gate.find_run(self.gate, run)
         folders.check_resumable(found)
         settings = resumed(found.read_config(), given)
         done = already_finished(found, settings)
         settings = replace(settings, supervise=True)  # as each run here
-        agent_gate.check_config(self.gate, settings, FIELDS)
+        mcp_gate.check_config(self.gate, settings, FIELDS)
         if is_running(found):
             raise UserError(f"run {found.name}: is running; watch it, or stop it first")
         if done:
@@ -462,9 +462,9 @@ class AgentTools:
         self.stopping[found.name] = run_list.stop(found)
 
     def _check_evaluated(self, found: RunFolder, data: str | None, metric: str | None) -> None:
-        agent_gate.check_evaluated(self.gate, found.read_config(), data)
+        mcp_gate.check_evaluated(self.gate, found.read_config(), data)
         if metric is not None:
-            agent_gate.need_code(self.gate, "metric", metric)
+            mcp_gate.need_code(self.gate, "metric", metric)
 
     async def _command(self, *arguments: str) -> str:
         """What a command of your_ai prints. It ends with this call. Raises its error."""
