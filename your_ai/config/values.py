@@ -33,53 +33,57 @@ def coerce(name: str, value: Any, label: str) -> Any:
     label: the beginning of the error message. Raises UserError if the value does not fit.
     """
     kind = TYPES[name]
-    options = typing.get_args(kind)
-    if value is None and type(None) in options:
+    found: Any
+    if value is None and type(None) in typing.get_args(kind):
         return None
-    if kind == tuple[str, ...]:
-        parts = parts_of(name, value) if isinstance(value, str) else value
-        if isinstance(parts, (list, tuple)) and all(isinstance(p, str) for p in parts):
-            if name == "hosts" and not all(p.strip() for p in parts):
-                raise UserError(
-                    f"{label}: an empty name is no host; name this machine and at least one "
-                    "other, or leave the option out to train on this machine alone"
-                )
-            return tuple(p.strip() for p in parts if p.strip())
-    elif kind is bool:
-        if isinstance(value, bool):
-            return value
-    elif kind is str:
-        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
-            with contextlib.suppress(ValueError):  # Python refuses to convert very long ints
-                return str(value)
-    elif typing.get_origin(kind) is Literal:
-        if value in options:
-            return value
-        number = as_number(value, int)
-        if number in options:
-            return number
-    elif float in (kind, *options):
-        number = gigabytes(value) if name == "max_memory" else as_number(value, float)
-        if number is not None:
-            return number
-    else:  # int, perhaps also None or literals
-        literals = [
-            value
-            for option in options
-            if typing.get_origin(option) is Literal
-            for value in typing.get_args(option)
-        ]
-        if value in literals:
-            return value
-        number = as_number(value, int)
-        if number is not None and (int in (kind, *options) or number in literals):
-            return number
+    if name == "max_memory":
+        found = gigabytes(value)
+    elif kind == tuple[str, ...]:
+        found = as_texts(name, value, label)
+    else:
+        found = as_kind(kind, value)
+    if found is not None:
+        return found
     if name == "max_memory":
         raise UserError(
             f"{label}: expected a number of GB, such as 8 or 500MB, found {quoted(value)}"
         )
     near = nearest(value, words_of(kind)) if isinstance(value, str) else ""
     raise UserError(f"{label}: expected {describe(kind)}, found {quoted(value)}{near}")
+
+
+def as_texts(name: str, value: Any, label: str) -> tuple[str, ...] | None:
+    """The texts of a list, or of a text that names several; None if it is neither."""
+    parts = parts_of(name, value) if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(p, str) for p in parts):
+        return None
+    if name == "hosts" and not all(p.strip() for p in parts):
+        raise UserError(
+            f"{label}: an empty name is no host; name this machine and at least one "
+            "other, or leave the option out to train on this machine alone"
+        )
+    return tuple(p.strip() for p in parts if p.strip())
+
+
+def as_kind(kind: Any, value: Any) -> Any:
+    """Convert a value to a type of a single value; None if it does not fit."""
+    options = typing.get_args(kind)
+    if kind is bool:
+        return value if isinstance(value, bool) else None
+    if kind is str:
+        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+            with contextlib.suppress(ValueError):  # Python refuses to convert very long ints
+                return str(value)
+        return None
+    if float in (kind, *options):
+        return as_number(value, float)
+    # int, perhaps also None or literals
+    nested = [typing.get_args(o) for o in options if typing.get_origin(o) is Literal]
+    literals = options if typing.get_origin(kind) is Literal else [v for vs in nested for v in vs]
+    if value in literals:
+        return value
+    number = as_number(value, int)
+    return number if int in (kind, *options) or number in literals else None
 
 
 def words_of(kind: Any) -> list[str]:

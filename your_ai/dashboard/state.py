@@ -398,40 +398,43 @@ def doing_after(state: ViewState, event: events.Event) -> str:
     return TRAINING if state.stepped else "preparing the first step"
 
 
+LATEST = {
+    events.Limit: "limit",
+    events.Planned: "planned",
+    events.Host: "host",
+    events.Rollout: "rollout",
+}  # of these events, the latest is kept in this field
+FLAGS: dict[type[events.Event], dict[str, Any]] = {
+    events.Stage: {"finished": None, "paused": False, "gave_up": False},
+    events.Stopping: {"stopping": True},
+    events.Paused: {"paused": True},
+}  # what these change
+
+
 def changes_of(state: ViewState, event: events.Event) -> dict[str, Any]:
+    kind = type(event)
+    if kind in LATEST:
+        return {LATEST[kind]: event}
     match event:
         case events.Step():
             return after_step(state, event)
         case events.Gauges():
             return with_gauges(state, event, event.process_bytes)
-        case events.Stage():
-            return {"finished": None, "paused": False, "gave_up": False}
         case events.Notice():
             others = tuple(text for text in state.notices if text != event.text)
             return {"notices": (*others, event.text)[-KEPT:]}
-        case events.Stopping():
-            return {"stopping": True}
-        case events.Limit():
-            return {"limit": event}
-        case events.Planned():
-            return {"planned": event}
         case events.Action():
-            why = event.cause if event.kind in REPLANS else state.replanned
-            gone = {"loaded": False, "gauges": None} if event.kind in REPLANS else {}
             actions = with_action(state.actions, event)[-KEPT:]
-            return {"actions": actions, "replanned": why, **gone}
+            gone = {"loaded": False, "gauges": None, "replanned": event.cause}
+            return {"actions": actions} | (gone if event.kind in REPLANS else {})
         case events.Died():
             deaths, gave_up = (*state.deaths, event), event.level is None
             gone = {"loaded": False, "gauges": None, "paused": False}
             return {"deaths": deaths, "replanned": event.reason, "gave_up": gave_up, **gone}
         case events.Started():
             return after_start(state, event)
-        case events.Host():
-            return {"host": event}
         case events.Ranks() if all(isinstance(host, str) for host in event.hosts):
             return {"ranks": event}
-        case events.Paused():
-            return {"paused": True}
         case events.Continued():
             return {"paused": False, "pace": state.pace.paused(event.seconds)}
         case events.Validation():
@@ -444,13 +447,11 @@ def changes_of(state: ViewState, event: events.Event) -> dict[str, Any]:
             return {"checkpoint": event, "means_at": kept}
         case events.Samples():
             return {"samples_before" if event.when == "before" else "samples_after": event}
-        case events.Rollout():
-            return {"rollout": event}
         case events.ExactMatch():
             return {"match_before" if event.when == "before" else "match_after": event}
         case events.Finished():
             return {"finished": event, "paused": False, "stopping": False}
-    return {}
+    return FLAGS.get(kind, {})
 
 
 def after_start(state: ViewState, event: events.Started) -> dict[str, Any]:

@@ -95,8 +95,27 @@ class ChatAnswers:
         is_framed: whether all contents are known to be there.
         Raises UserError if a message, a call or the reasoning of the last answers is left out.
         """
-        messages, untrained = chat.messages, set()
+        messages = chat.messages
         left = LeftOut() if is_framed else self.template.left_out(messages, chat.tools, text)
+        untrained = self.check_left(left, messages, where)
+        if token := next(filter(None, (self.template.wrote(m["content"]) for m in messages)), None):
+            note = f"messages have tokens of the chat template, such as {token}, in their text"
+            self.notes.add(note, where)
+        self.name_unused(text, messages, where)
+        for index in trained_turns(chat):
+            turn = messages[index]
+            if not (turn["content"].strip() or turn.get("tool_calls") or reasoning_of(turn)):
+                self.notes.add("answers without text are not trained", where)
+                untrained.add(index)
+        return untrained
+
+    def check_left(self, left: LeftOut, messages: list[dict[str, Any]], where: str) -> set[int]:
+        """Refuse or name what the template has left out of a chat; return the earlier answers
+        without their reasoning.
+
+        Raises UserError as `check_shown`.
+        """
+        untrained: set[int] = set()
         asked = [i for i, message in enumerate(messages) if message["role"] == USER]
         omits = "the model's chat template omits"
         advice = "remove it, or choose a model whose template shows it"
@@ -122,9 +141,10 @@ class ChatAnswers:
             self.notes.add(f"{omits} the tools of a chat, or some of them", where)
         elif left.tools:
             self.notes.add(f"{omits} {' and '.join(sorted(left.tools))} of tools", where)
-        if token := next(filter(None, (self.template.wrote(m["content"]) for m in messages)), None):
-            note = f"messages have tokens of the chat template, such as {token}, in their text"
-            self.notes.add(note, where)
+        return untrained
+
+    def name_unused(self, text: str, messages: list[dict[str, Any]], where: str) -> None:
+        """Name the keys of messages and calls that are not in the rendered `text`."""
         unused = {
             key for message in messages for key in {*message} - KEYS
             if not self.template.names(key) and f".{key}" not in self.template.source
@@ -138,12 +158,6 @@ class ChatAnswers:
             for key in sorted({*call["function"]} - {"name", "arguments"}):
                 if not contains(text, str(call["function"][key])):
                     self.notes.add(f"the key {shortened(key)} of calls is not used", where)
-        for index in trained_turns(chat):
-            turn = messages[index]
-            if not (turn["content"].strip() or turn.get("tool_calls") or reasoning_of(turn)):
-                self.notes.add("answers without text are not trained", where)
-                untrained.add(index)
-        return untrained
 
     def spans(self, text: str, chat: Chat, turns: list[int], where: str) -> list[tuple[int, int]]:
         """Find the spans of answers, in limited time, because each needs two renderings."""

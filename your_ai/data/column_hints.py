@@ -72,14 +72,18 @@ def likely_columns(kind: str, record: Mapping[str, Any]) -> dict[str, str]:
     roles = roles_of(kind, record)
     names = {name: plain(name) for name in record if plain(name) not in OWN_MEANING}
     found: dict[str, str] = {}
+
+    def fitting(role: str) -> list[str]:
+        return [n for n in names if fits_role(role, record[n]) and n not in found.values()]
+
     for role, words in WORDS.items():
         if role in roles:
-            fits = [n for n in names if fits_role(role, record[n]) and n not in found.values()]
+            fits = fitting(role)
             named = [n for n in fits if names[n] == role]
             named += [n for n in fits if any(word in names[n] for word in words)]
             found |= {role: named[0]} if named else {}
     for role in (role for role in roles if role not in found):
-        left = [n for n in names if fits_role(role, record[n]) and n not in found.values()]
+        left = fitting(role)
         wanted = sum(fits_role(role, "text") for role in roles if role not in found)
         longest = sorted(left, key=lambda n: -len(str(record[n])))[: max(wanted, 1)]
         if not longest and role == "completion":  # an answer may be a number

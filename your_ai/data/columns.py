@@ -120,11 +120,7 @@ class Layout:
                     f"{columns_option(self.kind, record, self.render_prompt is not None)}"
                 )
             value = record[column]
-            is_text = role not in ("messages", "label", *NUMBERS) and not isinstance(value, list)
-            is_text = is_text and not (role in ("input", "system") and value is None)
-            if self.prompts and role in ("completion", "system"):
-                is_text = False  # they may be missing; `parse_prompts` takes what is there
-            row[role] = as_text(value, column, where) if is_text else value
+            row[role] = as_text(value, column, where) if self.is_text(role, value) else value
         if more := row.pop("input", "") if "input" in roles else "":
             row["prompt"] += f"\n\n{more}"
         if self.render_prompt is not None:
@@ -132,6 +128,14 @@ class Layout:
         if "system" in roles and "text" in roles:
             raise UserError(f"{where}: --columns system: a text has no system prompt")
         return parsed_texts(row, where)
+
+    def is_text(self, role: str, value: Any) -> bool:
+        """Whether the value of a column for this role is to be a text."""
+        if role in ("messages", "label", *NUMBERS) or isinstance(value, list):
+            return False
+        if self.prompts and role in ("completion", "system"):
+            return False  # they may be missing; `parse_prompts` takes what is there
+        return value is not None or role not in ("input", "system")
 
     def is_known(self, record: Mapping[str, Any]) -> bool:
         """Whether the record is in a known format, with all that belongs to it."""
@@ -231,28 +235,22 @@ def guess(
         role: next((by_name[known] for known in known_names if known in by_name), None)
         for role, known_names in NAMES.items()
     }
+
+    def refused(reason: str, keys: str = "columns") -> UnknownColumns:
+        text = f"{where}: {reason}; {keys}: {listed(record)}; {hint}"
+        return UnknownColumns(text, where, record)
+
     if kind == "prompts":
-        wanted = ("messages",) if found["messages"] else ("prompt", "completion", "system")
-        found["system"] = by_name.get("system")
-        roles = {role: name for role in wanted if (name := found[role]) is not None}
-        if answer_only or {"messages", "prompt"} & roles.keys():
-            return {
-                role: name for role, name in roles.items() if role != "prompt" or not answer_only
-            }
-        raise UnknownColumns(
-            f"{where}: has no prompt; keys found: {listed(record)}; {hint}", where, record
-        )
+        roles = guessed_prompt({**found, "system": by_name.get("system")}, answer_only)
+        if not roles:
+            raise refused("has no prompt", "keys found")
+        return roles
     if any(name in by_name for name in PAIR):
         return guessed_pair(by_name, found["prompt"], where, record, hint)
     if kind == "pairs" and names_pair(record):
-        raise UnknownColumns(
-            f"{where}: has no columns chosen and rejected; columns: {listed(record)}; {hint}",
-            where,
-            record,
-        )
+        raise refused("has no columns chosen and rejected")
     if kind == "rated" and SCORE not in by_name:
-        text = f"{where}: {SCORE} is missing; columns: {listed(record)}; {hint}"
-        raise UnknownColumns(text, where, record)
+        raise refused(f"{SCORE} is missing")
     for complete in ({"completion"},) if answer_only else COMPLETE:
         roles = {role: name for role in NAMES if role in complete and (name := found[role])}
         if roles.keys() == complete:
@@ -261,12 +259,20 @@ def guess(
             roles |= further_input(by_name, roles)
             return {**roles, **system} if complete != {"text"} else roles
     if label and found["prompt"]:
-        raise UnknownColumns(
-            f"{where}: completion is missing; columns: {listed(record)}; {hint}", where, record
-        )
-    raise UnknownColumns(
-        f"{where}: unknown row format; keys found: {listed(record)}; {hint}", where, record
-    )
+        raise refused("completion is missing")
+    raise refused("unknown row format", "keys found")
+
+
+def guessed_prompt(found: Mapping[str, str | None], answer_only: bool) -> dict[str, str]:
+    """The columns of a prompt, among those found for each role; none if it would have no text.
+
+    answer_only: the prompt itself is rendered of the record.
+    """
+    wanted = ("messages",) if found["messages"] else ("prompt", "completion", "system")
+    roles = {role: name for role in wanted if (name := found[role]) is not None}
+    if answer_only:
+        return {role: name for role, name in roles.items() if role != "prompt"}
+    return roles if {"messages", "prompt"} & roles.keys() else {}
 
 
 def guessed_pair(

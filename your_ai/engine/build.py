@@ -18,7 +18,7 @@ from your_ai.engine.programs import first_trained
 from your_ai.engine.protocol import Engine
 from your_ai.engine.spill import Spilled
 from your_ai.engine.staged import FusedAboveCache, Staged
-from your_ai.engine.weights import FileTensor, put_layers, stream, stream_vocabulary
+from your_ai.engine.weights import FileTensor, Streamed, put_layers, stream, stream_vocabulary
 from your_ai.errors import UserError
 from your_ai.memory.workload import NOTHING, Kept
 from your_ai.nets.attention import replace_attention
@@ -92,18 +92,7 @@ def build_engine(
     if not graphs.compiles:
         notices.append("the model's code reads values of arrays: it trains uncompiled, and slower")
     dequantize_on_the_cpu(model)
-    blocks, weights, vocabulary = None, None, {}
-    if plan == "streamed":
-        blocks, weights = stream(model, tensors or {}, resident, blocks_ahead)
-    else:
-        if plan == "staged":
-            vocabulary = stream_vocabulary(model, tensors or {})
-        load(model)
-    found = split_model(model, blocks)
-    if vocabulary and (found.parts is None or not isinstance(found.head, LinearHead | ScoreHead)):
-        put_layers(model, vocabulary)
-        load(model)
-        found = split_model(model, blocks)
+    found, weights = split_and_loaded(model, plan, tensors or {}, resident, blocks_ahead)
     halves, parts, head = found.halves, found.parts, at_temperature(found.head, temperature)
     if isinstance(head, ScoreHead) and not (parts.finishes if parts else halves.hidden):
         raise UserError("--objective reward: this model cannot be split before its head")
@@ -111,14 +100,8 @@ def build_engine(
         notices.append(
             "the model cannot be split before its head: logits are computed for all tokens"
         )
-    if packing and (parts is None or not packing_is_exact(parts, model)):
-        reason = f"{NO_PARTS} ({found.reason})" if parts is None else MIXES
-        raise UserError(f"--packing: {reason}, so packed texts would mix; train without it")
-    if packing and longest > 1 and parts is not None and parts.depends_on_place(longest):
-        raise UserError(
-            f"--packing: in rows of {longest} tokens, this model treats tokens by their place in "
-            "the row, so packed texts would differ; train without it"
-        )
+    if packing:
+        check_packing(model, found, longest)
     if parts is None and plan == "streamed":
         raise UserError(f"--plan streamed: {NO_PARTS} ({found.reason}); train with --plan fused")
     if parts is None and plan == "staged":
@@ -146,6 +129,42 @@ def build_engine(
         neftune=neftune, kept=kept,
     )  # fmt: skip
     return Built(staged.engine(), plan, tuple(notices), store)
+
+
+def split_and_loaded(
+    model: nn.Module,
+    plan: str,
+    tensors: dict[str, FileTensor],
+    resident: int,
+    blocks_ahead: int,
+) -> tuple[SplitModel, Streamed | None]:
+    """Split a model into its parts, and read the weights that `plan` keeps in memory.
+
+    Returns the weights that are read when they are used, too, if the plan is streamed.
+    """
+    if plan == "streamed":
+        blocks, weights = stream(model, tensors, resident, blocks_ahead)
+        return split_model(model, blocks), weights
+    vocabulary = stream_vocabulary(model, tensors) if plan == "staged" else {}
+    load(model)
+    found = split_model(model, None)
+    if vocabulary and (found.parts is None or not isinstance(found.head, LinearHead | ScoreHead)):
+        put_layers(model, vocabulary)
+        load(model)
+        found = split_model(model, None)
+    return found, None
+
+
+def check_packing(model: nn.Module, found: SplitModel, longest: int) -> None:
+    """Raise UserError if texts that share a row of `longest` tokens would be trained otherwise."""
+    if found.parts is None or not packing_is_exact(found.parts, model):
+        reason = f"{NO_PARTS} ({found.reason})" if found.parts is None else MIXES
+        raise UserError(f"--packing: {reason}, so packed texts would mix; train without it")
+    if longest > 1 and found.parts.depends_on_place(longest):
+        raise UserError(
+            f"--packing: in rows of {longest} tokens, this model treats tokens by their place in "
+            "the row, so packed texts would differ; train without it"
+        )
 
 
 def load(model: nn.Module) -> None:

@@ -213,19 +213,9 @@ def options(demand: Demand) -> list[Option]:
         rows.append(1)
     found: list[Option] = []
     is_unlimited = demand.buffers.most == NO_LIMIT.most
-    every = [(*each, kept) for each in READING for kept in kept_choices(demand, *each)]
+    reading = [each for each in READING if allows(demand, *each)]
+    every = [(*each, kept) for each in reading for kept in kept_choices(demand, *each)]
     for waves, (engine, spill, blocks_ahead, kept) in product(waves_of(demand), every):
-        wanted = engine == demand.engine or demand.engine == "auto"
-        if not wanted or (engine == "streamed" and not demand.can_stream):
-            continue
-        if demand.engine != "auto" and spill != demand.spill:
-            continue
-        if demand.soft is not None and (engine == "staged" or spill):
-            continue
-        if not (blocks_ahead or adjusts_reading(demand)):
-            continue
-        if (demand.spill and not spill) or (demand.forward and spill):
-            continue
         for count in rows:
             if count < together and engine == "fused" and demand.engine == "auto":
                 continue  # staged is faster than this, and smaller
@@ -237,6 +227,20 @@ def options(demand: Demand) -> list[Option]:
                 if is_unlimited or buffers_of(demand, of_wave) <= demand.buffers.allowed:
                     found += options_of(demand, of_wave)
     return fastest_first(timed(demand, found))
+
+
+def allows(demand: Demand, engine: str, spill: bool, blocks_ahead: int) -> bool:
+    """Whether a run may have plans of this engine that keep block inputs in files (`spill`) and
+    read so many blocks ahead."""
+    if engine == "streamed" and not demand.can_stream:
+        return False
+    if demand.engine != "auto" and (engine, spill) != (demand.engine, demand.spill):
+        return False
+    if demand.soft is not None and (engine == "staged" or spill):
+        return False
+    if not (blocks_ahead or adjusts_reading(demand)):
+        return False
+    return not demand.forward if spill else not demand.spill
 
 
 def buffers_of(demand: Demand, plan: Plan) -> int:
@@ -536,17 +540,8 @@ def choose(demand: Demand, limit_bytes: int, level: int = 0, kept: Plan | None =
             f"--plan {demand.engine}: this model's weights are converted on load, so they "
             "cannot be streamed; convert it with `mlx_lm.convert` first, or use --plan staged"
         )
-    spare, tried = 0, every
-    if kept is not None:
-        tried = with_plan(demand, every, kept)
-        if demand.calibration.measurements:
-            spare = demand.calibration.spare_bytes(kept.family) + VARIES_BYTES
-    for index, option in enumerate(tried):
-        if option.plan == kept and option.estimate.process_bytes - spare <= limit_bytes:
-            above = [o for o in tried[:index] if o.needed_bytes > option.needed_bytes]
-            ladder = descending(tried[index:])
-            smaller = ladder[1] if len(ladder) > 1 else None
-            return Choice(option, level, smaller, above[-1] if above else None)
+    if kept is not None and (again := chosen_again(demand, every, kept, limit_bytes, level)):
+        return again
     fitting = [option for option in every if option.needed_bytes <= limit_bytes]
     if demand.soft is None:  # else nothing is measured before the first step
         begins = [option for option in fitting if can_begin(demand, option, limit_bytes)]
@@ -566,6 +561,23 @@ def choose(demand: Demand, limit_bytes: int, level: int = 0, kept: Plan | None =
     larger = ladder[level - 1] if level else (above[-1] if above else None)
     smaller = ladder[level + 1] if level + 1 < len(ladder) else None
     return Choice(ladder[level], level, smaller, larger)
+
+
+def chosen_again(
+    demand: Demand, every: list[Option], kept: Plan, limit_bytes: int, level: int
+) -> Choice | None:
+    """The plan that the run had, if it fits without its margin."""
+    spare = 0
+    if demand.calibration.measurements:
+        spare = demand.calibration.spare_bytes(kept.family) + VARIES_BYTES
+    tried = with_plan(demand, every, kept)
+    for index, option in enumerate(tried):
+        if option.plan == kept and option.estimate.process_bytes - spare <= limit_bytes:
+            above = [o for o in tried[:index] if o.needed_bytes > option.needed_bytes]
+            ladder = descending(tried[index:])
+            smaller = ladder[1] if len(ladder) > 1 else None
+            return Choice(option, level, smaller, above[-1] if above else None)
+    return None
 
 
 def with_plan(demand: Demand, every: list[Option], plan: Plan) -> list[Option]:

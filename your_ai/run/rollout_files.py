@@ -122,14 +122,7 @@ def record_of(content: Any) -> RolloutRecord:
     if not isinstance(content, dict):
         raise ValueError("not an object")
     record = RolloutRecord(**{name: value for name, value in content.items() if name in NAMES})
-    texts = [record.where, record.question, record.completion]
-    texts += [text for text in (record.expected, record.reply) if text is not None]
-    ok = all(isinstance(text, str) for text in texts) and type(record.stopped) is bool
-    ok = ok and all(type(index) is int and index >= 0 for index in (record.row, record.sample))
-    ok = ok and isinstance(record.tokens, list) and len(record.tokens) > 0
-    ok = ok and all(type(token) is int and 0 <= token <= MOST_TOKEN for token in record.tokens)
-    ok = ok and isinstance(record.rewards, dict)
-    if not ok:
+    if not has_types(record):
         raise ValueError("not a rollout")
     numbers = (record.reward, *record.rewards.values())
     if not all(is_number(n) and math.isfinite(n) for n in numbers if n is not None):
@@ -144,6 +137,20 @@ def record_of(content: Any) -> RolloutRecord:
         ):
             raise ValueError("not a log-probability for each token")
     return record
+
+
+def has_types(record: RolloutRecord) -> bool:
+    """Whether its texts, indices and tokens are such, as JSON does not ensure."""
+    texts = [record.where, record.question, record.completion]
+    texts += [text for text in (record.expected, record.reply) if text is not None]
+    if not all(isinstance(text, str) for text in texts) or type(record.stopped) is not bool:
+        return False
+    if not all(type(index) is int and index >= 0 for index in (record.row, record.sample)):
+        return False
+    if not isinstance(record.tokens, list) or not isinstance(record.rewards, dict):
+        return False
+    are_tokens = (type(token) is int and 0 <= token <= MOST_TOKEN for token in record.tokens)
+    return len(record.tokens) > 0 and all(are_tokens)
 
 
 def missing_in_a_row(run: Path, group: int) -> int:
