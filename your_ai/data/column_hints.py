@@ -72,24 +72,38 @@ def likely_columns(kind: str, record: Mapping[str, Any]) -> dict[str, str]:
     roles = roles_of(kind, record)
     names = {name: plain(name) for name in record if plain(name) not in OWN_MEANING}
     found: dict[str, str] = {}
-
-    def fitting(role: str) -> list[str]:
-        return [n for n in names if fits_role(role, record[n]) and n not in found.values()]
-
     for role, words in WORDS.items():
         if role in roles:
-            fits = fitting(role)
+            left = [name for name in names if name not in found.values()]
+            fits = [name for name in left if fits_role(role, record[name])]
             named = [n for n in fits if names[n] == role]
             named += [n for n in fits if any(word in names[n] for word in words)]
             found |= {role: named[0]} if named else {}
-    for role in (role for role in roles if role not in found):
-        left = fitting(role)
-        wanted = sum(fits_role(role, "text") for role in roles if role not in found)
-        longest = sorted(left, key=lambda n: -len(str(record[n])))[: max(wanted, 1)]
-        if not longest and role == "completion":  # an answer may be a number
-            longest = [n for n in names if n not in found.values() and is_number(record[n])][-1:]
-        found |= {role: min(longest, key=list(names).index)} if longest else {}
+    for role in roles:
+        if role not in found and (column := longest_left(role, roles, record, names, found)):
+            found[role] = column
     return {role: found[role] for role in roles if role in found}
+
+
+def longest_left(
+    role: str,
+    roles: Collection[str],
+    record: Mapping[str, Any],
+    names: Collection[str],
+    found: Mapping[str, str],
+) -> str | None:
+    """The column for a role that no name tells, or None.
+
+    Of the columns without a role, as many as there are roles of texts left are taken, the longest
+    ones; the first of these is the one.
+    """
+    left = [name for name in names if name not in found.values()]
+    fits = [name for name in left if fits_role(role, record[name])]
+    wanted = sum(fits_role(each, "text") for each in roles if each not in found)
+    longest = sorted(fits, key=lambda name: -len(str(record[name])))[: max(wanted, 1)]
+    if not longest and role == "completion":  # an answer may be a number
+        longest = [name for name in left if is_number(record[name])][-1:]
+    return min(longest, key=list(names).index) if longest else None
 
 
 def roles_of(kind: str, record: Mapping[str, Any]) -> tuple[str, ...]:

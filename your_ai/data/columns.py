@@ -105,13 +105,7 @@ class Layout:
             return parsed_texts(whole, where)
         self.unused = False
         roles = dict(self.columns) or self.guessed(record, where)
-        keys = {"messages", "conversations", "text"} if self.prompts else LEFT_OUT
-        used = {*roles.values()} if self.prompts else {*roles.values(), *self.rendered}
-        left = {name for name in keys & record.keys() - used if record[name] not in NOTHING}
-        self.left.update(dict.fromkeys(sorted(left)))
-        kept = whole if self.prompts else record
-        out = keys if self.prompts else keys | used
-        row = {name: value for name, value in kept.items() if name not in out}
+        row = self.others_of(whole if self.prompts else record, {*roles.values()})
         for role, column in roles.items():
             if column not in record:
                 raise UserError(
@@ -128,6 +122,18 @@ class Layout:
         if "system" in roles and "text" in roles:
             raise UserError(f"{where}: --columns system: a text has no system prompt")
         return parsed_texts(row, where)
+
+    def others_of(self, record: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
+        """The columns that a row keeps beside those `used` for its roles; notes what is left out
+        because it would be taken for another format."""
+        if self.prompts:  # rewards may read any column, also one that is used
+            taken, out = {"messages", "conversations", "text"}, set[str]()
+        else:
+            taken, used = LEFT_OUT, used | self.rendered
+            out = used
+        left = {name for name in taken & record.keys() - used if record[name] not in NOTHING}
+        self.left.update(dict.fromkeys(sorted(left)))
+        return {name: value for name, value in record.items() if name not in taken | out}
 
     def is_text(self, role: str, value: Any) -> bool:
         """Whether the value of a column for this role is to be a text."""
@@ -231,10 +237,7 @@ def guess(
     is_label = kind == "labels" and "label" in by_name
     label = {"label": by_name.pop("label")} if is_label else {}
     hint = f"say what they are with {columns_option(kind, record, answer_only)}"
-    found = {
-        role: next((by_name[known] for known in known_names if known in by_name), None)
-        for role, known_names in NAMES.items()
-    }
+    found = columns_named(by_name)
 
     def refused(reason: str, keys: str = "columns") -> UnknownColumns:
         text = f"{where}: {reason}; {keys}: {listed(record)}; {hint}"
@@ -251,16 +254,31 @@ def guess(
         raise refused("has no columns chosen and rejected")
     if kind == "rated" and SCORE not in by_name:
         raise refused(f"{SCORE} is missing")
-    for complete in ({"completion"},) if answer_only else COMPLETE:
-        roles = {role: name for role in NAMES if role in complete and (name := found[role])}
-        if roles.keys() == complete:
-            system = {"system": by_name["system"]} if "system" in by_name else {}
-            roles |= label
-            roles |= further_input(by_name, roles)
-            return {**roles, **system} if complete != {"text"} else roles
-    if label and found["prompt"]:
+    roles = complete_roles(found, ({"completion"},) if answer_only else COMPLETE)
+    if not roles and label and found["prompt"]:
         raise refused("completion is missing")
-    raise refused("unknown row format", "keys found")
+    if not roles:
+        raise refused("unknown row format", "keys found")
+    has_system = "system" in by_name and "text" not in roles
+    system = {"system": by_name["system"]} if has_system else {}
+    return {**roles, **label, **further_input(by_name, roles), **system}
+
+
+def columns_named(by_name: Mapping[str, str]) -> dict[str, str | None]:
+    """The column of each role that has the most telling of its usual names, or None."""
+    return {
+        role: next((by_name[known] for known in usual if known in by_name), None)
+        for role, usual in NAMES.items()
+    }
+
+
+def complete_roles(found: Mapping[str, str | None], choices: Sequence[set[str]]) -> dict[str, str]:
+    """The columns of the first of some sets of roles of which all are found; none if none is."""
+    for wanted in choices:
+        roles = {role: name for role in NAMES if role in wanted and (name := found[role])}
+        if roles.keys() == wanted:
+            return roles
+    return {}
 
 
 def guessed_prompt(found: Mapping[str, str | None], answer_only: bool) -> dict[str, str]:

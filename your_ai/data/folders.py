@@ -64,18 +64,15 @@ def splits_in(folder: Path, files: Sequence[Path]) -> dict[str, tuple[Path, ...]
     `train.jsonl`, excludes `train_old.jsonl` beside it.
     """
     top = [file for file in files if file.parent == folder]
-    if not any(split_named(file.name) == "train" for file in top):
-        top = []
-    named = {file: name for file in top or files if (name := split_in(folder, file)) is not None}
-    if (folder / STATE).is_file() and not named:
+    has_train = any(split_named(file.name) == "train" for file in top)
+    named = {file: split_in(folder, file) for file in (top if has_train else files)}
+    if (folder / STATE).is_file() and not any(named.values()):
         named = {file: "train" for file in files if suffix_of(file) == ".arrow"}
-    whole = {(file.parent, name) for file, name in named.items() if is_whole(file, name)}
-    read = {
-        file: name
-        for file, name in named.items()
-        if is_whole(file, name) or (file.parent, name) not in whole
-    }
-    splits = {split: tuple(f for f, name in read.items() if name == split) for split in SPLITS}
+    whole = {(file.parent, name) for file, name in named.items() if name and is_whole(file, name)}
+    splits: dict[str, tuple[Path, ...]] = dict.fromkeys(SPLITS, ())
+    for file, name in named.items():
+        if name and (is_whole(file, name) or (file.parent, name) not in whole):
+            splits[name] += (file,)
     return {split: found for split, found in splits.items() if found}
 
 

@@ -81,7 +81,7 @@ def parse_message(message: Any, where: str) -> dict[str, Any]:
     if len(given) == 1 and isinstance(given.get("content"), str) and role not in CALL_ROLES:
         return {"role": role, **given}
     name = next((name for name in CONTENT_NAMES if given.get(name) is not None), "content")
-    content, reasoning = given.pop(name, None), ""
+    content = given.pop(name, None)
     if MEANINGS.get(role, role) == TOOL and is_object(content):
         content = json.dumps(content, ensure_ascii=False)
     content, reasoning = parse_content(content, where)
@@ -92,13 +92,13 @@ def parse_message(message: Any, where: str) -> dict[str, Any]:
     if content is None and not (calls or reasoning):
         raise UserError(f"{where}: content: expected text, found nothing{keys_of(message)}")
     flags = ("weight", *TRAINED_FLAGS, *MASKED_FLAGS)
-    others = {n: v for n, v in given.items() if n not in flags and v not in (None, "", [], {})}
-    parsed = {"role": role, "content": content or "", **others}
+    optional = {**given, REASONING[0]: reasoning, "tool_calls": calls}
+    parsed = {"role": role, "content": content or ""}
+    for key, value in optional.items():
+        if key not in flags and value not in (None, "", [], {}):
+            parsed[key] = value
     weight = parse_message_weight(message, where)
-    parsed |= {"weight": weight} if weight is not None else {}
-    parsed |= {REASONING[0]: reasoning} if reasoning else {}
-    parsed |= {"tool_calls": calls} if calls else {}
-    return parsed
+    return parsed if weight is None else {**parsed, "weight": weight}
 
 
 def role_of(name: str) -> str:
