@@ -74,10 +74,9 @@ def messages_in(turn: Any) -> list[Any]:
 def parse_message(message: Any, where: str) -> dict[str, Any]:
     """Convert a message to the form of this module. Raises UserError."""
     given = dict(message) if isinstance(message, dict) else {}
-    role = given.pop(next((name for name in ROLE_NAMES if name in given), ""), None)
-    if not isinstance(role, str):
+    role = pop_role(given)
+    if role is None:
         raise UserError(f'{where}: expected an object with "role" and "content"{keys_of(message)}')
-    role = role_of(role)
     if len(given) == 1 and isinstance(given.get("content"), str) and role not in CALL_ROLES:
         return {"role": role, **given}
     name = next((name for name in CONTENT_NAMES if given.get(name) is not None), "content")
@@ -99,6 +98,12 @@ def parse_message(message: Any, where: str) -> dict[str, Any]:
             parsed[key] = value
     weight = parse_message_weight(message, where)
     return parsed if weight is None else {**parsed, "weight": weight}
+
+
+def pop_role(given: dict[str, Any]) -> str | None:
+    """Take the role out of a message's keys; None if it has no role that is text."""
+    role = given.pop(next((name for name in ROLE_NAMES if name in given), ""), None)
+    return role_of(role) if isinstance(role, str) else None
 
 
 def role_of(name: str) -> str:
