@@ -51,16 +51,18 @@ class UnknownColumns(UserError):
 
 
 def opened(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with the parts of objects as columns, such as `translation.en`."""
-    return {
-        name: value
-        for outer, whole in record.items()
-        for name, value in (
-            {f"{outer}.{part}": value for part, value in opened(whole).items()}
-            if isinstance(whole, dict) and whole
-            else {outer: whole}
-        ).items()
-    }
+    """The record with the parts of objects as columns, such as `translation.en`, and the first of
+    several texts, such as `answers.text.0`; the other texts keep the column's name."""
+    columns: dict[str, Any] = {}
+    for name, value in record.items():
+        if isinstance(value, dict) and value:
+            columns |= {f"{name}.{part}": inner for part, inner in opened(value).items()}
+        elif isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+            columns[f"{name}.0"] = value[0]
+            columns |= {name: value[1:]} if value[1:] else {}
+        else:
+            columns[name] = value
+    return columns
 
 
 def likely_columns(kind: str, record: Mapping[str, Any]) -> dict[str, str]:
@@ -71,6 +73,9 @@ def likely_columns(kind: str, record: Mapping[str, Any]) -> dict[str, str]:
     """
     roles = roles_of(kind, record)
     names = {name: plain(name) for name in record if plain(name) not in OWN_MEANING}
+    if "rejected" not in roles and names_pair(record):  # an answer that is called bad is not one
+        bad = WORDS["rejected"]
+        names = {n: word for n, word in names.items() if not any(part in word for part in bad)}
     found: dict[str, str] = {}
     for role, words in WORDS.items():
         if role in roles:
