@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from your_ai.data.columns import Layout, guess, layout_of, parse_columns
+from your_ai.data.columns import Layout, guess, layout_of, parse_columns, template_of
 from your_ai.data.rows import Pair, parse_row
 from your_ai.errors import UserError
 
@@ -31,7 +31,8 @@ TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     ],
 )
 def test_roles_are_guessed_from_the_names(names, roles):
-    assert guess(dict.fromkeys(names, "words"), "here") == roles
+    words = {name: [{"role": "user"}] if name == "dialog" else "words" for name in names}
+    assert guess(words, "here") == roles
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,21 @@ def test_roles_are_guessed_from_the_names(names, roles):
 def test_names_that_do_not_tell_are_refused_with_the_option_that_does(names, option):
     with pytest.raises(UserError, match=rf"^here: unknown row format.*--columns {option}$"):
         guess(dict.fromkeys(names, "words"), "here")
+
+
+def test_a_system_prompt_may_be_added_to_what_is_guessed():
+    layout = layout_of(("system=rules",), "")
+    record = {"conversations": TURNS, "rules": "be kind"}
+    assert layout.row_of(record, "here") == {"messages": TURNS, "system": "be kind"}
+
+
+def test_a_prompt_template_writes_cells_as_tables_have_them(tmp_path):
+    path = tmp_path / "t.jinja"
+    path.write_text("{{ a }}|{{ b }}|{{ c }}|{{ d }}|{{ a or 'x' }}")
+    render, _ = template_of(str(path))
+    assert render({"a": None, "b": {"k": "é"}, "c": True, "d": 1.5}, "here") == (
+        '|{"k": "é"}|true|1.5|x'
+    )
 
 
 def test_rows_in_a_known_format_are_kept():
@@ -132,7 +148,10 @@ def test_values_that_tables_only_have_as_text_are_parsed():
     [
         ({"q": "p"}, "has no column a, which is to be the completion; columns: q"),
         ({"q": "p", "a": None}, "column a: expected text, found nothing"),
-        ({"q": "p", "a": 1.5}, "column a: expected text, found float"),
+        (
+            {"q": "p", "a": 1.5},
+            "column a: expected text, found float; write it as text, in quotes$",
+        ),
         ({"q": "p", "a": True}, "column a: expected text, found bool"),
     ],
 )

@@ -19,7 +19,7 @@ from transformers.utils import chat_template_utils
 from tests.conftest import DEMO_FOLDER
 from your_ai.data import answers, encode
 from your_ai.data.encode import EncodedRow, Encoder
-from your_ai.data.rows import Chat, Pair, Row, Text, parse_row
+from your_ai.data.rows import Chat, Pair, Question, Row, Text, parse_row
 from your_ai.errors import UserError
 
 # Templates with different difficulties, each followed by its special tokens.
@@ -376,6 +376,97 @@ def test_the_names_of_speakers_are_named_if_the_template_omits_them(shown):
     encoder.encode(row_of(Chat([asked, {**said, "content": "b"}])))
     note = "the key name of messages is not used: 1 row, the first in data.jsonl:7"
     assert encoder.notes.lines() == ([] if shown else [note])
+
+
+def test_keys_without_effect_are_named_though_the_template_has_such_words():
+    """What is rendered says it, not the template's code."""
+    mentions = "{% if 0 %}{{ m['image'] }}{{ m.text }}{{ call['result'] }}{% endif %}"
+    tokenizer = make_tokenizer(CHATML + mentions)
+    function = {"name": "f", "arguments": {}, "mode": "f"}
+    calls = [{"type": "function", "function": function, "result": "q"}]
+    asked = {"role": "user", "content": "q", "image": "q", "text": "q"}
+    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    encoder = Encoder(tokenizer)
+    encoder.encode(row_of(Chat([asked, said])))
+    assert [note.partition(":")[0] for note in encoder.notes.lines()] == [
+        "the key result of calls is not used",
+        "the key image of messages is not used",
+        "the key text of messages is not used",
+    ]
+
+
+def test_a_key_that_had_an_effect_is_not_rendered_again(monkeypatch):
+    encoder = Encoder(make_tokenizer(CHATML.replace("m.role ~", "(m.name or m.role) ~")))
+    asked, said = {"role": "user", "content": "a", "name": "Ann"}, {"role": "assistant"}
+    row = row_of(Chat([asked, {**said, "content": "b"}]))
+    encoder.encode(row)
+    rendered, render = [], encoder.template.render
+    monkeypatch.setattr(
+        encoder.template, "render", lambda *a, **k: rendered.append(a) or render(*a, **k)
+    )
+    encoder.encode(row)
+    assert all("name" in messages[0] for messages, *_ in rendered if messages)
+
+
+def test_messages_of_roles_that_are_no_role_of_an_answer_are_named():
+    encoder = Encoder(make_tokenizer(CHATML))
+    turns = [("user", "a"), ("asistente", "b"), ("user", "c"), ("assistant", "d")]
+    chat = Chat([{"role": role, "content": text} for role, text in turns])
+    encoder.encode(row_of(chat))
+    (note,) = encoder.notes.lines()
+    assert note.startswith("messages of the role asistente are shown, and not trained: 1 row")
+    with pytest.raises(UserError, match=r"its roles are user, asistente, and that of an answer is"):
+        encoder.encode(row_of(Chat(chat.messages[:3])))
+
+
+def test_tags_that_the_template_writes_around_a_message_are_there_once():
+    tagged = "('<result>\n' ~ m.content ~ '\n</result>' if m.role == 'tool' else m.content)"
+    template = CHATML.replace("m.content }}", tagged + " }}")
+    tokenizer = make_tokenizer(template)
+    turns = [
+        ("user", "a"),
+        ("tool", "<result>\n42\n</result>"),
+        ("assistant", "<result>b</result>"),
+    ]
+    encoder = Encoder(tokenizer)
+    encoded = encoder.encode(row_of(Chat([{"role": r, "content": t} for r, t in turns])))
+    text = tokenizer.decode(encoded.tokens.tolist())
+    assert text.count("<result>") == 2
+    assert "<result>\n42\n</result>" in text
+    (note,) = encoder.notes.lines()
+    assert note.startswith("messages with <result> around them have it only once: 1 row")
+
+
+def test_a_prompt_that_is_a_transcript_becomes_messages():
+    tokenizer = make_tokenizer(CHATML)
+    encoder = Encoder(tokenizer)
+    prompt = "\n\nHuman: q1\n\nAssistant: a1\n\nHuman: q2\n\nAssistant:"
+    encoded = encoder.encode(row_of(Pair(prompt, " a2")))
+    turns = [("user", "q1"), ("assistant", "a1"), ("user", "q2"), ("assistant", "a2")]
+    chat = Chat([{"role": role, "content": text} for role, text in turns])
+    assert encoded.tokens.tolist() == Encoder(tokenizer).encode(row_of(chat)).tokens.tolist()
+    assert trained_texts(tokenizer, encoded) == ["a2<|im_end|>"]
+    question = encoder.encode(row_of(Question(prompt, None)))  # as generation asks
+    assert question.tokens.tolist() == encoded.tokens[: len(question.tokens)].tolist()
+    transcript, answers = (note.partition(":")[0] for note in encoder.notes.lines())
+    assert transcript == "prompts that are transcripts are the messages of a chat"
+    assert answers == "answers in a prompt or in history are not trained"
+
+
+def test_texts_with_tokens_of_the_template_are_named():
+    encoder = Encoder(make_tokenizer(CHATML))
+    encoder.encode(row_of(Text("<|im_start|>user\na<|im_end|>")))
+    (note,) = encoder.notes.lines()
+    assert note.startswith("texts with tokens of the chat template, such as <|im_")
+
+
+def test_pairs_that_are_read_ahead_are_noticed_once():
+    encoder = Encoder(make_tokenizer(CHATML))
+    for row in encoder.ahead(iter([row_of(Pair("q", "a<|im_end|>"))])):
+        encoder.encode(row)
+    assert encoder.notes.lines() == [
+        "answers with <|im_end|> at their end have it only once: 1 row, the first in data.jsonl:7"
+    ]
 
 
 def test_an_empty_answer_is_not_trained_and_named(demo_tokenizer):

@@ -56,11 +56,15 @@ def turns(draw: Any) -> list[dict[str, Any]]:
         if draw(st.integers(0, 3)) == 0:
             calls = [{"name": "get_rain", "arguments": draw(ARGUMENTS)} for _ in range(draw(COUNT))]
             flat = draw(st.booleans())
+            more = {"result": "y9y"} if draw(st.booleans()) else {}
             answer["tool_calls"] = [
-                c if flat else {"type": "function", "function": c} for c in calls
+                {**(c if flat else {"type": "function", "function": c}), **more} for c in calls
             ]
             found += [answer, {"role": draw(OTHERS), "content": f"r{number} {draw(TEXT)}"}]
             answer = {"role": "assistant", "content": f"then {draw(TEXT)}"}
+        if draw(st.integers(0, 3)) == 0:  # templates have such words in them
+            name = draw(st.sampled_from(["image", "text", "result", "name", "citation"]))
+            found[-1][name] = f"x{number}x"
         if draw(st.integers(0, 5)) == 0:
             answer["weight"] = draw(st.sampled_from([0, 1, None]))
         found.append(answer)
@@ -116,7 +120,15 @@ def test_nothing_is_lost_silently_and_prompts_are_what_was_trained_before(tokeni
         for call in message.get("tool_calls", ()):
             arguments = str(call.get("function", call)["arguments"])
             assert "get_rain" in text
+            assert "y9y" in text or "result" not in call or "the key result of calls" in said
             assert all(word in text for word in ("Oslo", "3", "tief", "0.5") if word in arguments)
+        for key in {"image", "text", "result", "name", "citation"} & message.keys():
+            assert (
+                is_in(message[key], text)
+                or f"the key {key} of messages" in said
+                or (key == "name" and message["role"] not in ("user", "human"))
+            )  # with its call
+        assert message["role"] != "narrator" or "the role narrator" in said
     for word in ("of a city", "place_name", "of a place"):
         assert not tools or word in text or "tools" in said
     ends = [at for at in range(1, len(encoded.tokens)) if encoded.trained[at]]

@@ -288,9 +288,9 @@ BAD = {
     "content": ({"messages": [{"role": "user", "content": 0.5}]}, "content: expected text"),
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-        "only text parts can be trained, found ['image_url']",
+        "has parts that are no text and cannot be trained: image_url; remove them",
     ),
-    "a bare part": ({"messages": [{"role": "user", "content": ["x"]}]}, "only text parts"),
+    "a bare part": ({"messages": [{"role": "user", "content": ["x"]}]}, "cannot be trained: str"),
     "part without text": (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
         "content:",
@@ -500,7 +500,7 @@ def test_an_empty_system_prompt_is_none(system):
 
 
 def test_a_system_prompt_that_is_no_text_is_refused():
-    with pytest.raises(UserError, match="system: expected text, found list"):
+    with pytest.raises(UserError, match="system: content: has parts that are no text"):
         content_of({"prompt": "q", "completion": "a", "system": [7]})
 
 

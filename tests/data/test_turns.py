@@ -151,7 +151,7 @@ def test_flags_say_whether_a_message_is_trained(flags, weight):
 @pytest.mark.parametrize(
     "content",
     [
-        {"a": 1}, 0.5, ["x"], [{"type": "image_url"}], [{"functionCall": {}}],
+        {"a": 1}, 0.5, ["x"], [{"type": "image_url"}],
         [{"text": "a", "thought": True}],
     ],
 )  # fmt: skip
@@ -191,3 +191,34 @@ def test_an_older_call_beside_no_calls_is_the_call(calls):
 def test_an_older_call_that_is_not_one_of_the_calls_is_refused():
     with pytest.raises(UserError, match="here: tool_calls and function_call differ; keep one"):
         parsed(role="assistant", tool_calls=[CALL], function_call={**OLDER, "name": "lost"})
+
+
+def test_parts_that_are_calls_and_results_become_calls_and_messages_of_tools():
+    """Anthropic's blocks, and Google's parts."""
+    claude = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "I look"},
+            {"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "t1",
+             "content": [{"type": "text", "text": "42"}]},
+            {"type": "text", "text": "go on"}]},
+    ]  # fmt: skip
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    said = {"role": "assistant", "content": "I look", "reasoning_content": "hm"}
+    assert parse_turns(claude, "messages", "here") == [
+        {"role": "user", "content": "q"},
+        {**said, "tool_calls": [{"id": "t1", **call}]},
+        {"role": "tool", "content": "42", "tool_call_id": "t1"},
+        {"role": "user", "content": "go on"},
+    ]
+    gemini = [
+        {"role": "model", "parts": [{"functionCall": {"name": "f", "args": {"x": 1}}}]},
+        {"role": "function",
+         "parts": [{"functionResponse": {"name": "f", "response": {"y": 2}}}]},
+    ]  # fmt: skip
+    assert parse_turns(gemini, "contents", "here") == [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": '{"y": 2}', "name": "f"},
+    ]

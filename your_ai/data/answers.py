@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from your_ai.data.chat_template import (
@@ -13,7 +14,6 @@ from your_ai.data.chat_template import (
     NAME,
     ChatTemplate,
     LeftOut,
-    contains,
     kind_of_message,
     marked_message,
     reasoning_of,
@@ -22,13 +22,16 @@ from your_ai.data.chat_template import (
 from your_ai.data.notes import Notes, compared
 from your_ai.data.rows import Chat
 from your_ai.data.template import TemplateRefused
-from your_ai.data.turns import ASSISTANT, REASONING, USER
+from your_ai.data.turns import ASSISTANT, KNOWN_ROLES, MEANINGS, REASONING, TOOL, USER
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, shortened
 
 SPANS_SECONDS = 8.0  # for all turns of a chat; a chat of 4,000 messages takes this long
-# Of messages; of others that have a value, the template's code says whether they are used.
-KEYS = {"role", "content", "weight", "tool_calls", "name", "id", "tool_call_id", REASONING[0]}
+# Of messages and calls; of others, what is rendered without them says whether they are used.
+KEYS = {"role", "content", "weight", "tool_calls", "id", "tool_call_id", REASONING[0]}
+CALL_KEYS = {"id", "type", "function", "name", "arguments"}
+MOST_WITHOUT = 32  # rows that are rendered without a key, until it is taken to have no effect
+TAG = re.compile(r"<[^\s<>]+>|\[/?[A-Z_]+\]")
 SENTINEL = "\ue000\ue001"  # private use: neither in data nor in templates
 
 
@@ -81,6 +84,8 @@ class ChatAnswers:
     end_tokens: tuple[str, ...]
     notes: Notes
     _frames: dict[Any, Frame | None] = field(default_factory=dict)
+    _without: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    """(role, "messages" or "calls", key) -> rows that are the same without it; -1: one was not."""
 
     def framed(self, text: str, chat: Chat) -> dict[int, tuple[int, int]] | None:
         """The span of each answer in `text`, if the template is known to write there the contents
@@ -101,13 +106,45 @@ class ChatAnswers:
         if token := next(filter(None, (self.template.wrote(m["content"]) for m in messages)), None):
             note = f"messages have tokens of the chat template, such as {token}, in their text"
             self.notes.add(note, where)
-        self.name_unused(text, messages, where)
+        self.name_unused(text, chat, where)
+        for role in sorted({message["role"] for message in messages} - {*KNOWN_ROLES.values()}):
+            note = f"messages of the role {shortened(role)} are shown, and not trained"
+            self.notes.add(note, where)
         for index in trained_turns(chat):
             turn = messages[index]
             if not (turn["content"].strip() or turn.get("tool_calls") or reasoning_of(turn)):
                 self.notes.add("answers without text are not trained", where)
                 untrained.add(index)
         return untrained
+
+    def with_one_wrapper(self, chat: Chat, where: str) -> Chat:
+        """The chat without those tags around its messages that the template writes around them,
+        such as `<tool_response>`."""
+        found = {}
+        for index, message in enumerate(chat.messages):
+            content = message["content"].strip()
+            begins = TAG.match(content) if message["role"] != ASSISTANT else None
+            if begins and (end := self.wrapped(chat, index, begins[0])):
+                content = content.removeprefix(begins[0]).removesuffix(end).strip()
+                found[index] = {**message, "content": content}
+                self.notes.add(f"messages with {begins[0]} around them have it only once", where)
+        if not found:
+            return chat
+        return replace(chat, messages=[found.get(i, m) for i, m in enumerate(chat.messages)])
+
+    def wrapped(self, chat: Chat, index: int, tag: str) -> str:
+        """What the template writes after a message before which it writes the tag, if the message
+        has both around it; else empty."""
+        message = chat.messages[index]
+        marked = [{**m, "content": SENTINEL} if m is message else m for m in chat.messages]
+        try:
+            text = self.template.render(marked, chat.tools, "")
+        except UserError:
+            return ""
+        before, _, after = text.partition(SENTINEL)
+        end = TAG.match(after.lstrip())
+        is_there = end is not None and message["content"].rstrip().endswith(end[0])
+        return end[0] if end and is_there and before.rstrip().endswith(tag) else ""
 
     def check_left(self, left: LeftOut, messages: list[dict[str, Any]], where: str) -> set[int]:
         """Refuse or name what the template has left out of a chat; return the earlier answers
@@ -143,21 +180,35 @@ class ChatAnswers:
             self.notes.add(f"{omits} {' and '.join(sorted(left.tools))} of tools", where)
         return untrained
 
-    def name_unused(self, text: str, messages: list[dict[str, Any]], where: str) -> None:
-        """Name the keys of messages and calls that are not in the rendered `text`."""
-        unused = {
-            key for message in messages for key in {*message} - KEYS
-            if not self.template.names(key) and f".{key}" not in self.template.source
-        }  # fmt: skip
-        speakers = (m.get("name") for m in messages if m["role"] in (USER, ASSISTANT))
-        if not all(contains(text, str(name)) for name in speakers if name):
-            unused.add("name")  # that of a tool is in its call
-        for key in sorted(unused):
-            self.notes.add(f"the key {shortened(key)} of messages is not used", where)
-        for call in (call for message in messages for call in message.get("tool_calls", ())):
-            for key in sorted({*call["function"]} - {"name", "arguments"}):
-                if not contains(text, str(call["function"][key])):
-                    self.notes.add(f"the key {shortened(key)} of calls is not used", where)
+    def name_unused(self, text: str, chat: Chat, where: str) -> None:
+        """Name the keys of messages and calls without which the chat is rendered as the same
+        `text`. Once a key had an effect, it is not tried again."""
+        unused: set[tuple[str, str]] = set()
+        for message in chat.messages:
+            role = message["role"]
+            linked = {"name"} if MEANINGS.get(role, role) == TOOL else set[str]()  # with its call
+            keys = {("messages", key) for key in {*message} - KEYS - linked}
+            keys |= {("calls", key) for call in message.get("tool_calls", ()) for key in call}
+            keys |= {
+                ("calls", key) for call in message.get("tool_calls", ()) for key in call["function"]
+            }
+            for of, key in keys - {("calls", key) for key in CALL_KEYS}:
+                if self.has_no_effect(text, chat, role, of, key):
+                    unused.add((of, key))
+        for of, key in sorted(unused):
+            self.notes.add(f"the key {shortened(key)} of {of} is not used", where)
+
+    def has_no_effect(self, text: str, chat: Chat, role: str, of: str, key: str) -> bool:
+        """Whether a chat is rendered as `text` without a key of its messages or calls, too."""
+        same = self._without.get((role, of, key), 0)
+        if 0 <= same < MOST_WITHOUT:
+            others = [without_key(m, of, key) if m["role"] == role else m for m in chat.messages]
+            try:
+                is_same = self.template.render(others, chat.tools, "") == text
+            except UserError:  # of the template, which misses the key
+                is_same = False
+            self._without[role, of, key] = same = same + 1 if is_same else -1
+        return same > 0
 
     def spans(self, text: str, chat: Chat, turns: list[int], where: str) -> list[tuple[int, int]]:
         """Find the spans of answers, in limited time, because each needs two renderings."""
@@ -295,6 +346,18 @@ def trained_turns(chat: Chat) -> list[int]:
         if message["role"] == "assistant" and index >= chat.first_trained
         if message.get("weight", 1)
     ]
+
+
+def without_key(message: dict[str, Any], of: str, key: str) -> dict[str, Any]:
+    """The message without a key of its own, or of its calls."""
+    if of == "messages":
+        return {name: value for name, value in message.items() if name != key}
+    calls = [
+        {name: value for name, value in call.items() if name != key}
+        | {"function": {name: value for name, value in call["function"].items() if name != key}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def common_prefix(a: str, b: str) -> int:

@@ -21,13 +21,31 @@ ROLES_OF = {
 }
 # Parts of the names that columns of a role often have. The first role that fits a column wins.
 WORDS = {
-    "rejected": ("reject", "bad", "worse", "worst", "loser", "negativ", "non_pref", "dispref"),
-    "chosen": ("chosen", "good", "better", "best", "winner", "positiv", "prefer", "accept"),
+    "rejected": (
+        *("reject", "bad", "worse", "worst", "loser", "negativ", "non_pref", "dispref"),
+        *("schlecht", "falsch", "mauvais", "malo", "mala", "peor"),
+    ),
+    "chosen": (
+        *("chosen", "good", "better", "best", "winner", "positiv", "prefer", "accept"),
+        *("gut", "besser", "richtig", "bonne", "meilleur", "buen", "mejor"),
+    ),
     "label": ("label", "liked", "thumb", "is_", "ok", "correct", "rating", "helpful"),
     "score": ("score", "rating", "stars", "points", "grade"),
-    "completion": ("completion", "answer", "response", "output", "repl", "solution", "target"),
-    "prompt": ("prompt", "question", "ask", "instruction", "query", "input", "request"),
+    "completion": (
+        *("completion", "answer", "response", "output", "repl", "solution", "target"),
+        *("antwort", "réponse", "reponse", "respuesta"),
+    ),
+    "prompt": (
+        *("prompt", "question", "ask", "instruction", "query", "input", "request"),
+        *("frage", "pregunta"),
+    ),
 }
+ANSWERS_OF_PAIR = ("chosen", "rejected")
+# Columns that are about a row, and not in it, by their plain names.
+ABOUT_ROWS = (
+    *("id", "source", "url", "lang", "language", "category", "type", "topic", "split", "model"),
+    *("date", "title", "license", "author", "dataset", "task", "tag", "tags"),
+)
 OWN_MEANING = ("system", "tools", "functions")  # columns that need no role
 TRUTHS = ("true", "false", "yes", "no", "0", "1", "-1", "good", "bad")
 MISSING = "COLUMN"
@@ -73,37 +91,48 @@ def likely_columns(kind: str, record: Mapping[str, Any]) -> dict[str, str]:
     """
     roles = roles_of(kind, record)
     names = {name: plain(name) for name in record if plain(name) not in OWN_MEANING}
-    if "rejected" not in roles and names_pair(record):  # an answer that is called bad is not one
-        bad = WORDS["rejected"]
-        names = {n: word for n, word in names.items() if not any(part in word for part in bad)}
+    if "rejected" not in roles:  # an answer that is called bad is not one to imitate
+        bad = [name for name in names if says(names[name], WORDS["rejected"])]
+        names = {n: word for n, word in names.items() if len(names) == len(bad) or n not in bad}
     found: dict[str, str] = {}
-    for role, words in WORDS.items():
-        if role in roles:
-            left = [name for name in names if name not in found.values()]
-            fits = [name for name in left if fits_role(role, record[name])]
-            named = [n for n in fits if names[n] == role]
-            named += [n for n in fits if any(word in names[n] for word in words)]
-            found |= {role: named[0]} if named else {}
+    for role in (role for role in WORDS if role in roles):
+        left = {name: word for name, word in names.items() if name not in found.values()}
+        if column := column_named(role, record, left):
+            found[role] = column
     for role in roles:
         if role not in found and (column := longest_left(role, roles, record, names, found)):
             found[role] = column
     return {role: found[role] for role in roles if role in found}
 
 
+def column_named(role: str, record: Mapping[str, Any], names: Mapping[str, str]) -> str | None:
+    """The first column whose name tells that it has this role, or None. names: column -> plain."""
+    fits = [name for name in names if fits_role(role, record[name])]
+    named = [name for name in fits if names[name] == role]
+    named += [name for name in fits if says(names[name], WORDS[role])]
+    return named[0] if named else None
+
+
+def says(name: str, words: Collection[str]) -> bool:
+    return any(word in name for word in words)
+
+
 def longest_left(
     role: str,
     roles: Collection[str],
     record: Mapping[str, Any],
-    names: Collection[str],
+    names: Mapping[str, str],
     found: Mapping[str, str],
 ) -> str | None:
     """The column for a role that no name tells, or None.
 
     Of the columns without a role, as many as there are roles of texts left are taken, the longest
-    ones; the first of these is the one.
+    ones; the first of these is the one. Which of two answers is better, only a name can tell.
     """
+    if role in ANSWERS_OF_PAIR:
+        return None
     left = [name for name in names if name not in found.values()]
-    fits = [name for name in left if fits_role(role, record[name])]
+    fits = [n for n in left if fits_role(role, record[n]) and not is_about(names[n], role)]
     wanted = sum(fits_role(each, "text") for each in roles if each not in found)
     longest = sorted(fits, key=lambda name: -len(str(record[name])))[: max(wanted, 1)]
     if not longest and role == "completion":  # an answer may be a number
@@ -111,10 +140,21 @@ def longest_left(
     return min(longest, key=list(names).index) if longest else None
 
 
+def is_about(name: str, role: str) -> bool:
+    """Whether a column is about the row, such as its source, or has another role by its name."""
+    others = (words for other, words in WORDS.items() if other in ANSWERS_OF_PAIR)
+    is_answer = role == "prompt" and any(says(name, words) for words in others)
+    return name in ABOUT_ROWS or name.endswith("_id") or is_answer
+
+
 def roles_of(kind: str, record: Mapping[str, Any]) -> tuple[str, ...]:
     """The roles that a record of this kind probably has."""
-    if kind in ("answers", "prompts") and any(fits_role("messages", v) for v in record.values()):
-        return ("messages",)
+    if kind in ("answers", "prompts"):
+        lists = [value for value in record.values() if fits_role("messages", value)]
+        texts = [name for name in record if fits_role("prompt", record[name])]
+        texts = [name for name in texts if not is_about(plain(name), "prompt")]
+        if any(not isinstance(value[0], str) for value in lists) or (lists and len(texts) < 2):
+            return ("messages",)  # a list of texts is a dialogue if there is no other
     may_be_scored = kind == "rated" and any(map(is_number, record.values()))
     if kind in ("labels", "rated") and names_pair(record):
         return PAIR
@@ -138,6 +178,8 @@ def fits_role(role: str, value: Any) -> bool:
     if role == "score":
         return is_number(value)
     if isinstance(value, list):
+        if role == "messages" and len(value) > 1 and all(isinstance(t, str) for t in value):
+            return True  # the texts of a dialogue
         turns = (turn for turn in value if isinstance(turn, dict))
         keys = {key for turn in turns for key in turn}
         return bool(keys & {*ROLE_NAMES}) or (role == "completion" and "name" in keys)  # calls

@@ -6,6 +6,7 @@ reported. --prompt-template renders the prompt from all columns.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from your_ai.data.column_hints import (
     plain,
     roles_in_words,
 )
-from your_ai.data.lines import looks_like_messages, parsed_texts
+from your_ai.data.lines import JSON_LIST, kind_in_words, looks_like_messages, parsed_texts
 from your_ai.data.preferences import SCORE, kind_of
 from your_ai.data.prompts import is_prompt_row
 from your_ai.data.rows import FORMATS
@@ -104,7 +105,7 @@ class Layout:
         if self.render_prompt is None and not has_columns and self.is_known(whole):
             return parsed_texts(whole, where)
         self.unused = False
-        roles = dict(self.columns) or self.guessed(record, where)
+        roles = self.roles_in(record, where)
         row = self.others_of(whole if self.prompts else record, {*roles.values()})
         for role, column in roles.items():
             if column not in record:
@@ -122,6 +123,15 @@ class Layout:
         if "system" in roles and "text" in roles:
             raise UserError(f"{where}: --columns system: a text has no system prompt")
         return parsed_texts(row, where)
+
+    def roles_in(self, record: Mapping[str, Any], where: str) -> dict[str, str]:
+        """Role -> column, as given or guessed; what is given may also only add to what is guessed,
+        such as a system prompt."""
+        given = dict(self.columns)
+        if not given or not {*given} <= {"system", "weight", "margin"}:
+            return given or self.guessed(record, where)
+        others = {name: value for name, value in record.items() if name not in given.values()}
+        return {**self.guessed(others, where), **given}
 
     def others_of(self, record: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
         """The columns that a row keeps beside those `used` for its roles; notes what is left out
@@ -215,8 +225,8 @@ def parse_columns(columns: Sequence[str], kind: str = "answers") -> dict[str, st
     needed = set(roles) - {"system", "weight", "margin"}
     complete = (*COMPLETE, *COMPLETE_PREFERENCES, *([{"prompt"}] if kind == "prompts" else ()))
     if roles and needed not in complete:
-        if needed == {"completion"}:
-            return roles  # enough with --prompt-template
+        if not needed or needed == {"completion"}:
+            return roles  # the others are guessed, or --prompt-template makes the prompt
         raise UserError(
             f"--columns: names {' and '.join(roles)}; name {roles_in_words(kind)} (system and "
             "weight may be added)"
@@ -238,6 +248,8 @@ def guess(
     label = {"label": by_name.pop("label")} if is_label else {}
     hint = f"say what they are with {columns_option(kind, record, answer_only)}"
     found = columns_named(by_name)
+    if found["messages"] and is_other_text(record[found["messages"]]):
+        found["messages"] = None
 
     def refused(reason: str, keys: str = "columns") -> UnknownColumns:
         text = f"{where}: {reason}; {keys}: {listed(record)}; {hint}"
@@ -250,10 +262,8 @@ def guess(
         return roles
     if any(name in by_name for name in PAIR):
         return guessed_pair(by_name, found["prompt"], where, record, hint)
-    if kind == "pairs" and names_pair(record):
-        raise refused("has no columns chosen and rejected")
-    if kind == "rated" and SCORE not in by_name:
-        raise refused(f"{SCORE} is missing")
+    if reason := missing_columns(kind, by_name, record):
+        raise refused(reason)
     roles = complete_roles(found, ({"completion"},) if answer_only else COMPLETE)
     if not roles and label and found["prompt"]:
         raise refused("completion is missing")
@@ -262,6 +272,18 @@ def guess(
     has_system = "system" in by_name and "text" not in roles
     system = {"system": by_name["system"]} if has_system else {}
     return {**roles, **label, **further_input(by_name, roles), **system}
+
+
+def missing_columns(kind: str, by_name: Mapping[str, str], record: Mapping[str, Any]) -> str:
+    """Why rows of a kind cannot be made of a record that is no pair; empty if they can."""
+    if kind == "pairs" and names_pair(record):
+        return "has no columns chosen and rejected"
+    return f"{SCORE} is missing" if kind == "rated" and SCORE not in by_name else ""
+
+
+def is_other_text(value: Any) -> bool:
+    """Whether a value is a text that is no list as JSON."""
+    return isinstance(value, str) and bool(value.strip()) and not JSON_LIST.match(value)
 
 
 def columns_named(by_name: Mapping[str, str]) -> dict[str, str | None]:
@@ -341,8 +363,17 @@ def as_text(value: Any, column: str, where: str) -> str:
         return value
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    kind = "nothing" if value is None else type(value).__name__
-    raise UserError(f"{where}: column {shortened(column)}: expected text, found {kind}")
+    found = kind_in_words(value)
+    raise UserError(f"{where}: column {shortened(column)}: expected text, found {found}")
+
+
+def cell_text(value: Any) -> Any:
+    """A value in a prompt as a table has it: nothing for null, and JSON for all but texts and
+    numbers."""
+    if value is None:
+        return ""
+    is_json = isinstance(value, bool | dict | list)
+    return json.dumps(value, ensure_ascii=False, default=str) if is_json else value
 
 
 def template_of(name: str) -> tuple[Callable[[Mapping[str, Any], str], str], frozenset[str]]:
@@ -379,7 +410,7 @@ def template_of(name: str) -> tuple[Callable[[Mapping[str, Any], str], str], fro
             return super().call_binop(context, operator, left, right)
 
     environment = Environment(
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=cell_text
     )
     try:
         with limited_time(TEMPLATE_SECONDS), limited_memory(TEMPLATE_ROOM_BYTES):

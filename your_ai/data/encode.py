@@ -23,7 +23,7 @@ from your_ai.data.lines import ROW_LIMIT, RowLimit
 from your_ai.data.notes import Notes, compared, not_used
 from your_ai.data.preferences import Kind
 from your_ai.data.rows import Chat, Labeled, Pair, Preference, Question, Row, Scored, Text, texts_of
-from your_ai.data.turns import ASSISTANT
+from your_ai.data.turns import ASSISTANT, USER, is_transcript, turns_of_transcript
 from your_ai.data.windows import (
     SIZES,
     CannotJoin,
@@ -34,7 +34,7 @@ from your_ai.data.windows import (
     tokenize_ids,
 )
 from your_ai.errors import UserError
-from your_ai.gates.text import counted
+from your_ai.gates.text import counted, shortened
 from your_ai.gates.token_ids import check_ids
 
 LONG_HEADER = 200  # characters; whether it is a border is not remembered for longer ones
@@ -191,7 +191,9 @@ class Encoder:
         trained[:1] = False  # nothing predicts the first token
         if not trained.any() or not has_answer(content):
             use = "score" if self.kind == "rated" else "train"
-            raise UserError(f"{where}: no token to {use}; the row has no answer or no text")
+            raise UserError(
+                f"{where}: no token to {use}; the row has no answer or no text{roles_in(content)}"
+            )
         check_ids(tokens, self.vocabulary, self.tokenizer, where)
         return EncodedRow(tokens, trained)
 
@@ -201,7 +203,10 @@ class Encoder:
         if not self.tokenizer.has_chat_template:
             return content
         if isinstance(content, Chat):
-            return self._with_one_end(content, where)
+            return self._with_one_end(self.answers.with_one_wrapper(content, where), where)
+        if chat := chat_of_transcript(content.prompt, content.completion):
+            self.notes.add("prompts that are transcripts are the messages of a chat", where)
+            return self._with_one_end(chat, where)
         if token := self.template.wrote(content.prompt):
             self.notes.add(
                 f"prompts with tokens of the chat template, such as {token}, are used as they are",
@@ -246,7 +251,9 @@ class Encoder:
         """The prompt as messages, if it is to be rendered by a chat template."""
         prompt = question.prompt
         if isinstance(prompt, str) and self.tokenizer.has_chat_template:
-            return Chat([{"role": "user", "content": prompt}])
+            if chat := chat_of_transcript(prompt):
+                return Chat(chat.messages[: chat.first_trained])
+            return Chat([{"role": USER, "content": prompt}])
         return prompt
 
     def prompt_of(self, row: Row) -> SamplePrompt | None:
@@ -322,6 +329,9 @@ class Encoder:
         return np.array([end], np.uint32)
 
     def _encode_text(self, content: Text, where: str) -> tuple[np.ndarray, np.ndarray]:
+        if self.tokenizer.has_chat_template and (token := self.template.wrote(content.text)):
+            note = f"texts with tokens of the chat template, such as {token}, are used as they are"
+            self.notes.add(note, where)
         tokens = self._ids(content.text, where)
         return tokens, np.ones(len(tokens), bool)
 
@@ -339,6 +349,9 @@ class Encoder:
                 f"{where}: a chat, but the model's tokenizer has no chat template; "
                 "use an instruct model, or rows of prompt + completion or text"
             )
+        earlier = (message["role"] for message in chat.messages[: chat.first_trained])
+        if self.kind == "answers" and ASSISTANT in earlier:
+            self.notes.add("answers in a prompt or in history are not trained", where)
         text, tokens = self._ready.pop(chat) or self._rendered(chat, where)
         framed = self.answers.framed(text, chat)
         untrained = self.answers.check_shown(text, chat, framed is not None, where)
@@ -382,8 +395,8 @@ class Encoder:
         for row in rows if self.tokenizer.has_chat_template else ():
             for text in texts_of(row.content):
                 if isinstance(text, Pair | Chat):
-                    text = ready.used[id(text)] = self._as_it_is_used(text, row.where)
-                chats += [text] if isinstance(text, Chat) else []
+                    used = ready.used[id(text)] = self._as_it_is_used(text, row.where)
+                    chats += [used] if isinstance(used, Chat) else []
         plain = [chat for chat in chats if not chat.tools]
         together = self.template.render_all([chat.messages for chat in plain]) if plain else None
         ready.texts = {id(chat): text for chat, text in zip(plain, together or (), strict=False)}
@@ -552,6 +565,23 @@ def pair_to_chat(pair: Pair) -> Chat:
             {"role": "assistant", "content": pair.completion},
         ]
     )
+
+
+def chat_of_transcript(prompt: str, completion: str = "") -> Chat | None:
+    """The chat of a prompt that has the turns of Human and Assistant; None of any other."""
+    if not (prompt.rstrip().endswith("Assistant:") and is_transcript(prompt)):
+        return None
+    asked = turns_of_transcript(prompt)[:-1]
+    answer = {"role": ASSISTANT, "content": completion.strip()}
+    return Chat([*asked, answer], first_trained=len(asked))
+
+
+def roles_in(content: Chat | Pair | Text) -> str:
+    """The roles of a chat, for an error about its answers; empty if one of them is the model's."""
+    roles = {m["role"]: None for m in content.messages} if isinstance(content, Chat) else {}
+    if not roles or ASSISTANT in roles:
+        return ""
+    return f"; its roles are {shortened(', '.join(roles))}, and that of an answer is {ASSISTANT}"
 
 
 def has_answer(content: Chat | Pair | Text) -> bool:

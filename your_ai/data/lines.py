@@ -296,5 +296,14 @@ def text_field(row: dict[str, Any], key: str, where: str) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
-        raise UserError(f"{where}: {key}: expected text, found {type(value).__name__}")
+        raise UserError(f"{where}: {key}: expected text, found {kind_in_words(value)}")
     return value
+
+
+def kind_in_words(value: Any) -> str:
+    """The kind of a value that is no text, for an error. A number such as 1.10 is no text: what is
+    read of it is 1.1."""
+    if value is None or value != value:  # NaN, as tables write null
+        return "nothing"
+    help_ = "; write it as text, in quotes" if isinstance(value, bool | float) else ""
+    return f"{type(value).__name__}{help_}"

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+from your_ai.data.column_hints import columns_option, likely_columns
 from your_ai.data.lines import Fields, fields_of, text_field
 from your_ai.data.prompts import parse_prompts
 from your_ai.data.rows import (
@@ -32,7 +32,14 @@ from your_ai.data.rows import (
     parse_row,
     parse_weight,
 )
-from your_ai.data.turns import ASSISTANT, USER, parse_tools, parse_turns, with_system
+from your_ai.data.turns import (
+    ASSISTANT,
+    is_transcript,
+    parse_tools,
+    parse_turns,
+    turns_of_transcript,
+    with_system,
+)
 from your_ai.errors import UserError
 from your_ai.gates.text import quoted, shortened
 
@@ -42,7 +49,6 @@ Kind = Literal["answers", "pairs", "labels", "rated", "prompts", "chosen", "any"
 PAIR_KEYS = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
 # Columns that may have the question of two texts, the most telling first.
 QUESTIONS = ("messages", "conversations", "history", "context", "input")
-SPEAKERS = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")  # of a transcript, as HH-RLHF has them
 LABEL_KEYS = (("prompt", "completion", "label"), ("messages", "label"))
 OBJECTIVES = {"answers": "sft", "pairs": "dpo", "labels": "kto"}  # one that trains such rows
 SCORE, MARGIN = "score", "margin"  # columns of the rows of a reward model
@@ -144,8 +150,11 @@ def parse_labels(row: dict[str, Any], where: str) -> Row:
         if "label" in row and kind != "pairs":
             raise without_answer(row, where)
         if kind is None or "completion" in row or "messages" in row:
+            hint = f"; say which column it is with {columns_option('labels', row)}"
+            has_it = "label" in likely_columns("labels", row)
             raise UserError(
                 f"{where}: label is missing: true for a good answer, false for a bad one"
+                f"{hint if has_it else ''}"
             )
         text = "a chosen and a rejected answer" if kind == "pairs" else "no label"
         raise refused(where, "prompt + completion + label", text, kind)
@@ -402,22 +411,6 @@ def question_beside(row: Fields, where: str) -> dict[str, Any]:
             return {"prompt": parse_history(row.without(history=value), where)}
         return {"prompt": value}
     return {}
-
-
-def is_transcript(text: str) -> bool:
-    """Whether a text is a conversation that begins with a question and ends with an answer."""
-    speakers = SPEAKERS.findall(text)
-    begins = SPEAKERS.match(text) is not None
-    return begins and speakers[:1] == ["Human"] and speakers[-1:] == ["Assistant"]
-
-
-def turns_of_transcript(text: str) -> list[dict[str, Any]]:
-    _, *parts = SPEAKERS.split(text)
-    roles = {"Human": USER, "Assistant": ASSISTANT}
-    return [
-        {"role": roles[speaker], "content": said.strip()}
-        for speaker, said in zip(parts[::2], parts[1::2], strict=True)
-    ]
 
 
 def chats_of(row: dict[str, Any], prompt: Any, where: str, alone: bool = False) -> Preference:

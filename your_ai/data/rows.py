@@ -29,6 +29,7 @@ from your_ai.data.turns import (
     name_of_tool,
     parse_tools,
     parse_turns,
+    turns_of_pairs,
     with_system,
 )
 from your_ai.errors import UserError
@@ -168,7 +169,13 @@ def parse_line(
     content, place = decode_row(line, where)
     # A column without a value is as good as none: joined tables have them for rows of other kinds.
     fields = Fields({name: value for name, value in content.items() if value is not None})
-    row = (parse or parse_row)(fields, place)
+    try:
+        row = (parse or parse_row)(fields, place)
+    except UserError as error:
+        if empty := [name for name, value in content.items() if value is None]:
+            names = shortened(", ".join(empty))
+            raise UserError(f"{error}; columns without a value here: {names}") from error
+        raise
     row = replace(row, line=int(where.rpartition(":")[2]), unused=fields.unused())
     memory = TEXT_MEMORY if isinstance(row.content, Text) else CHAT_MEMORY
     limit.check_room(size, memory * size, where)
@@ -204,7 +211,9 @@ def parse_messages(row: dict[str, Any], where: str) -> Chat:
     if isinstance(turns, list) and all(isinstance(turn, str) for turn in turns):  # a person begins
         roles = cycle((USER, ASSISTANT))
         turns = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
-    turns = with_system(row, parse_turns(turns, key, where), where)
+    is_pairs = isinstance(turns, list) and turns and all(isinstance(turn, list) for turn in turns)
+    parsed = (turns_of_pairs if is_pairs else parse_turns)(turns, key, where)
+    turns = with_system(row, parsed, where)
     return Chat(turns, parse_tools(row, where))
 
 
@@ -261,17 +270,7 @@ def parse_history(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
     turns = history if isinstance(history, list) else [None]
     if all(isinstance(turn, dict) for turn in turns):
         return parse_turns(turns, "history", where)
-    pairs = [turn for turn in turns if isinstance(turn, list) and len(turn) == 2]
-    if len(pairs) != len(turns):
-        raise UserError(
-            f"{where}: history: expected messages, or lists of a question and an answer"
-        )
-    turns = [
-        {"role": role, "content": text}
-        for pair in pairs
-        for role, text in zip((USER, ASSISTANT), pair, strict=True)
-    ]
-    return parse_turns(turns, "history", where)
+    return turns_of_pairs(turns, "history", where)
 
 
 def parse_pair(row: dict[str, Any], where: str) -> Chat | Pair:

@@ -107,15 +107,22 @@ def contents_of(content: Any) -> list[tuple[str, Any]]:
 
 def encoded_parts(encoded: EncodedRow, tokenizer: Any) -> tuple[tuple[str, bool], ...]:
     """The tokens as text, in parts that are trained or not."""
-    tokens, trained = encoded.tokens[:DRAWN_TOKENS], encoded.trained[:DRAWN_TOKENS]
-    edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
-    parts = [
-        (tokenizer.decode(tokens[begin:end].tolist()), bool(trained[begin]))
-        for begin, end in pairwise(edges)
-        if end > begin
-    ]
-    if len(encoded.tokens) > DRAWN_TOKENS:
-        parts.append((f" ... {len(encoded.tokens) - DRAWN_TOKENS:,} more tokens", False))
+    size, first = len(encoded.tokens), int(encoded.trained.argmax())
+    spans = [(0, min(size, DRAWN_TOKENS))]
+    if size > DRAWN_TOKENS and first > DRAWN_TOKENS // 2:  # what is trained is looked for
+        again = max(first - DRAWN_TOKENS // 8, DRAWN_TOKENS // 4)
+        spans = [(0, DRAWN_TOKENS // 4), (again, min(size, again + 3 * DRAWN_TOKENS // 4))]
+    parts, shown = list[tuple[str, bool]](), 0
+    for begin, end in [*spans, (size, size)]:
+        if begin > shown:
+            parts.append((f" ... {begin - shown:,} more tokens", False))
+        shown = end
+        changes = (np.flatnonzero(np.diff(encoded.trained[begin:end])) + begin + 1).tolist()
+        parts += [
+            (tokenizer.decode(encoded.tokens[at:past].tolist()), bool(encoded.trained[at]))
+            for at, past in pairwise([begin, *changes, end])
+            if past > at
+        ]
     return tuple(parts)
 
 

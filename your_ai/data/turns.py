@@ -8,6 +8,7 @@ an object; and `weight`, 0 if it is not trained. Any further keys stay as they a
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from your_ai.data.lines import ROLE_NAMES, read_json, text_field
@@ -19,7 +20,8 @@ SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 # meaning in every template.
 ROLES = {
     **dict.fromkeys((USER, "human", "prompter"), USER),
-    **dict.fromkeys((ASSISTANT, "gpt", "chatgpt", "bing", "bard", "bot", "model", "ai"), ASSISTANT),
+    **dict.fromkeys((ASSISTANT, "gpt", "chatgpt", "chatbot", "bing", "bard", "bot"), ASSISTANT),
+    **dict.fromkeys(("model", "ai"), ASSISTANT),
 }
 CALL_ROLES = ("function_call", "tool_call")  # a turn of the assistant that is a call, as JSON
 # These mean another role too, but a template may know them by their own names.
@@ -34,13 +36,16 @@ REASONING = ("reasoning_content", "reasoning", "thinking")  # the names of a mes
 TRAINED_FLAGS = ("training", "train", "trained", "trainable", "loss")  # false: not to be trained
 MASKED_FLAGS = ("masked", "mask")  # true: not to be trained
 # Of a message, the most telling first: one with `content` may have another `text`.
-CONTENT_NAMES = ("content", "value", "text", "parts")
+CONTENT_NAMES = ("content", "value", "text", "message", "parts")
 # Names of a turn's texts where one object has both question and answer; no roles of messages.
 TEXTS_OF_TURN = {
     **dict.fromkeys(("input", "question", "query", "prompt"), USER),
     **dict.fromkeys(("output", "answer", "response"), ASSISTANT),
 }
 TEXT_PARTS = ("text", "input_text", "output_text")
+CALL_PARTS = ("tool_use", "tool_call", "functionCall", "function_call")  # Anthropic's, Google's
+RESULT_PARTS = ("tool_result", "functionResponse", "function_response")
+SPEAKERS = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")  # of a transcript, as HH-RLHF has them
 DEEPEST_QUOTES = 3  # arguments that are quoted more often are no arguments
 
 
@@ -62,6 +67,10 @@ def messages_in(turn: Any) -> list[Any]:
     """
     if not isinstance(turn, dict) or not turn:
         return [turn]
+    name = content_name(turn)
+    if isinstance(turn.get(name), list) and (results := results_in(turn[name])):
+        rest = [part for part in turn[name] if kind_of_part(part) not in RESULT_PARTS]
+        return [*results, *([{**turn, name: rest}] if rest else [])]
     roles = {name: TEXTS_OF_TURN.get(plain_role(name)) or name for name in turn}
     if not all(isinstance(turn[name], str) and is_role(role) for name, role in roles.items()):
         return [turn]
@@ -79,13 +88,12 @@ def parse_message(message: Any, where: str) -> dict[str, Any]:
         raise UserError(f'{where}: expected an object with "role" and "content"{keys_of(message)}')
     if len(given) == 1 and isinstance(given.get("content"), str) and role not in CALL_ROLES:
         return {"role": role, **given}
-    name = next((name for name in CONTENT_NAMES if given.get(name) is not None), "content")
-    content = given.pop(name, None)
+    content, part_calls = without_calls(given.pop(content_name(given), None))
     if MEANINGS.get(role, role) == TOOL and is_object(content):
         content = json.dumps(content, ensure_ascii=False)
     content, reasoning = parse_content(content, where)
     reasoning = parse_reasoning(given, reasoning, where)
-    calls = parse_calls(given, where)
+    calls = [*(parse_call(call, where) for call in part_calls), *parse_calls(given, where)]
     if role in CALL_ROLES:
         role, content, calls = ASSISTANT, "", [*calls, *calls_in(content, where)]
     if content is None and not (calls or reasoning):
@@ -104,6 +112,67 @@ def pop_role(given: dict[str, Any]) -> str | None:
     """Take the role out of a message's keys; None if it has no role that is text."""
     role = given.pop(next((name for name in ROLE_NAMES if name in given), ""), None)
     return role_of(role) if isinstance(role, str) else None
+
+
+def content_name(message: dict[str, Any]) -> str:
+    """The key of a message's content."""
+    return next((name for name in CONTENT_NAMES if message.get(name) is not None), "content")
+
+
+def without_calls(content: Any) -> tuple[Any, list[Any]]:
+    """A content without the parts that are calls, which is None if there is no other; and those
+    calls."""
+    if not isinstance(content, list):
+        return content, []
+    calls = []
+    for part in content:
+        if (kind := kind_of_part(part)) in CALL_PARTS:
+            call = part.get(kind, part)
+            calls.append({k: v for k, v in call.items() if k != "type"} if isinstance(call, dict)
+                         else call)  # fmt: skip
+    rest = [part for part in content if kind_of_part(part) not in CALL_PARTS]
+    return (rest or None if calls else content), calls
+
+
+def results_in(parts: list[Any]) -> list[dict[str, Any]]:
+    """The messages of those parts of a content that are results of tools."""
+    found = []
+    for part in parts:
+        if (kind := kind_of_part(part)) in RESULT_PARTS:
+            result = dict(part.get(kind, part))
+            result.pop("type", None)
+            names = {"tool_use_id": "tool_call_id", "response": "content"}
+            result = {names.get(key, key): value for key, value in result.items()}
+            found.append({"role": TOOL, "content": "", **result})
+    return found
+
+
+def is_transcript(text: str) -> bool:
+    """Whether a text is a conversation that begins with a question and ends with an answer."""
+    speakers = SPEAKERS.findall(text)
+    begins = SPEAKERS.match(text) is not None
+    return begins and speakers[:1] == ["Human"] and speakers[-1:] == ["Assistant"]
+
+
+def turns_of_transcript(text: str) -> list[dict[str, Any]]:
+    _, *parts = SPEAKERS.split(text)
+    roles = {"Human": USER, "Assistant": ASSISTANT}
+    return [
+        {"role": roles[speaker], "content": said.strip()}
+        for speaker, said in zip(parts[::2], parts[1::2], strict=True)
+    ]
+
+
+def turns_of_pairs(pairs: list[Any], key: str, where: str) -> list[dict[str, Any]]:
+    """The messages of lists of a question and an answer. Raises UserError if they are others."""
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise UserError(f"{where}: {key}: expected messages, or lists of a question and an answer")
+    turns = [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip((USER, ASSISTANT), pair, strict=True)
+    ]
+    return parse_turns(turns, key, where)
 
 
 def role_of(name: str) -> str:
@@ -136,13 +205,16 @@ def parse_content(content: Any, where: str) -> tuple[str | None, str]:
     """The text of a content, None without one, and the reasoning in its parts."""
     if content is None or isinstance(content, str):
         return content, ""
-    if isinstance(content, int) and not isinstance(content, bool):
-        return str(content), ""
     if not isinstance(content, list):
-        raise UserError(f"{where}: content: expected text, found {type(content).__name__}")
+        return text_field({"content": content}, "content", where), ""
     kinds = [kind_of_part(part) for part in content]
     if any(kind not in (*TEXT_PARTS, *REASONING) for kind in kinds):
-        raise UserError(f"{where}: content: only text parts can be trained, found {quoted(kinds)}")
+        named = dict.fromkeys("an object" if kind is None else str(kind) for kind in kinds)
+        others = shortened(", ".join(kind for kind in named if kind not in TEXT_PARTS))
+        raise UserError(
+            f"{where}: content: has parts that are no text and cannot be trained: {others}; remove "
+            "them, or write what they say as text"
+        )
     texts, reasoning = list[str](), list[str]()
     for kind, part in zip(kinds, content, strict=True):
         key = "text" if kind in TEXT_PARTS or kind not in part else str(kind)
@@ -283,4 +355,4 @@ def with_system(
         return turns  # so the column is named as one that is not used
     if not row.get("system") or begins:
         return turns
-    return [{"role": SYSTEM, "content": text_field(row, "system", where)}, *turns]
+    return [parse_message({"role": SYSTEM, "content": row["system"]}, f"{where}: system"), *turns]
