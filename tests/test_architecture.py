@@ -46,11 +46,11 @@ WITHOUT_MLX = """
     doctor.recommend memory.demand memory.mixer_facts hub.registry training.preview
     training.plan_without_files hub.download hub.local evaluation.record dashboard.live
     trackers.upload publish.after_training publish.push session.supervisor session.attach
-    session.run_list session.new_run serving.web serving.live_pages serving.mcp_gate
+    session.run_list session.new_run serving.web serving.live_page serving.mcp_gate
     serving.mcp_tools session.tuning rewards.chosen
 """.split()
 OWN_NAMES = ("self", "cls", "os", "twin")  # twin: a copy of self under construction
-HEAVY = ["mlx", "mlx_lm", "transformers", "numpy", "yaml", "huggingface_hub"]
+HEAVY = "mlx mlx_lm transformers numpy yaml huggingface_hub starlette uvicorn".split()
 
 
 def module_name(path: Path) -> str:

@@ -209,6 +209,7 @@ def bodies(rng: random.Random) -> Iterator[Hostile]:
     yield one("a long chat", post({**GOOD, "messages": said("é" * 2_000_000)}), 400)
     yield one("a prompt of no text", post({"prompt": ["a"]}, COMPLETION), 400)
     yield one("no prompt", post({}, COMPLETION), 400)
+    yield one("an empty prompt", post({"prompt": ""}, COMPLETION), 400)
 
 
 def said(content: Any, **more: Any) -> list[dict[str, Any]]:
@@ -236,7 +237,7 @@ def fields(rng: random.Random) -> Iterator[Hostile]:
         ("stream", ["yes", 1]),
         ("stream_options", [3, ["a"], {"include_usage": "yes"}]),
         ("chat_template_kwargs", [3, ["a"], {"chat_template": "{{ 1 }}"}, {"tokenize": False}]),
-        ("chat_template_kwargs", [{"tools": []}, {"conversation": []}]),
+        ("chat_template_kwargs", [{"tools": []}, {"conversation": []}, {"return_tensors": "np"}]),
         ("response_format", [3, "json", {}, {"type": 3}]),
         ("tools", [3, {}, ["a"], [{}], [{"function": 3}], [{"function": {"name": 3}}]]),
         ("tool_choice", [3, ["a"]]),
@@ -244,6 +245,7 @@ def fields(rng: random.Random) -> Iterator[Hostile]:
         ("repetition_penalty", ["a", -1, True]),
         ("repetition_context_size", [-1, 1.5, 10**30]),
         ("presence_penalty", ["a", 10**30]),
+        ("presence_context_size", [10**30]),
         ("frequency_context_size", ["a", -5]),
         ("xtc_probability", ["a", 2]),
         ("xtc_threshold", [0.9, "a"]),

@@ -13,9 +13,8 @@ import pytest
 
 from tests.generation.test_generate import train_in
 from tests.serving import hostile
-from tests.serving.hostile import ASKED, KINDS, Hostile, fault, is_well, post, send, slow
+from tests.serving.hostile import ASKED, KINDS, fault, is_well, post, send, slow
 from tests.serving.test_server import Served, served
-from your_ai.serving import wire
 
 GROWTH_BYTES = 400e6  # of the server: a few large requests leave memory with the allocator
 REQUESTS = [each for kind in KINDS.values() for each in kind(random.Random(0))]
@@ -43,19 +42,6 @@ def test_hostile_requests_are_refused_and_good_ones_answered(server):
     assert len(REQUESTS) >= 60
     assert process.memory_info().rss - before_bytes < GROWTH_BYTES
     assert server.log.read_text() == ""
-
-
-def test_connections_above_the_maximum_are_refused(server):
-    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(wire.CONNECTIONS)]
-    time.sleep(0.5)
-    try:
-        turned_away = send(server.port, Hostile("one more", (post(hostile.GOOD),), (503,)))
-        assert fault(Hostile("one more", (), (503,)), turned_away) is None
-    finally:
-        for connection in silent:
-            connection.close()
-    time.sleep(0.5)
-    assert is_well(server.port)
 
 
 def test_client_that_never_reads_does_not_block_others(server):

@@ -1,339 +1,311 @@
 from __future__ import annotations
 
-import dataclasses
-import os
-import re
-import shutil
-import signal
+import asyncio
+import contextlib
+import http.client
 import socket
+import struct
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 
+import h11
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
 
-from tests.browser import BrowserTab, browser_tab, needs_browser
-from tests.conftest import call
-from tests.dashboard.frames import step
-from tests.dashboard.test_report import DONE, LIMIT, NASTY, STORY, Parsed, samples, started
-from your_ai.config import TrainConfig
-from your_ai.dashboard import report
-from your_ai.run import events
-from your_ai.run import folder as folders
-from your_ai.run.events import Event, EventLog
-from your_ai.run.folder import RunFolder
 from your_ai.serving import web
-from your_ai.serving.live_pages import LivePage, listen
-from your_ai.serving.web import LiveRun, refresh
-
-GAVE_UP = events.Died(step=1, reason="killed by SIGKILL", level=None)
-
-
-@pytest.fixture
-def folder(own_folder) -> RunFolder:
-    found = RunFolder(Path("runs/r"))
-    found.path.mkdir(parents=True)
-    found.write_config(TrainConfig(model="m", data="d.jsonl", lora_rank=4))
-    return found
-
-
-def write(folder: RunFolder, *happened: Event) -> None:
-    log = EventLog(folder.events)
-    for event in happened:
-        log.write(event)
-    log.close()
-
-
-class Shown:
-    """What the page of a run shows, time after time."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self.page, self.run, self.seen = LivePage(), LiveRun(folder), None
-
-    def text(self) -> str:
-        self.seen = refresh(self.run, self.page, self.seen)
-        return Parsed(self.page.text).text
-
-    def changed(self) -> set[str]:
-        before = self.page.version
-        self.text()
-        return {name for name, (version, _) in self.page.parts.items() if version > before}
-
-
-def test_a_run_that_has_not_begun(folder):
-    shown = Shown(folder)
-    assert "r this run has not begun" in shown.text()
-    assert "lora-rank 4 auto" in shown.text()
-
-
-def test_a_run_in_progress_shows_steps_time_left_and_memory(folder):
-    write(folder, LIMIT, started(), step(1), step(2))
-    with folders.locked(folder):
-        shown = Shown(folder)
-        text = shown.text()
-        assert "some/model training Step 2 of 10, 16 s left Memory 5.00 GB of 6.00 GB" in text
-        assert shown.page.title == "20% r"
-        write(folder, events.Phase(text="validating"))
-        assert "some/model validating" in shown.text()
-        write(folder, events.Paused(step=2))
-        assert "some/model paused" in shown.text()
-
-
-def test_only_parts_that_change_are_sent(folder):
-    write(folder, LIMIT, started(), samples("before", "five"), step(1))
-    with folders.locked(folder):
-        shown = Shown(folder)
-        assert shown.changed() == set(report.parts_of(shown.page.text)) > {"head", "now", "samples"}
-        assert shown.changed() == set()
-        write(folder, step(2))
-        assert shown.changed() == {"now", "facts", "charts"}
+from your_ai.serving.web import Gate, Origins, RequestRefused, WebServer
 
 
 @pytest.mark.parametrize(
-    ("happened", "word", "title"),
+    ("origin", "allowed"),
     [
-        ([*STORY], "finished", "r: finished"),
-        ([step(1), dataclasses.replace(DONE, reason="Ctrl-C")], "Ctrl-C", "r: stopped"),
-        ([step(1), GAVE_UP], "died: killed by SIGKILL", "r: died"),
-        ([started(), step(1)], "continue with: your_ai train --resume r", "r"),
+        ("http://localhost", True),
+        ("https://127.0.0.1:443", True),
+        ("http://[::1]:8080", True),
+        ("http://chat.example", True),
+        ("http://chat.example:8080", False),
+        ("http://localhost.evil.example", False),
+        ("http://127.0.0.1.evil.example", False),
+        ("http://localhost@evil.example", False),
+        ("http://[::1", False),
+        ("http://[::1].evil.example", False),
+        ("http://[::1]evil.example", False),
+        ("http://localhost.", False),
+        ("http://localhost/", False),
+        ("http://localhost:99999", False),
+        ("http://localhost:", False),
+        ("http://user@localhost", False),
+        ("http://127.1", False),
+        ("http://0x7f.0.0.1", False),
+        ("http://2130706433", False),
+        ("http://0177.0.0.1", False),
+        ("http://[::ffff:127.0.0.1]", False),
+        ("http://[::1%25lo]", False),
+        ("http://localhost\\@evil.example", False),
+        ("http://localhost\n", False),
+        ("http://ｌocalhost", False),
+        ("file://", False),
+        ("http://LOCALHOST:3000", True),
+        ("http://127.9.9.9", True),
+        ("null", False),
+        ("*", False),
+        (None, False),
     ],
 )
-def test_the_end_of_a_run(folder, happened, word, title):
-    write(folder, *happened)
-    shown = Shown(folder)
-    assert word in shown.text()
-    assert shown.page.title == title
+def test_allowed_origins(origin, allowed):
+    assert (origin in Origins(("http://chat.example",))) == allowed
+    assert origin in Origins(("*",))
 
 
-def test_a_resumed_run_is_running_again(folder):
-    write(folder, started(), step(1), dataclasses.replace(DONE, reason="Ctrl-C"))
-    shown = Shown(folder)
-    assert "Ctrl-C" in shown.text()
-    with folders.locked(folder):
-        write(folder, events.Stage(text="loading m"))
-        assert "some/model loading m" in shown.text()
-        write(folder, started(1), step(2))
-        assert "training Step 2 of 10" in shown.text()
+@pytest.mark.parametrize(
+    ("host", "own"),
+    [
+        ("localhost:8080", True),
+        ("127.0.0.1", True),
+        ("[::1]:8080", True),
+        ("192.168.1.5:8080", True),
+        ("host.docker.internal:8080", True),
+        ("", False),
+        ("[::1].evil.example", False),
+        ("mac.local", False),
+        ("127.1", False),
+        ("a@localhost", False),
+        ("evil.example:8080", False),
+        ("localhost.evil.example", False),
+    ],
+)
+def test_own_host_names(host, own):
+    assert web.is_own(web.host_of(host)) == own
 
 
-def test_a_restart_of_the_process_is_not_an_end(folder):
-    write(folder, started(), step(1))
-    shown = Shown(folder)
-    with folders.locked(folder):
-        shown.text()
-    assert "no process" not in shown.text()
-    shown.run.running_at -= web.GRACE_S
-    assert "no process" in shown.text()
+def test_host_name_of_this_machine_is_its_own(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "Mac.local")
+    assert web.is_own(web.host_of("mac.local:8080"))
 
 
-def test_a_run_without_events_for_long_says_so(folder):
-    write(folder, started(), step(1))
-    with folders.locked(folder):
-        shown = Shown(folder)
-        shown.run.read_events()
-        now = shown.run.reader.state.last_at
-        silent = [shown.run.presence(now + seconds).silent_s for seconds in (19, 21, 59)]
-    assert silent == [0, 20, 40]
+@given(st.text(max_size=30))
+def test_body_length_is_plain_digits_or_refused(text):
+    with contextlib.suppress(RequestRefused):
+        length = web.body_length(Headers({"Content-Length": text.encode().decode("latin-1")}))
+        assert 0 <= length <= web.BODY_BYTES
+        assert set(text) <= set("0123456789")
 
 
-def test_a_deleted_run_keeps_what_was_shown(folder):
-    write(folder, *STORY)
-    shown = Shown(folder)
-    shown.text()
-    shutil.rmtree(folder.path)
-    text = shown.text()
-    assert "the folder of this run was deleted; this is what it was before" in text
-    assert "Steps 10 of 10" in text
-    assert "lora-rank 4 auto" in text
-    assert shown.page.title == "r: deleted"
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Content-Length": "-1"}, 400),
+        ({"Content-Length": "+5"}, 400),
+        ({"Content-Length": "5", "Transfer-Encoding": "chunked"}, 400),
+        ({"Transfer-Encoding": "chunked"}, 411),
+        ({}, 411),
+        ({"Content-Length": str(web.BODY_BYTES + 1)}, 413),
+    ],
+)
+def test_body_length_statuses(headers, status):
+    with pytest.raises(RequestRefused) as refused:
+        web.body_length(Headers(headers))
+    assert refused.value.status == status
 
 
-def test_a_new_run_with_the_same_name_replaces_the_old_one(folder):
-    write(folder, *STORY)
-    shown = Shown(folder)
-    shown.text()
-    shutil.rmtree(folder.path)
-    folder.path.mkdir()
-    write(folder, started(model="other"), *(step(n) for n in range(1, 100)))
-    text = shown.text()
-    assert "other" in text
-    assert "some/model" not in text
-
-
-def test_text_of_a_run_is_escaped_in_every_part(folder):
-    write(
-        folder, dataclasses.replace(LIMIT, reason=NASTY), started(model=NASTY), step(1),
-        samples("before", NASTY, NASTY, NASTY),
-        events.Notice(text=NASTY + "<!--end--><!--part x-->"), events.Phase(text=NASTY),
-        events.Stage(text=NASTY),
-    )  # fmt: skip
-    folder.config.write_text(NASTY)
-    with folders.locked(folder):
-        shown = Shown(folder)
-        shown.text()
-    parts = report.parts_of(shown.page.text)
-    assert sorted(parts) == [
-        "charts",
-        "events",
-        "facts",
-        "head",
-        "now",
-        "plan",
-        "samples",
-        "settings",
-    ]
-    for part in parts.values():
-        parsed = Parsed(part)
-        assert not {"script", "img"} & {tag for tag, _ in parsed.elements}
-        assert not [
-            n for _, attributes in parsed.elements for n in attributes if n.startswith("on")
+LINES = st.lists(
+    st.sampled_from(
+        [
+            *(b"Host: a", b"X-A:  b\t", b"Cookie: \xff=1", b"Connection: Upgrade"),
+            *(b"Upgrade: websocket", b"Transfer-Encoding: chunked", b"Content-Length: 99"),
         ]
-    assert [tag for tag, _ in Parsed(shown.page.text).elements].count("script") == 1
+    )
+    | st.binary(max_size=20),
+    max_size=6,
+).map(lambda lines: b"\r\n".join([b"POST /a?b HTTP/1.1", *lines, b"", b""]))
 
 
-def test_events_that_cannot_be_shown_leave_a_line(folder):
-    write(folder, LIMIT, started(), step(1))
-    line = folder.events.read_text().splitlines()[-1]
-    huge = re.sub(r'"process_bytes": \d+', '"process_bytes": 1' + "0" * 400, line)
-    folder.events.write_text(huge + "\n" + '{"event": "step"}\n' + "nonsense\n")
-    assert "its events cannot be shown" in Shown(folder).text()
+@given(st.binary(max_size=300) | LINES)
+def test_any_bytes_give_a_head_that_h11_reads_alike_or_are_refused(data):
+    with contextlib.suppress(RequestRefused):
+        head = web.read_head(data)
+        if head is None:
+            return
+        assert not set(data[: head.size]) & (set(range(32)) - set(b"\r\n\t"))
+        connection = h11.Connection(h11.SERVER)
+        connection.receive_data(head.for_h11(3) + b"abc")
+        request = connection.next_event()
+        assert request.method + b" " + request.target == head.line.rpartition(b" ")[0]
+        own = {name for name, _ in head.headers.raw} - {*web.OWN_HEADERS}
+        assert {*Headers(raw=list(request.headers)).keys()} == {
+            *(name.decode() for name in own), "connection", "content-length",
+        }  # fmt: skip
+        assert connection.next_event().data == b"abc"
+        assert isinstance(connection.next_event(), h11.EndOfMessage)
+        assert connection.our_state is h11.SEND_RESPONSE
 
 
-def test_an_unreadable_events_file_is_named(folder):
-    folder.events.mkdir()
-    assert "events.jsonl: cannot be read" in Shown(folder).text()
+# A server
 
 
-def test_the_policy_allows_the_script_of_the_page_and_nothing_else(folder):
-    write(folder, *STORY)
-    shown = Shown(folder)
-    shown.text()
-    [script] = re.findall(r"<script>(.*?)</script>", shown.page.text, re.DOTALL)
-    assert script == report.script()
-    policy = report.live_policy()
-    assert "default-src 'none'" in policy
-    assert "unsafe-inline" not in policy.split("script-src")[1]
-    assert "http" not in policy
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
-def test_watching_loads_no_mlx_and_no_numpy():
-    heavy = ["mlx", "numpy", "transformers"]
+async def size(request: Request) -> Response:
+    return PlainTextResponse(str(len(await request.body())))
+
+
+async def endless(request: Request) -> Response:
+    async def pieces() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x" * 1_000_000
+            await asyncio.sleep(0)
+
+    return StreamingResponse(pieces())
+
+
+def refusal(refused: RequestRefused, asked: Headers) -> Response:
+    return PlainTextResponse(refused.message, refused.status)
+
+
+@pytest.fixture
+def server() -> Iterator[WebServer]:
+    def check(headers: Headers) -> None:
+        web.check_host(headers.get("host", ""), web.is_loopback)
+
+    routes = [Route("/size", size, methods=["POST"]), Route("/endless", endless)]
+    server = WebServer(web.listen("127.0.0.1", 0), routes, Gate(("GET", "POST"), check, refusal))
+    yield server
+    server.stop()
+
+
+def connect(server: WebServer) -> socket.socket:
+    address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+    return socket.create_connection(address, timeout=10)
+
+
+def answer(server: WebServer, data: bytes) -> tuple[int, str]:
+    """The status and the body of the answer to a request, which may be refused before its end."""
+    with connect(server) as connection:
+        with contextlib.suppress(OSError):
+            connection.sendall(data)
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        return response.status, response.read().decode()
+
+
+def post(length: int, path: str = "/size", more: str = "") -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n{more}\r\n"
+    return head.encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (post(3) + b"abc", (200, "3")),
+        (post(3) + b"abc" + post(4) + b"abcd", (200, "3")),
+        (b"POST /size HTTP/1.0\nHost: localhost\nContent-Length: 3\n\nabc", (200, "3")),
+        (post(3, more="Connection: Upgrade\r\nUpgrade: websocket\r\n") + b"abc", (200, "3")),
+        (post(0, "/other"), (404, "there is nothing at /other")),
+        (post(0, "/size/"), (404, "there is nothing at /size/")),
+        (b"GET /size HTTP/1.1\r\nHost: localhost\r\n\r\n", (404, "there is nothing at /size")),
+        (b"PUT /size HTTP/1.1\r\nHost: a\r\n\r\n", (403, "a is not a name of this machine")),
+        (b"GET /\r\n\r\n", (400, "the request line is not METHOD /path HTTP/1.1")),
+        (b"GET / HTTP/1.1\r\n\r\n", (400, "the Host header is missing")),
+        (post(1 << 60), (413, "a request may have at most 16777216 bytes")),
+    ],
+    ids=str,
+)
+def test_a_connection_has_one_request_of_one_interpretation(server, data, expected):
+    assert answer(server, data) == expected
+
+
+def test_a_client_that_waits_with_its_body_is_told_to_go_on(server):
+    with connect(server) as connection:
+        connection.sendall(post(3, more="Expect: 100-continue\r\n"))
+        assert connection.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(b"abc")
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        assert (response.status, response.read()) == (200, b"3")
+
+
+@pytest.mark.parametrize("sent", [b"", post(9)[:40], post(9), post(9) + b"abc"])
+def test_a_slow_request_is_refused(server, monkeypatch, sent):
+    monkeypatch.setattr(web, "REQUEST_S", 0.2)
+    began = time.monotonic()
+    assert answer(server, sent)[0] == 408
+    assert time.monotonic() - began < 5
+
+
+def test_a_client_that_does_not_read_loses_its_connection(server, monkeypatch):
+    monkeypatch.setattr(web, "ANSWER_S", 0.2)
+    with connect(server) as connection:
+        connection.sendall(b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        wait_for(lambda: len(server.server.server_state.tasks) == 1)
+        wait_for(lambda: len(server.server.server_state.tasks) == 0)
+
+
+def test_a_client_that_leaves_at_once_is_no_error(server, caplog):
+    for _ in range(20):
+        with connect(server) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.sendall(post(3) + b"abc")
+    wait_for(lambda: not server.server.server_state.tasks)
+    assert answer(server, post(3) + b"abc") == (200, "3")
+    assert caplog.text == ""
+
+
+def test_large_bodies_share_one_allowance(server, monkeypatch):
+    monkeypatch.setattr(web, "BODIES_BYTES", 10)
+    with connect(server) as first:
+        first.sendall(post(6))
+        wait_for(lambda: len(server.server.server_state.connections) == 1)
+        time.sleep(0.1)
+        assert answer(server, post(6))[0] == 503
+        assert answer(server, post(4) + b"abcd") == (200, "4")
+    wait_for(lambda: not server.server.server_state.connections)
+    assert answer(server, post(10) + b"a" * 10) == (200, "10")
+
+
+def test_too_many_connections_are_refused(server):
+    held = [connect(server) for _ in range(web.CONNECTIONS)]
+    wait_for(lambda: len(server.server.server_state.connections) == web.CONNECTIONS)
+    assert answer(server, post(3) + b"abc")[0] == 503
+    for connection in held:
+        connection.close()
+    wait_for(lambda: not server.server.server_state.connections)
+    assert answer(server, post(3) + b"abc") == (200, "3")
+
+
+def test_stop_ends_all_connections_and_the_thread(monkeypatch):
+    monkeypatch.setattr(web, "GRACE_S", 0.2)
+    before = threading.active_count()
+    gate = Gate(("GET",), lambda headers: None, refusal)
+    server = WebServer(web.listen("127.0.0.1", 0), [Route("/endless", endless)], gate)
+    idle, stuck = connect(server), connect(server)
+    stuck.sendall(b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    wait_for(lambda: len(server.server.server_state.tasks) == 1)
+    server.stop()
+    assert threading.active_count() == before
+    assert idle.recv(1) == b""
+    for connection in (stuck, idle):
+        connection.close()
+    with pytest.raises(ConnectionRefusedError):
+        connect(server)
+
+
+def test_training_loads_no_web_server():
     code = (
-        "import sys, your_ai.serving.web\n"
-        f"sys.exit(','.join(m for m in {heavy} if m in sys.modules) or 0)"
+        "import sys, your_ai.training.process, your_ai.session.supervisor, your_ai.session.attach\n"
+        "sys.exit(','.join(m for m in ('starlette', 'uvicorn') if m in sys.modules) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.fixture
-def watching(folder) -> Iterator[subprocess.Popen[str]]:
-    write(folder, LIMIT, started(), *(step(n) for n in range(1, 4)))
-    command = [sys.executable, "-m", "your_ai", "watch", "r", "--web"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        yield process
-        process.kill()
-
-
-def test_ctrl_c_ends_the_page_and_leaves_no_file(folder, watching):
-    before = sorted(folder.path.rglob("*"))
-    first = watching.stdout.readline()
-    assert re.fullmatch(r"r: http://127\.0\.0\.1:\d+\n", first)
-    watching.send_signal(signal.SIGINT)
-    _, errors = watching.communicate(timeout=10)
-    assert (watching.returncode, errors) == (0, "")
-    assert sorted(folder.path.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("nowhere", "--web"), "error: no run named nowhere in {here}/runs"),
-        (("r", "--port", "8765"), "error: --port: is the port of a page; add --web"),
-        (("r", "--web", "--json"), "error: --web: shows a page; leave out --json"),
-        (("r", "--web", "--replay"), "error: --web: shows a page; leave out --replay"),
-    ],
-)
-def test_options_that_do_not_fit_are_one_line(folder, capsys, arguments, message):
-    assert call("watch", *arguments) == 2
-    assert capsys.readouterr().err == message.format(here=os.getcwd()) + "\n"
-
-
-def test_a_port_in_use_is_one_line(folder, capsys):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        assert call("watch", "r", "--web", "--port", port) == 2
-    out, error = capsys.readouterr()
-    assert (out, error.count("\n")) == ("", 1)
-    assert error.startswith(f"error: --port {port}: cannot be used (")
-
-
-# In a browser
-
-
-class Served:
-    """A page that a browser shows, and the run behind it."""
-
-    def __init__(self, folder: RunFolder, tab: BrowserTab) -> None:
-        self.folder, self.tab, self.shown = folder, tab, Shown(folder)
-        self.server = listen(None, self.shown.page, report.live_policy())
-        self.server.start()
-
-    def update(self, *happened: Event) -> None:
-        if happened:
-            write(self.folder, *happened)
-        self.shown.text()
-
-    def restart(self) -> None:
-        """End the server, and start another one at its port."""
-        port = self.server.server_port
-        self.server.stop()
-        self.tab.wait_for("!document.getElementById('link').hidden")
-        self.shown = Shown(self.folder)
-        self.server = listen(port, self.shown.page, report.live_policy())
-        self.server.start()
-
-
-@needs_browser
-def test_the_page_lives_in_a_browser(folder, own_folder):
-    text = "document.querySelector('main').innerText"
-    with browser_tab(own_folder / "profile") as tab, folders.locked(folder):
-        served = Served(folder, tab)
-        try:
-            write(folder, LIMIT, started(model=NASTY), samples("before", NASTY, "long " * 3000))
-            served.update(*(step(n) for n in range(1, 4)))
-            tab.look(375)
-            tab.open(served.server.url + "/")
-            assert "Step 3 of 10" in tab.run(text)
-            # What the user did stays: scroll positions, an open element, the elements themselves.
-            tab.run("document.querySelector('details').open = true")
-            tab.run("scrollTo(0, 900); window.svg = document.querySelector('#loss svg')")
-            tab.run("document.querySelector('.samples .text').scrollTop = 50")
-            path = tab.run("svg.querySelector('.line').getAttribute('d')")
-            folder.write_config(TrainConfig(model="m", data="d.jsonl", lora_rank=8))
-            served.update(
-                step(4), events.Notice(text=NASTY), samples("after", NASTY, "long " * 3000)
-            )
-            tab.wait_for(f"{text}.includes('Step 4 of 10')")
-            tab.wait_for("document.title === '40% r'")
-            kept = "[scrollY, document.querySelector('details').open, svg.isConnected]"
-            assert tab.run(kept) == [900, True, True]
-            assert tab.run("document.querySelector('.samples .text').scrollTop") == 50
-            assert tab.run("svg.querySelector('.line').getAttribute('d')") != path
-            assert tab.run("document.scripts.length + document.images.length") == 1
-            assert "lora-rank\t8\tauto" in tab.run(text)
-            assert tab.run("document.documentElement.scrollWidth") <= 375
-            assert tab.messages == []
-            served.restart()
-            served.update(step(5))
-            tab.wait_for(f"{text}.includes('Step 5 of 10')")
-            assert tab.run("document.getElementById('link').hidden")
-            shutil.rmtree(folder.path)
-            served.update()
-            tab.wait_for("document.querySelector('#state .died') !== null")
-            assert "was deleted" in tab.run(text)
-        finally:
-            served.server.stop()

@@ -43,7 +43,7 @@ def watch(
         raise UserError("--port: is the port of a page; add --web")
     folder = run_list.newest() if run is None else folders.find(run)
     if web:
-        from your_ai.serving.web import serve_page
+        from your_ai.serving.live_page import serve_page
 
         raise typer.Exit(serve_page(folder, port))
     if replay:

@@ -48,7 +48,8 @@ def serve(
     from your_ai.nets.saved_adapter import check_generates
     from your_ai.run.stopping import recorded_signals
     from your_ai.serving import server as serving
-    from your_ai.serving.wire import Origins
+    from your_ai.serving import web
+    from your_ai.serving.web import Origins
 
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     named = joined(allowed_origins or ()).split(",")
@@ -56,14 +57,15 @@ def serve(
     trained = open_trained_with_note(run, checkpoint, model)
     check_generates(trained.adapter)
     log_to_stderr(log_level)
-    with recorded_signals() as received, serving.listen(host, port) as server:
+    with recorded_signals() as received, serving.listen(host, port) as listener:
         provider = serving.RunProvider(trained, serving.options(sampling, origins))
-        if not server.is_local:
+        if not web.is_local(listener):
             echo_error("warning: other machines can reach the model; anyone may use it")
-        echo(f"serving {provider.name} at {server.url}/v1; Ctrl-C stops it")
-        echo(f"try it: {serving.example(server.url, provider.name)}")
+        url = web.url_of(listener)
+        echo(f"serving {provider.name} at {url}/v1; Ctrl-C stops it")
+        echo(f"try it: {serving.example(url, provider.name)}")
         sys.stdout.flush()
-        ended = serving.serve(server, serving.Answers(provider), received)
+        ended = serving.serve(listener, serving.Answers(provider), received)
     if not ended:  # a thread that generates would delay the exit; one inside MLX would crash it
         sys.stdout.flush()
         os._exit(0)

@@ -1,4 +1,4 @@
-"""Serves a run with mlx-lm's server, which implements the OpenAI API.
+"""Serves a run over the OpenAI API, with mlx-lm's server behind the gate of `web`.
 
 This server accepts less than mlx-lm's. It has only the run's model, which is loaded before the
 first request. Whatever a request names, it loads no other model, adapter or image, and it lists no
@@ -7,9 +7,10 @@ other model. Web pages from other hosts cannot use it.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import errno
-import functools
+import io
 import json
 import logging
 import shlex
@@ -18,39 +19,44 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from mlx_lm.server import (
+    APIHandler,
     CompletionRequest,
     GenerationArguments,
     GenerationContext,
     ModelProvider,
+    ResponseGenerator,
 )
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from your_ai import __version__
 from your_ai.errors import RunError, UserError, first_line
 from your_ai.gates.text import printable, shortened
-from your_ai.gates.token_ids import vocabulary_of
+from your_ai.gates.token_ids import check_ids, vocabulary_of
 from your_ai.generation.generate import Sampling, context_tokens, load_run
 from your_ai.memory.sizes import PREFILL_TOKENS
 from your_ai.nets.saved_adapter import Trained
-from your_ai.serving import wire
-from your_ai.serving.handler import DEFAULT, Answering, Asked, Handler
-from your_ai.serving.wire import LimitedServer, Origins, RequestRefused
+from your_ai.serving import admission, web
+from your_ai.serving.web import Gate, Origins, RequestRefused, WebServer
 
+DEFAULT = "default_model"  # mlx-lm's name for the model if a request names none
+COMPLETIONS = "/v1/completions"
+CHATS = ("/v1/chat/completions", "/chat/completions")
 LOG_CHARACTERS = 4000  # of a log entry
 CACHE_ENTRIES = 10  # conversations whose KV caches are kept
 CACHE_BYTES = 1 << 30  # maximum of all KV caches that are kept
 POLL_S = 0.2
-GRACE_S = 2.0  # for answers in flight, when the server stops
-BUSY = (
-    b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: application/json\r\n\r\n"
-    + json.dumps(
-        {"error": {"message": "too many connections; try again", "type": "server_error"}}
-    ).encode()
-)
+GRACE_S = 2.0  # for answers in progress, when the server stops
 
 
 def options(sampling: Sampling, origins: Origins) -> Namespace:
@@ -108,7 +114,14 @@ class RunProvider(ModelProvider):
         return self.model, self.tokenizer
 
 
-class Answers(Answering):
+@dataclass
+class Asked(CompletionRequest):
+    """A request, and whether its client has left."""
+
+    left: threading.Event
+
+
+class Answers(ResponseGenerator):
     """Generates with the one model, whatever name a request gives, so that requests are batched."""
 
     model_provider: RunProvider
@@ -116,6 +129,23 @@ class Answers(Answering):
     def __init__(self, provider: RunProvider) -> None:
         self.is_stopping = False
         super().__init__(provider, LRUPromptCache(CACHE_ENTRIES, CACHE_BYTES))  # starts a thread
+
+    def room(self, request: CompletionRequest, given: dict[str, Any], wanted: int) -> int:
+        """Maximum tokens of an answer, at most `wanted`. Raises RequestRefused if none fit.
+
+        given: additional arguments for the chat template.
+        """
+        provider = self.model_provider
+        most = provider.context
+        try:
+            ids = admission.prompt_ids(provider.tokenizer, request, given, most)
+            check_ids(ids, provider.tokens, provider.tokenizer, "the prompt")
+        except (ValueError, UserError) as error:
+            raise RequestRefused(400, shortened(first_line(error))) from error
+        except Exception as error:  # templates and tokenizers may raise anything
+            reason = shortened(first_line(error))
+            raise RequestRefused(400, f"the prompt cannot be read ({reason})") from error
+        return wanted if most is None else min(wanted, most - len(ids))
 
     def generate(
         self,
@@ -143,29 +173,190 @@ class Answers(Answering):
         for response in responses:
             if self.is_stopping:
                 context.stop()
-            elif wire.has_left(request.connection):
+            elif request.left.is_set():
                 context.stop()  # ends the generation
                 raise ConnectionAbortedError
             yield response
 
 
-class Server(LimitedServer):
-    """Listens when it is created; answers requests when `answers` is set."""
+class AnswerBody(io.BufferedIOBase):
+    """Sends what is written to it as pieces of an answer."""
 
-    answers: Answers
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self.send = send
 
-    def __init__(self, host: str, port: int) -> None:
-        super().__init__(host, port, Handler, BUSY)
-
-    def finish_request(self, request: Any, client_address: Any) -> None:
-        handler = functools.partial(Handler, system_fingerprint=f"your_ai-{__version__}")
-        handler(self.answers, request, client_address, self)
+    def write(self, data: Any) -> int:
+        self.send({"type": "http.response.body", "body": bytes(data), "more_body": True})
+        return len(data)
 
 
-def listen(host: str, port: int) -> Server:
-    """Return a listening server. Raises UserError if the address is not available."""
+class Handler(APIHandler):
+    """mlx-lm's handler of one request, as an app of ASGI: it runs in a thread and has no socket."""
+
+    response_generator: Answers
+    headers: Any
+    loop: asyncio.AbstractEventLoop
+    send: Send
+
+    def __init__(self, answers: Answers, request: Request, body: bytes, gate: Gate) -> None:
+        """Set what mlx-lm's handler reads, but do not read a request from a socket as it does."""
+        self.response_generator = answers
+        self.created = int(time.time())
+        self.system_fingerprint = f"your_ai-{__version__}"
+        self.path, self.asked, self.data = request.url.path, request.headers, body
+        self.gate = gate
+        self.left = threading.Event()
+        self.answer_headers: list[tuple[bytes, bytes]] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.loop, self.send = asyncio.get_running_loop(), send
+        watching = asyncio.create_task(self.watch(receive))
+        try:
+            refused = await run_in_threadpool(self.answer)
+        finally:
+            watching.cancel()
+        if refused is None:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        else:
+            await self.gate.refusal(refused, self.asked)(scope, receive, send)
+
+    async def watch(self, receive: Receive) -> None:
+        """Wait until the client leaves."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.left.set()
+
+    def answer(self) -> RequestRefused | None:
+        """Answer the request, or return why it is refused; nothing was sent then."""
+        try:
+            checked = self.checked_body()
+            self.headers = {"Content-Length": str(len(checked)), "Origin": self.asked.get("origin")}
+            self.rfile, self.wfile = io.BytesIO(checked), AnswerBody(self.send_and_wait)
+            self.do_POST()  # type: ignore[no-untyped-call]
+        except RequestRefused as refused:
+            return refused
+        except ConnectionAbortedError:
+            logging.debug("a client left")
+        return None
+
+    def checked_body(self) -> bytes:
+        """Return the request's body with only what was checked. Raises RequestRefused."""
+        try:
+            body = admission.parse(self.data)
+            vocabulary = self.response_generator.model_provider.vocabulary
+            admission.check(body, vocabulary, self.path in CHATS)
+        except ValueError as error:
+            raise RequestRefused(400, shortened(first_line(error))) from error
+        return json.dumps(body).encode()
+
+    def send_and_wait(self, message: Message) -> None:
+        """Send a part of the answer. Waits until the client has received those before it."""
+
+        async def sent() -> None:
+            await self.send(message)
+
+        asyncio.run_coroutine_threadsafe(sent(), self.loop).result()
+
+    def validate_model_parameters(self) -> None:
+        try:
+            super().validate_model_parameters()
+        except ValueError as error:
+            raise RequestRefused(400, shortened(first_line(error))) from error
+        if not (self.stream_options or {}).get("include_usage"):
+            self.stream_options = None  # mlx-lm requires that key in stream_options
+
+    def handle_completion(self, request: CompletionRequest, stop_words: list[str]) -> None:
+        name = self.response_generator.model_provider.name
+        if self.requested_model not in (name, DEFAULT):
+            asked = shortened(self.requested_model)
+            raise RequestRefused(404, f"no model {asked} here; this server has {name}")
+        if self.adapter is not None or self.requested_draft_model != DEFAULT:
+            raise RequestRefused(
+                404, f"this server only has {name}, and no other adapters or draft models"
+            )
+        given = self.chat_template_kwargs or {}
+        assert self.max_tokens is not None
+        self.max_tokens = self.response_generator.room(request, given, self.max_tokens)
+        super().handle_completion(Asked(**vars(request), left=self.left), stop_words)
+
+    def send_response(self, code: int, message: str | None = None) -> None:
+        self.status = code
+
+    def send_header(self, keyword: str, value: str) -> None:
+        self.answer_headers.append((keyword.lower().encode(), value.encode()))
+
+    def end_headers(self) -> None:
+        start = {"type": "http.response.start", "status": self.status}
+        self.send_and_wait({**start, "headers": self.answer_headers})
+
+
+def gate_of(origins: Origins, is_local: bool) -> Gate:
+    """Return the gate for pages of `origins`. is_local: only this machine reaches the server."""
+
+    def check(headers: Headers) -> None:
+        web.check_origin(headers, origins)
+        host = headers.get("host")
+        if host is not None and is_local:
+            web.check_host(host, web.is_own)
+
+    def refusal(refused: RequestRefused, asked: Headers) -> Response:
+        """An error in OpenAI's format, so that clients show it."""
+        kind = "invalid_request_error" if refused.status < 500 else "server_error"
+        error = {"error": {"message": refused.message, "type": kind}}
+        return JSONResponse(error, refused.status, cors(asked, origins))
+
+    return Gate(("GET", "POST", "OPTIONS"), check, refusal)
+
+
+def cors(asked: Headers, origins: Origins) -> dict[str, str]:
+    """Return the headers that let a page of `origins` read the answer."""
+    origin = asked.get("origin")
+    if origin is None or origin not in origins:
+        return {}
+    names = ("Access-Control-Allow-Methods", "Access-Control-Allow-Headers")
+    return {"Access-Control-Allow-Origin": origin, "Vary": "Origin", **dict.fromkeys(names, "*")}
+
+
+def routes_of(answers: Answers, origins: Origins, gate: Gate) -> list[Route]:
+    name, created = answers.model_provider.name, int(time.time())
+
+    def sent(request: Request, status: int, value: object) -> Response:
+        return JSONResponse(value, status, cors(request.headers, origins))
+
+    async def preflight(request: Request) -> Response:
+        return Response(None, 204, cors(request.headers, origins))
+
+    async def health(request: Request) -> Response:
+        if answers.is_healthy:
+            return sent(request, 200, {"status": "ok"})
+        return sent(request, 503, {"status": "unavailable"})
+
+    async def models(request: Request) -> Response:
+        model = {"id": name, "object": "model", "created": created, "owned_by": "your_ai"}
+        asked = request.path_params.get("name", "").strip("/")
+        if not asked:
+            return sent(request, 200, {"object": "list", "data": [model]})
+        if asked == name:
+            return sent(request, 200, model)
+        message = f"no model {shortened(asked)} here; this server has {name}"
+        return gate.refusal(RequestRefused(404, message), request.headers)
+
+    async def complete(request: Request) -> ASGIApp:
+        return Handler(answers, request, await request.body(), gate)
+
+    return [
+        Route("/health", health),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", models),
+        *(Route(path, complete, methods=["POST"]) for path in (COMPLETIONS, *CHATS)),
+        Route("/{path:path}", preflight, methods=["OPTIONS"]),
+    ]
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket. Raises UserError if the address is not available."""
     try:
-        return Server(host, port)
+        return web.listen(host, port)
     except socket.gaierror as error:
         raise UserError(f"--host {host}: is not a known address ({error.strerror})") from error
     except OSError as error:
@@ -176,20 +367,20 @@ def listen(host: str, port: int) -> Server:
         raise UserError(f"--host {host} --port {port}: {error.strerror}") from error
 
 
-def serve(server: Server, answers: Answers, received: Sequence[int]) -> bool:
+def serve(listener: socket.socket, answers: Answers, received: Sequence[int]) -> bool:
     """Answer requests until there is a signal in `received`, then stop the answers in progress.
 
+    listener: from `listen`.
     Returns whether all other threads have ended; a second signal does not wait for them.
     Raises RunError if the generation thread fails, e.g. when memory runs out.
     """
-    server.answers = answers
-    accepting = threading.Thread(target=server.serve_forever, daemon=True)
-    accepting.start()
+    origins: Origins = answers.cli_args.allowed_origins
+    gate = gate_of(origins, web.is_local(listener))
+    server = WebServer(listener, routes_of(answers, origins, gate), gate)
     while not received and answers.is_healthy:
         time.sleep(POLL_S)
     failed = not received
-    server.shutdown()
-    server.server_close()
+    server.ask_to_stop()
     answers.is_stopping = True
     threading.Thread(target=answers.stop_and_join, daemon=True).start()
     deadline = time.monotonic() + GRACE_S
