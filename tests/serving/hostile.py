@@ -154,20 +154,9 @@ def heads(rng: random.Random) -> Iterator[Hostile]:
 
 def senders(rng: random.Random) -> Iterator[Hostile]:
     name = "".join(rng.choices(string.ascii_lowercase, k=8))
-    for host in (
-        *(f"{name}.example", "localhost.evil.example", "127.0.0.1.evil.example", "127.1"),
-        *("localhost@evil.example", "[::1].evil.example", "evil.example:80:80", "a b", "0x7f.1"),
-        *("localhost:99999999", "2130706433", f"{name}.local", "localhost.", ""),
-    ):
+    for host in (f"{name}.example", "localhost.evil.example", "a b", ""):
         yield one(f"Host {host}", head("GET", "/v1/models", Host=host), 403)
-    for origin in (
-        *("http://[::1].evil.example", "http://localhost.evil.example", "null", "file://"),
-        *("http://127.0.0.1@evil.example", "http://localhost:80@evil.example", "http://127.1"),
-        *("http://evil.example#http://localhost", "http://localhost.", "ftp://localhost", "*"),
-        *("http://0x7f000001", "http://2130706433", "http://017700000001", "localhost", ""),
-        *("http://localhost/", "http://localhost:99999", "http://localhost:x", "http://[::1"),
-        *(f"http://{name}.example", f"https://localhost.{name}", "http://evil.example\\@localhost"),
-    ):
+    for origin in (f"http://{name}.example", "http://localhost.evil.example", "null", "*", ""):
         yield one(f"Origin {origin}", post(GOOD, Origin=origin), 403)
 
 
@@ -179,18 +168,12 @@ def bodies(rng: random.Random) -> Iterator[Hostile]:
     for name, data in {
         "no JSON": rng.randbytes(rng.randrange(1, 5000)),
         "no UTF-8": b'{"prompt": "\xff\xfe"}',
-        "nothing": b"",
-        "a list": b"[]",
-        "null": b"null",
         "a number": b"1",
         "JSON of 16 MB that is cut": b'{"prompt": "' + b"a" * ((1 << 24) - 100),
         "5,000 digits": raw(f'"seed": {"9" * 5000}'),
         "5,000 digits somewhere": raw(f'"other": [{"9" * 5000}]'),
-        "5,000 digits of a fraction": raw(f'"temperature": {"9" * 5000}.5'),
         "NaN": raw('"temperature": NaN'),
-        "Infinity": raw('"other": [-Infinity]'),
         "1e999": raw('"temperature": 1e999'),
-        "1e999 somewhere": raw('"other": {"a": 1e999}'),
         "20,000 lists": raw(f'"tools": {"[" * 20_000}{"]" * 20_000}'),
         "20,000 objects": raw('"tools": ' + '{"a": ' * 20_000 + "1" + "}" * 20_000),
         f"{deep} lists": raw(f'"other": {"[" * deep}{"]" * deep}'),
@@ -259,23 +242,10 @@ def fields(rng: random.Random) -> Iterator[Hostile]:
     call = {"function": {"name": "f", "arguments": "[" * 5000}}
     for name, messages in {
         "no messages": None,
-        "an empty list": [],
         "messages of text": "hello",
-        "a message of text": ["hello"],
-        "no content": [{"role": "user"}],
         "null content": said(None),
-        "content of a number": said(3),
-        "content of an object": said({"type": "text", "text": "a"}),
-        "no parts": said([]),
-        "a part of text": said(["a"]),
-        "a part without text": said([{"type": "text"}]),
         "an image": said([{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}]),
         "an image file": said([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]),
-        "no role": [{"content": "a"}],
-        "a role of a list": [{"role": ["user"], "content": "a"}],
-        "null content of an assistant": [{"role": "assistant", "content": None}],
-        "calls of text": said("a", tool_calls="a"),
-        "a call of nothing": said("a", tool_calls=[{}]),
         "deep arguments": [{"role": "assistant", "content": None, "tool_calls": [call]}],
     }.items():
         yield one(name, post({**GOOD, "messages": messages}), 400)

@@ -91,6 +91,10 @@ def test_messages_that_clients_send_pass(message):
         {"role": "user"},
         {"content": "a"},
         {"role": "", "content": "a"},
+        {"role": ["user"], "content": "a"},
+        {"role": "user", "content": "a", "tool_calls": "a"},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": 3},
         {"role": "user", "content": None},
         {"role": "user", "content": None, "tool_calls": [CALL]},
         {"role": "assistant", "content": None, "tool_calls": []},
@@ -110,7 +114,14 @@ def test_invalid_message_is_named(message):
 
 
 @pytest.mark.parametrize(
-    ("body", "is_chat"), [({}, True), ({"messages": []}, True), ({}, False), ({"prompt": 3}, None)]
+    ("body", "is_chat"),
+    [
+        ({}, True),
+        ({"messages": []}, True),
+        ({"messages": "a"}, True),
+        ({}, False),
+        ({"prompt": 3}, None),
+    ],
 )
 def test_request_without_messages_or_prompt_is_refused(body, is_chat):
     with pytest.raises(ValueError, match=r"^(messages|prompt) must be"):

@@ -469,9 +469,8 @@ def test_a_reader_of_the_page_gets_its_latest_state(server, page, monkeypatch):
 
 
 def test_a_port_in_use_is_named_and_a_free_one_is_found(server):
-    port = port_of(server)
-    with pytest.raises(UserError, match=rf"^--port {port}: cannot be used \(Address [^\n(]+\)"):
-        listen(port)
+    with pytest.raises(UserError, match=rf"^--port {port_of(server)}: cannot be used \(Address "):
+        listen(port_of(server))
     with listen(None) as other:
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+", url_of(other))
         assert url_of(other) != server.url

@@ -25,65 +25,57 @@ from your_ai.serving.web import Gate, Origins, RequestRefused, WebServer
 
 
 @pytest.mark.parametrize(
-    ("origin", "allowed"),
+    "origin",
     [
-        ("http://localhost", True),
-        ("https://127.0.0.1:443", True),
-        ("http://[::1]:8080", True),
-        ("http://chat.example", True),
-        ("http://chat.example:8080", False),
-        ("http://localhost.evil.example", False),
-        ("http://127.0.0.1.evil.example", False),
-        ("http://localhost@evil.example", False),
-        ("http://[::1", False),
-        ("http://[::1].evil.example", False),
-        ("http://[::1]evil.example", False),
-        ("http://localhost.", False),
-        ("http://localhost/", False),
-        ("http://localhost:99999", False),
-        ("http://localhost:", False),
-        ("http://user@localhost", False),
-        ("http://127.1", False),
-        ("http://0x7f.0.0.1", False),
-        ("http://2130706433", False),
-        ("http://0177.0.0.1", False),
-        ("http://[::ffff:127.0.0.1]", False),
-        ("http://[::1%25lo]", False),
-        ("http://localhost\\@evil.example", False),
-        ("http://localhost\n", False),
-        ("http://ｌocalhost", False),
-        ("file://", False),
-        ("http://LOCALHOST:3000", True),
-        ("http://127.9.9.9", True),
-        ("null", False),
-        ("*", False),
-        (None, False),
+        *("http://localhost", "https://127.0.0.1:443", "http://[::1]:8080", "http://127.9.9.9"),
+        *("http://LOCALHOST:3000", "http://chat.example"),
     ],
 )
-def test_allowed_origins(origin, allowed):
-    assert (origin in Origins(("http://chat.example",))) == allowed
+def test_allowed_origins(origin):
+    assert origin in Origins(("http://chat.example",))
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        *("http://chat.example:8080", "http://localhost.evil.example", "https://localhost.evil"),
+        *("http://127.0.0.1.evil.example", "http://127.0.0.1@evil.example", "localhost", "", "*"),
+        *("http://localhost:80@evil.example", "http://evil.example#http://localhost", None, "null"),
+        *(
+            "http://localhost@evil.example",
+            "http://user@localhost",
+            "http://localhost\\@evil.example",
+        ),
+        *("http://evil.example\\@localhost", "http://[::1", "http://[::1].evil.example", "file://"),
+        *("http://[::1]evil.example", "http://[::ffff:127.0.0.1]", "http://[::1%25lo]"),
+        *("http://localhost.", "http://localhost/", "http://localhost:", "http://localhost:x"),
+        *(
+            "http://localhost:99999",
+            "http://localhost\n",
+            "http://\uff4cocalhost",
+            "ftp://localhost",
+        ),
+        *("http://127.1", "http://0x7f.0.0.1", "http://0177.0.0.1", "http://2130706433"),
+        *("http://0x7f000001", "http://017700000001"),
+    ],
+)
+def test_other_origins(origin):
+    assert origin not in Origins(("http://chat.example",))
     assert origin in Origins(("*",))
 
 
 @pytest.mark.parametrize(
-    ("host", "own"),
+    ("own", "hosts"),
     [
-        ("localhost:8080", True),
-        ("127.0.0.1", True),
-        ("[::1]:8080", True),
-        ("192.168.1.5:8080", True),
-        ("host.docker.internal:8080", True),
-        ("", False),
-        ("[::1].evil.example", False),
-        ("mac.local", False),
-        ("127.1", False),
-        ("a@localhost", False),
-        ("evil.example:8080", False),
-        ("localhost.evil.example", False),
+        (True, ["localhost:8080", "127.0.0.1", "[::1]:8080", "192.168.1.5:8080", "a.internal:80"]),
+        (False, ["", "[::1].evil.example", "mac.local", "127.1", "0x7f.1", "2130706433", "a b"]),
+        (False, ["evil.example:8080", "localhost.evil.example", "127.0.0.1.evil.example"]),
+        (False, ["a@localhost", "localhost@a.b", "localhost.", "localhost:99999999", "a.b:80:80"]),
     ],
 )
-def test_own_host_names(host, own):
-    assert web.is_own(web.host_of(host)) == own
+def test_own_host_names(own, hosts):
+    for host in hosts:
+        assert web.is_own(web.host_of(host)) == own, host
 
 
 def test_host_name_of_this_machine_is_its_own(monkeypatch):
@@ -97,23 +89,6 @@ def test_body_length_is_plain_digits_or_refused(text):
         length = web.body_length(Headers({"Content-Length": text.encode().decode("latin-1")}))
         assert 0 <= length <= web.BODY_BYTES
         assert set(text) <= set("0123456789")
-
-
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({"Content-Length": "-1"}, 400),
-        ({"Content-Length": "+5"}, 400),
-        ({"Content-Length": "5", "Transfer-Encoding": "chunked"}, 400),
-        ({"Transfer-Encoding": "chunked"}, 411),
-        ({}, 411),
-        ({"Content-Length": str(web.BODY_BYTES + 1)}, 413),
-    ],
-)
-def test_body_length_statuses(headers, status):
-    with pytest.raises(RequestRefused) as refused:
-        web.body_length(Headers(headers))
-    assert refused.value.status == status
 
 
 LINES = st.lists(

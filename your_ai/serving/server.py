@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from anyio import from_thread, to_thread
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from mlx_lm.server import (
     APIHandler,
@@ -32,7 +33,6 @@ from mlx_lm.server import (
     ModelProvider,
     ResponseGenerator,
 )
-from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -195,24 +195,25 @@ class Handler(APIHandler):
 
     response_generator: Answers
     headers: Any
-    loop: asyncio.AbstractEventLoop
-    send: Send
+    send: Any  # Send; anyio wants to know that it is a coroutine function
 
     def __init__(self, answers: Answers, request: Request, body: bytes, gate: Gate) -> None:
         """Set what mlx-lm's handler reads, but do not read a request from a socket as it does."""
         self.response_generator = answers
         self.created = int(time.time())
         self.system_fingerprint = f"your_ai-{__version__}"
-        self.path, self.asked, self.data = request.url.path, request.headers, body
+        self.path, self.asked, self.data = request.scope["path"], request.headers, body
         self.gate = gate
         self.left = threading.Event()
         self.answer_headers: list[tuple[bytes, bytes]] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.loop, self.send = asyncio.get_running_loop(), send
+        self.send = send
         watching = asyncio.create_task(self.watch(receive))
+        # A thread for every connection, so that clients that do not read hold up nobody.
+        to_thread.current_default_thread_limiter().total_tokens = web.CONNECTIONS
         try:
-            refused = await run_in_threadpool(self.answer)
+            refused = await to_thread.run_sync(self.answer)
         finally:
             watching.cancel()
         if refused is None:
@@ -251,11 +252,7 @@ class Handler(APIHandler):
 
     def send_and_wait(self, message: Message) -> None:
         """Send a part of the answer. Waits until the client has received those before it."""
-
-        async def sent() -> None:
-            await self.send(message)
-
-        asyncio.run_coroutine_threadsafe(sent(), self.loop).result()
+        from_thread.run(self.send, message)
 
     def validate_model_parameters(self) -> None:
         try:

@@ -363,18 +363,6 @@ class StrictProtocol(H11Protocol):
 # Running a server
 
 
-def application(routes: Sequence[BaseRoute], gate: Gate) -> Starlette:
-    """Return an app whose errors have the format of the gate."""
-
-    async def unknown(request: Request, error: Exception) -> Response:
-        path = shortened(request.scope["raw_path"].decode())
-        return gate.refusal(RequestRefused(404, f"there is nothing at {path}"), request.headers)
-
-    app = Starlette(routes=routes, exception_handlers={HTTPException: unknown})
-    app.router.redirect_slashes = False
-    return app
-
-
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket; port 0 for a free one. Raises OSError."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -407,8 +395,15 @@ class WebServer:
     def __init__(self, listener: socket.socket, routes: Sequence[BaseRoute], gate: Gate) -> None:
         """listener: from `listen`; the server closes it."""
         self.url = url_of(listener)
+
+        async def unknown(request: Request, error: Exception) -> Response:
+            path = shortened(request.scope["raw_path"].decode())
+            return gate.refusal(RequestRefused(404, f"there is nothing at {path}"), request.headers)
+
+        app = Starlette(routes=routes, exception_handlers={HTTPException: unknown})
+        app.router.redirect_slashes = False
         config = uvicorn.Config(
-            application(routes, gate),
+            app,
             loop="asyncio",
             http=cast(Any, functools.partial(StrictProtocol, gate)),
             ws="none",
