@@ -170,7 +170,10 @@ class RequestHead:
         return self.line.split(b" ")[0].decode()
 
     def for_h11(self, length: int) -> bytes:
-        """The head of a request that is the only one of its connection and has `length` bytes."""
+        """Return the head of the only request of its connection, with a body of `length` bytes.
+
+        Written again from what was checked, so that h11 cannot read anything else in it.
+        """
         kept = [(name, text) for name, text in self.headers.raw if name not in OWN_HEADERS]
         own = [(b"connection", b"close"), (b"content-length", b"%d" % length)]
         return head_bytes(self.line, [*kept, *own])
@@ -405,6 +408,7 @@ class WebServer:
         config = uvicorn.Config(
             app,
             loop="asyncio",
+            # uvicorn calls this as the class of each connection, with keywords.
             http=cast(Any, functools.partial(StrictProtocol, gate)),
             ws="none",
             interface="asgi3",
