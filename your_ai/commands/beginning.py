@@ -342,6 +342,8 @@ def look_into(
         f"; training refuses {found.problems:,}, first: {found.problem}" if found.problems else ""
     )
     note = f"{counted(found.rows, 'row')}, {found.form}{problems}"
+    for noticed in found.notes:
+        echo(f"  data: {noticed}")
     kind = "embedded data" if name in DEMO_DATA else form_of_source(name)
     return Chosen(settings, f"{kind}: {note}"), found
 

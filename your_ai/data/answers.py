@@ -307,7 +307,8 @@ class ChatAnswers:
             )
             return False
         added = shortened(repr(before[start:]))
-        self.notes.add(f"generation begins answers with {added}, which is not trained", where)
+        note = f"the prompt of generation ends with {added}, which these rows do not have"
+        self.notes.add(note, where)
         return True
 
     def _begun(self, chat: Chat, count: int, where: str, answer_next: bool = False) -> str | None:

@@ -58,4 +58,5 @@ def compared(where: str, trained: str, generated: str) -> str:
 
 
 def not_used(column: str) -> str:
-    return f"the column {shortened(column)} is not used (see --columns and --prompt-template)"
+    name = shortened(column) if column.strip() else "without a name"
+    return f"the column {name} is not used (see --columns and --prompt-template)"

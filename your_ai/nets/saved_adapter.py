@@ -178,6 +178,8 @@ def reason_for_none(folder: RunFolder) -> str:
 def offer(folder: RunFolder, there: list[Path], by_folder: bool) -> str:
     """What the user can do about a run without an adapter; see `choose_adapter`."""
     finish = f"finish it: your_ai train --resume {folder.reference}"
+    if is_running(folder):
+        finish = f"wait until it ends: your_ai watch {folder.reference}"
     if not there:
         return f"it has no checkpoint either; {finish}"
     how = (
