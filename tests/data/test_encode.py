@@ -453,6 +453,16 @@ def test_a_prompt_that_is_a_transcript_becomes_messages():
     assert answers == "answers in a prompt or in history are not trained"
 
 
+def test_an_answer_that_is_a_call_as_text_is_named():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for content, count in (('[{"name": "f", "arguments": {}}]', 1), ('{"name": "g"}', 0), ("f", 0)):
+        encoder = Encoder(make_tokenizer(CHATML))
+        said = {"role": "assistant", "content": content}
+        encoder.encode(row_of(Chat([{"role": "user", "content": "a"}, said], tools)))
+        assert len(encoder.notes.lines()) == count
+        assert all("are trained as text; write tool_calls" in n for n in encoder.notes.lines())
+
+
 def test_texts_with_tokens_of_the_template_are_named():
     encoder = Encoder(make_tokenizer(CHATML))
     encoder.encode(row_of(Text("<|im_start|>user\na<|im_end|>")))

@@ -14,7 +14,7 @@ from tests.export.gguf_files import fields, tensors
 from tests.export.programs import QUANTIZE
 from tests.export.runs import make_run, make_trained, printed
 from tests.programs import program
-from your_ai.data.look import common_system_prompt
+from your_ai.data.look import common_form
 from your_ai.data.template import render
 from your_ai.errors import UserError
 from your_ai.export import gguf, ollama
@@ -168,13 +168,13 @@ def test_the_system_prompt_is_that_of_all_training_rows(trained, own_folder, sys
     write_rows(own_folder / "d" / "train.jsonl", rows(*systems))
     write_rows(own_folder / "d" / "valid.jsonl", rows("Another"))
     config = make_trained(trained.base, "s", data=str(own_folder / "d")).config
-    assert common_system_prompt(config) == wanted
+    assert common_form(config).system == wanted
 
 
 @pytest.mark.parametrize("data", ["", "gone.jsonl", "hf:someone/dataset", "-"])
 def test_data_that_cannot_be_read_gives_no_system_prompt(trained, data):
     config = make_trained(trained.base, "s", data=data).config
-    assert common_system_prompt(config) == ""
+    assert common_form(config).system == ""
 
 
 def test_a_system_prompt_that_a_modelfile_would_change_is_left_out_and_told(trained, own_folder):

@@ -22,7 +22,15 @@ from your_ai.data.chat_template import (
 from your_ai.data.notes import Notes, compared
 from your_ai.data.rows import Chat
 from your_ai.data.template import TemplateRefused
-from your_ai.data.turns import ASSISTANT, KNOWN_ROLES, MEANINGS, REASONING, TOOL, USER
+from your_ai.data.turns import (
+    ASSISTANT,
+    KNOWN_ROLES,
+    MEANINGS,
+    REASONING,
+    TOOL,
+    USER,
+    calls_as_json,
+)
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, shortened
 
@@ -112,6 +120,9 @@ class ChatAnswers:
             self.notes.add(note, where)
         for index in trained_turns(chat):
             turn = messages[index]
+            if calls_as_json(turn["content"], chat.tools):
+                note = "answers that are calls of tools as JSON text are trained as text"
+                self.notes.add(f"{note}; write tool_calls for the template's own form", where)
             if not (turn["content"].strip() or turn.get("tool_calls") or reasoning_of(turn)):
                 self.notes.add("answers without text are not trained", where)
                 untrained.add(index)

@@ -12,7 +12,7 @@ from your_ai.config.settings import ObjectiveName
 from your_ai.data.columns import layout_of
 from your_ai.data.lines import RowLimit
 from your_ai.data.preferences import parser_of
-from your_ai.data.rows import Chat, Labeled, Preference, Question, Row, Scored, read_rows
+from your_ai.data.rows import Chat, Labeled, Preference, Question, Row, Scored, Text, read_rows
 from your_ai.data.sources import Progress, find_splits, is_dataset, records_in, sources_of
 from your_ai.data.survey import survey
 from your_ai.errors import UserError
@@ -119,26 +119,39 @@ def first_records(data: str, most: int) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-# The system prompt that all training rows of a run have in common
+# What the training rows of a run have in common
 
 
-def common_system_prompt(config: TrainConfig) -> str:
-    """The system prompt of every training row of a run; "" if they differ or are not known.
+@dataclass(frozen=True)
+class CommonForm:
+    """What all rows of a run have in common, which its prompts then should have, too."""
 
-    Reads the rows where the run found them. Data of the hub is not fetched again.
+    system: str = ""
+    """The system prompt; "" if they differ or are not known."""
+    is_text: bool = False
+    """Whether they are plain texts, which no chat template renders."""
+
+
+def common_form(config: TrainConfig, most: int | None = None) -> CommonForm:
+    """What the training rows of a run have in common; nothing if they are not known.
+
+    Reads the rows where the run found them, all or the first `most`. Data of the hub is not
+    fetched again.
     """
     if not config.data or any(is_dataset(name.strip()) for name in config.data.split(",")):
-        return ""
-    found: set[str] = set()
+        return CommonForm()
+    systems, texts = set[str](), set[bool]()
     try:
         path = find_splits(config).files["train"]
-        for row in read_rows(path, RowLimit(config.max_row_bytes), parser_of(config.row_kind)):
-            found.add(system_prompt_of(row))
-            if "" in found or len(found) > 1:
-                return ""
+        rows = read_rows(path, RowLimit(config.max_row_bytes), parser_of(config.row_kind))
+        for row in islice(rows, most):
+            systems.add(system_prompt_of(row))
+            texts.add(isinstance(row.content, Text))
+            if len(systems) > 1:
+                break
     except (UserError, OSError):
-        return ""
-    return found.pop() if found else ""
+        return CommonForm()
+    return CommonForm(systems.pop() if len(systems) == 1 else "", texts == {True})
 
 
 def system_prompt_of(row: Row) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from your_ai.data.lines import (
 from your_ai.data.turns import (
     ASSISTANT,
     USER,
-    name_of_tool,
+    calls_as_json,
     parse_tools,
     parse_turns,
     turns_of_pairs,
@@ -233,13 +232,7 @@ def answer_turns(
     completion: str | list[Any], tools: list[Any] | None, where: str
 ) -> list[dict[str, Any]]:
     """The messages of an answer: text, messages, or calls of the row's tools, also as JSON text."""
-    calls = completion
-    if isinstance(calls, str) and calls.strip()[:1] in ("[", "{"):
-        with contextlib.suppress(UserError):
-            calls = read_json(calls, where)
-    calls = calls if isinstance(calls, list) else [calls]
-    names = {*map(name_of_tool, tools or ())} - {None}
-    if calls and all(isinstance(call, dict) and call.get("name") in names for call in calls):
+    if calls := calls_as_json(completion, tools):
         completion = [{"role": ASSISTANT, "tool_calls": calls}]
     elif isinstance(completion, str):
         completion = [{"role": ASSISTANT, "content": completion}]

@@ -7,6 +7,7 @@ an object; and `weight`, 0 if it is not trained. Any further keys stay as they a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from typing import Any
@@ -344,6 +345,18 @@ def name_of_tool(tool: Any) -> str | None:
     function = tool.get("function") if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None
+
+
+def calls_as_json(content: Any, tools: list[Any] | None) -> list[Any]:
+    """The calls of the given tools that a content is, as objects or as JSON text; empty if it is
+    anything else."""
+    names = {*map(name_of_tool, tools or ())} - {None}
+    if names and isinstance(content, str) and content.strip()[:1] in ("[", "{"):
+        with contextlib.suppress(UserError):
+            content = read_json(content, "")
+    calls = content if isinstance(content, list) else [content]
+    is_calls = all(isinstance(call, dict) and call.get("name") in names for call in calls)
+    return calls if is_calls else []
 
 
 def with_system(

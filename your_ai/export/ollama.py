@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from your_ai.data.look import common_system_prompt
+from your_ai.data.look import common_form
 from your_ai.errors import UserError
 from your_ai.export import gguf, gguf_folder, gguf_quantize, huggingface
 from your_ai.export.gguf_model import ARCHITECTURES
@@ -183,7 +183,7 @@ def write(
 def settings_of(trained: Trained, tokenizer: Any) -> tuple[Modelfile, tuple[str, ...]]:
     """The Modelfile of a run without its weights, and notes for the user."""
     template, notes = template_of(trained, tokenizer)
-    system = common_system_prompt(trained.config)
+    system = common_form(trained.config).system
     if fault := fault_of(system):
         notes.append(f"the system prompt of the training rows has {fault}: it is left out")
         system = ""
