@@ -5,8 +5,6 @@ test_demo.py trains those of the demo's preferences.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.conftest import TINY, call, make_model
@@ -16,9 +14,9 @@ from your_ai.doctor.recommend import PYTHON_BYTES, room_of
 from your_ai.files import packaged
 from your_ai.gates.yaml_files import read_yaml
 from your_ai.hub.registry import known
-from your_ai.memory.budget import demand_of
 from your_ai.memory.facts import facts_of_known
 from your_ai.memory.plan import choose
+from your_ai.memory.workload import DataSizes, ProcessFacts, workload_of
 
 PRESETS = sorted(path.stem for path in packaged("configs").glob("*.yaml"))
 
@@ -56,12 +54,12 @@ def test_preset_named_after_a_mac_fits_into_its_memory(preset, memory_gb):
     config = settings_of(preset)
     model = known()[config.model]
     facts = facts_of_known(model, 2)
-    demand = demand_of(config, facts, [config.max_seq_length])
-    demand = replace(demand, python_bytes=PYTHON_BYTES, sliced=False)  # a process on a Mac
+    mac = ProcessFacts(python_bytes=PYTHON_BYTES)
+    workload = workload_of(config, facts, DataSizes(lengths=(config.max_seq_length,)), mac)
     limit_bytes = int(config.max_memory * 1e9)
     assert limit_bytes <= room_of(memory_gb).limit.limit_bytes
-    plan = choose(demand, limit_bytes).option.plan
+    plan = choose(workload, limit_bytes).option.plan
     assert plan.engine != "streamed"
     assert not plan.spill
-    rows = config.batch_size * demand.rows_together
-    assert plan.rows(config.max_seq_length, rows) >= demand.rows_together  # no pair is split
+    rows = config.batch_size * workload.rows_together
+    assert plan.rows(config.max_seq_length, rows) >= workload.rows_together  # no pair is split

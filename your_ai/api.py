@@ -276,12 +276,12 @@ def plan(
     option = budget.choice.option
     return PlannedRun(
         engine=option.plan.engine,
-        text=words(option.plan, max(budget.demand.lengths)),
+        text=words(option.plan, max(budget.workload.lengths)),
         limit_bytes=budget.limit.limit_bytes,
         needed_bytes=option.needed_bytes,
         components=dict(option.estimate.components),
-        rank=budget.demand.training.rank,
-        blocks=budget.demand.training.blocks,
+        rank=budget.workload.training.rank,
+        blocks=budget.workload.training.blocks,
         notes=tuple(notes),
         seconds_per_step=option.seconds,
     )

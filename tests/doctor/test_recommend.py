@@ -37,11 +37,10 @@ from your_ai.doctor.recommend import (
 from your_ai.errors import UserError
 from your_ai.gates.text import size_text
 from your_ai.hub.registry import Known, known
-from your_ai.memory.budget import demand_of
-from your_ai.memory.demand import WHOLE
 from your_ai.memory.facts import ModelFacts, facts_of_known, layers_named
 from your_ai.memory.limit import MemoryLimit
-from your_ai.memory.workload import words
+from your_ai.memory.plan import with_adapters
+from your_ai.memory.workload import WHOLE, DataSizes, ProcessFacts, words, workload_of
 
 LIGHT_LOADED = """
 import sys, time
@@ -159,16 +158,13 @@ def test_the_planner_gives_the_same_plan_for_each_recommended_command(name):
         config, facts = asked(each), facts_for(each, room)
         assert config.model == each.known.alias
         assert layers_named(facts, config.lora_targets)
-        demand, choice = first_that_fits(
-            (
-                dataclasses.replace(
-                    demand_of(config, facts, [config.max_seq_length], adapters=smaller),
-                    python_bytes=PYTHON_BYTES,
-                    sliced=room.sliced,
-                    engine="fused" if each.known.model_type in WHOLE else "auto",
-                )
-                for smaller in defaults.adapters(config, facts.blocks)
-            ),
+        data = DataSizes(lengths=(config.max_seq_length,))
+        process = ProcessFacts(python_bytes=PYTHON_BYTES, sliced=room.sliced)
+        workload = workload_of(config, facts, data, process)
+        if each.known.model_type in WHOLE:
+            workload = dataclasses.replace(workload, engine="fused")
+        workload, choice = first_that_fits(
+            with_adapters(workload, defaults.adapters(config, facts.blocks)),
             room.limit.limit_bytes,
         )
         option = choice.option
@@ -176,7 +172,7 @@ def test_the_planner_gives_the_same_plan_for_each_recommended_command(name):
         assert option.needed_bytes == each.needed_bytes <= room.limit.limit_bytes
         assert each.peak_bytes == option.estimate.process_bytes <= each.needed_bytes
         assert each.seq_len == config.max_seq_length <= each.known.context
-        assert (demand.training.blocks, demand.training.rank) == (each.layers, each.rank)
+        assert (workload.training.blocks, workload.training.rank) == (each.layers, each.rank)
         assert each.batch == defaults.sized(config, 0).batch_size
 
 

@@ -505,8 +505,9 @@ def test_growth_of_python_memory_does_not_end_the_run(planned, monkeypatch):
             planning, "budget_of", lambda *a, **k: budgets.append(budget_of(*a, **k)) or budgets[0]
         )
         whole = train(planned(run="whole"))
-    demand = dataclasses.replace(budgets[0].demand, python_bytes=120 * MB + LATER_BYTES)
-    least = min(option.needed_bytes for option in plan.options(demand))
+    process = dataclasses.replace(budgets[0].workload.process, python_bytes=120 * MB + LATER_BYTES)
+    workload = dataclasses.replace(budgets[0].workload, process=process)
+    least = min(option.needed_bytes for option in plan.options(workload))
     run = RunFolder(RUNS / "r")
     with started(planned(max_memory=(least + 3 * MB) / 1e9), "r", before=GROWING) as process:
         _, error = process.communicate(timeout=PATIENCE_S)

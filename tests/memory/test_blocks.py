@@ -13,13 +13,12 @@ from your_ai.engine.build import build_engine
 from your_ai.gates.untrusted import Entry
 from your_ai.hub.built_tensors import build, quantize, tensors_built
 from your_ai.memory import mixer_facts as kinds
-from your_ai.memory.demand import WHOLE
 from your_ai.memory.estimate import Plan, Workload, estimate
 from your_ai.memory.estimate_adapters import adapter_bytes
 from your_ai.memory.estimate_generation import kv_bytes_per_token
 from your_ai.memory.facts import ModelFacts, facts_from
 from your_ai.memory.mixer_facts import MixerFacts, windows_of
-from your_ai.memory.workload import Training
+from your_ai.memory.workload import WHOLE, Training
 from your_ai.nets import model
 
 BASE = {
@@ -176,7 +175,7 @@ def test_only_some_architectures_cannot_be_split_into_blocks(kind):
     network.freeze()
     adapters = model.add_adapters(network, TrainConfig(lora_rank=2))
     built = build_engine(network, adapters.dropout_keys, "staged")
-    assert (built.plan == "fused") == (kind in WHOLE), "change WHOLE in memory/demand.py"
+    assert (built.plan == "fused") == (kind in WHOLE), "change WHOLE in memory/workload.py"
 
 
 def mixers(kind: str) -> list[tuple[str, ...]]:

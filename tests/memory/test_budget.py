@@ -12,15 +12,14 @@ from your_ai.errors import UserError
 from your_ai.memory import allocator, probe
 from your_ai.memory.budget import (
     LATER_BYTES,
-    Budget,
     WavePlan,
     budget_of,
     budget_of_evaluation,
-    demand_of,
     limit_generation,
     limit_of,
     plan_of,
     plan_waves,
+    process_here,
     python_bytes,
     row_limit,
 )
@@ -28,8 +27,8 @@ from your_ai.memory.estimate import Training, weights_bytes
 from your_ai.memory.estimate_generation import RolloutSizes, generation_bytes, rollout_phases
 from your_ai.memory.facts import BlockFacts, ModelFacts, facts_of
 from your_ai.memory.limit import MachineMemory
-from your_ai.memory.plan import DoesNotFit, options
-from your_ai.memory.workload import Kept, Plan
+from your_ai.memory.plan import Budget, DoesNotFit, options
+from your_ai.memory.workload import DataSizes, Kept, Plan, Workload, workload_of
 from your_ai.run import events
 
 MB, GB = 10**6, 10**9
@@ -50,7 +49,14 @@ def facts(tiny_model) -> ModelFacts:
 
 
 def found(tiny_model, level: int = 0, **settings) -> Budget:
-    return budget_of(TrainConfig(**settings), tiny_model, mx.float32, [64, 256], level)
+    config = TrainConfig(**settings)
+    facts = facts_of(tiny_model, 4, config.quantize)
+    return budget_of(config, asked_by(config, facts, (64, 256)), mx.float32, level)
+
+
+def asked_by(config: TrainConfig, facts: ModelFacts, lengths=(64,), **sizes) -> Workload:
+    """The workload of a run in this process."""
+    return workload_of(config, facts, DataSizes(lengths=lengths, **sizes), process_here())
 
 
 # Rows
@@ -81,17 +87,17 @@ def test_max_memory_above_the_machines_ram_needs_force(tiny_model):
     assert found(tiny_model, max_memory=20, force=True).limit.limit_bytes == 20 * GB
 
 
-# The demand
+# The workload
 
 
 @pytest.mark.parametrize(("layers", "blocks"), [(None, 3), (2, 2), ("all", 3), ("auto", 3)])
 def test_lora_layers_decides_the_number_of_adapted_blocks(facts, layers, blocks):
     """The model has three blocks; None is four in old runs, limited to all blocks."""
     config = TrainConfig(lora_layers=layers)
-    assert demand_of(config, facts, [64]).training.blocks == blocks
+    assert asked_by(config, facts).training.blocks == blocks
 
 
-def test_demand_contains_the_settings(facts):
+def test_workload_contains_the_settings(facts):
     config = TrainConfig(
         batch_size=3,
         grad_accumulation=5,
@@ -102,7 +108,8 @@ def test_demand_contains_the_settings(facts):
         plan="staged",
         spill=True,
     )
-    asked = demand_of(config, facts, [256, 64, 256], can_stream=False)
+    sizes = DataSizes(lengths=(256, 64, 256))
+    asked = workload_of(config, facts, sizes, process_here(), can_stream=False)
     assert asked.lengths == (64, 256)
     assert (asked.batch_size, asked.rows_per_step) == (3, 15)
     assert (asked.engine, asked.spill, asked.can_stream) == ("staged", True, False)
@@ -112,28 +119,29 @@ def test_demand_contains_the_settings(facts):
 
 
 def test_python_bytes_is_measured_only_once(facts, monkeypatch):
-    assert demand_of(TrainConfig(), facts, [64]).python_bytes == HELD + LATER_BYTES
+    assert asked_by(TrainConfig(), facts).process.python_bytes == HELD + LATER_BYTES
     monkeypatch.setattr(probe, "process_bytes", lambda: 2 * HELD)  # with a model
-    assert demand_of(TrainConfig(), facts, [64]).python_bytes == HELD + LATER_BYTES
+    assert asked_by(TrainConfig(), facts).process.python_bytes == HELD + LATER_BYTES
 
 
 def test_python_bytes_without_a_gauge_is_only_the_constant(facts, monkeypatch):
     monkeypatch.setattr(probe, "process_bytes", lambda: None)
-    assert demand_of(TrainConfig(), facts, [64]).python_bytes == LATER_BYTES
+    assert asked_by(TrainConfig(), facts).process.python_bytes == LATER_BYTES
 
 
 @pytest.mark.parametrize(("kind", "kept"), [("off", 0), ("memory", 1000 * 32 * 4), ("disk", 0)])
-def test_only_a_prefix_cache_in_memory_is_counted(tiny_model, facts, kind, kept):
+def test_only_a_prefix_cache_in_memory_is_counted(facts, kind, kept):
     """The cache has 1000 tokens, each of 32 numbers of 4 bytes."""
     config = TrainConfig(prefix_cache=kind)
-    assert demand_of(config, facts, [64], prefix_tokens=1000).prefix_bytes == kept
-    budget = budget_of(config, tiny_model, mx.float32, [64], prefix_tokens=1000)
+    workload = asked_by(config, facts, prefix_tokens=1000)
+    assert workload.prefix_bytes == kept
+    budget = budget_of(config, workload, mx.float32)
     assert budget.choice.option.estimate.components["prefix cache"] == kept
 
 
 @pytest.mark.parametrize(("longest", "rows"), [(2048, 1), (1000, 3), (100, 21)])
 def test_packed_row_counts_as_several_rows_of_the_longest_text(facts, longest, rows):
-    asked = demand_of(TrainConfig(packing=True, batch_size=4), facts, [32, longest])
+    asked = asked_by(TrainConfig(packing=True, batch_size=4), facts, (32, longest))
     assert asked.lengths == (longest,)
     assert asked.batch_size == rows
     assert rows * longest >= TrainConfig().max_seq_length
@@ -144,12 +152,12 @@ def test_packed_row_counts_as_several_rows_of_the_longest_text(facts, longest, r
 
 def needed(tiny_model, **settings) -> float:
     """The smallest limit, in GB, for the smallest plan of a run with these settings."""
-    every = options(found(tiny_model, **settings).demand)
+    every = options(found(tiny_model, **settings).workload)
     return (min(option.needed_bytes for option in every) + 1) / GB
 
 
 def adapters(tiny_model, limit_gb, **settings) -> tuple[int, int]:
-    training = found(tiny_model, max_memory=limit_gb, **settings).demand.training
+    training = found(tiny_model, max_memory=limit_gb, **settings).workload.training
     return training.rank, training.blocks
 
 
@@ -184,9 +192,11 @@ def test_plan_is_fused_if_memory_is_plentiful(tiny_model):
 
 
 def test_estimate_depends_on_the_compute_dtype(tiny_model):
+    config = TrainConfig()
+    workloads = [asked_by(config, facts_of(tiny_model, size)) for size in (2, 4)]
     sizes = [
-        budget_of(TrainConfig(), tiny_model, dtype, [64]).choice.option.estimate.mlx_bytes
-        for dtype in (mx.bfloat16, mx.float32)
+        budget_of(config, workload, mx.float32).choice.option.estimate.mlx_bytes
+        for workload in workloads
     ]
     assert sizes[0] < sizes[1]
 
@@ -201,7 +211,7 @@ def test_each_level_needs_less_memory(tiny_model):
 def test_limit_below_every_plan_is_refused(tiny_model):
     with pytest.raises(UserError, match=r"nothing fits into 0\.1 GB; at least 0\.\d+ GB is"):
         found(tiny_model, max_memory=0.1)
-    least = min(option.needed_bytes for option in options(found(tiny_model).demand))
+    least = min(option.needed_bytes for option in options(found(tiny_model).workload))
     assert found(tiny_model, max_memory=(least + 1) / GB).choice.option.needed_bytes == least
 
 
@@ -320,18 +330,18 @@ def evaluated(tiny_model, max_memory_gb=None, **options) -> Budget:
     return budget_of_evaluation(*args, **options)
 
 
-def test_demand_of_an_evaluation_contains_its_arguments(tiny_model):
+def test_workload_of_an_evaluation_contains_its_arguments(tiny_model):
     budget = evaluated(tiny_model, 2.0, engine="staged", can_stream=False, answers=SIZES)
-    asked = budget.demand
+    asked = budget.workload
     assert budget.limit.limit_bytes == 2 * GB
     assert (asked.lengths, asked.batch_size, asked.engine) == ((64, 256), 4, "staged")
     assert (asked.can_stream, asked.rollouts) == (False, SIZES)
     assert asked.forward
-    assert asked.python_bytes == HELD + LATER_BYTES
+    assert asked.process.python_bytes == HELD + LATER_BYTES
 
 
 def test_evaluation_fits_into_a_limit_that_is_too_small_for_training(tiny_model):
-    least = min(option.needed_bytes for option in options(evaluated(tiny_model).demand))
+    least = min(option.needed_bytes for option in options(evaluated(tiny_model).workload))
     limit_gb = (least + 1) / GB
     assert evaluated(tiny_model, limit_gb).choice.option.needed_bytes == least
     with pytest.raises(UserError, match="nothing fits"):
@@ -339,9 +349,9 @@ def test_evaluation_fits_into_a_limit_that_is_too_small_for_training(tiny_model)
 
 
 def test_slices_are_counted_only_on_the_cpu(tiny_model, monkeypatch):
-    assert evaluated(tiny_model).demand.sliced == (mx.default_device().type == mx.cpu)
+    assert evaluated(tiny_model).workload.process.sliced == (mx.default_device().type == mx.cpu)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    assert not evaluated(tiny_model).demand.sliced
+    assert not evaluated(tiny_model).workload.process.sliced
 
 
 def test_the_plan_of_an_event_is_read_also_from_older_versions():

@@ -15,7 +15,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from tests.architectures import write_model
-from tests.memory.test_plan import DEMAND, GB
+from tests.memory.test_plan import GB, WORKLOAD
 from your_ai.config import TrainConfig
 from your_ai.engine.build import build_engine
 from your_ai.engine.gradients import HeldGradients
@@ -23,17 +23,25 @@ from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import open_model
 from your_ai.hub.registry import known
 from your_ai.memory import budget, probe
-from your_ai.memory.buffers import METAL_BUFFERS, BufferLimit, most_held, of_model, of_tracing
+from your_ai.memory.buffers import METAL_BUFFERS, allowed, most_held, of_model, of_tracing
 from your_ai.memory.calibration import Shape
 from your_ai.memory.estimate_kept import everything
 from your_ai.memory.facts import ModelFacts, facts_of, facts_of_known
 from your_ai.memory.plan import DoesNotFit, choose, options
-from your_ai.memory.workload import NOTHING, Plan, RolloutSizes, Training, Workload
+from your_ai.memory.workload import (
+    NOTHING,
+    UNLIMITED,
+    Plan,
+    ProcessFacts,
+    RolloutSizes,
+    Training,
+    Workload,
+)
 from your_ai.nets.model import add_adapters
 from your_ai.training.measure_peaks import batch_of
 from your_ai.training.optimizer import build_optimizer, make_update
 
-METAL = BufferLimit(most=METAL_BUFFERS, mixes_whole=True)
+METAL = ProcessFacts(most_buffers=METAL_BUFFERS, mixes_whole=True)
 
 
 class Trained(NamedTuple):
@@ -101,7 +109,7 @@ def test_a_fused_graph_has_at_most_the_constants_that_are_counted(
     found = trained(write_model(tmp_path / kind, kind), blocks=blocks)
     workload = Workload(facts=found.facts, training=found.training)
     for tokens in (32, 256):
-        counted = of_tracing(workload, Plan("fused", tokens), 1, tokens, mixes_whole=False)
+        counted = of_tracing(workload, Plan("fused", tokens), 1, tokens)
         there = constants_of_graph(found, tokens)
         assert there <= counted
         if tokens == 256:  # else most is what each graph may have
@@ -161,7 +169,6 @@ def test_no_moment_of_a_step_has_more_arrays_than_are_counted(plan, tiny_model, 
         Plan("staged" if plan == "kept" else plan, 128, kept=kept),
         1,
         128,
-        BufferLimit(),
     )
     assert 0 < most <= counted
 
@@ -169,27 +176,27 @@ def test_no_moment_of_a_step_has_more_arrays_than_are_counted(plan, tiny_model, 
 def test_rank_on_all_layers_of_70b_is_far_from_the_limit_of_metal():
     facts = facts_of_known(known()["llama-70b"], 2)
     training = Training(blocks=facts.blocks, rank=16, targets=("all-linear",))
-    workload = Workload(facts=facts, training=training)
+    workload = Workload(facts=facts, training=training, process=METAL)
     assert of_model(workload) < 0.03 * METAL_BUFFERS
-    assert most_held(workload, Plan("fused", 4096), 1, 4096, METAL) < 0.06 * METAL_BUFFERS
+    assert most_held(workload, Plan("fused", 4096), 1, 4096) < 0.06 * METAL_BUFFERS
 
 
 def test_long_rows_in_slices_leave_fused_plans_out():
-    training = replace(DEMAND.training, blocks=32)
+    training = replace(WORKLOAD.training, blocks=32)
     sliced = replace(METAL, mixes_whole=False)
-    long = replace(DEMAND, training=training, lengths=(8192,), buffers=sliced)
+    long = replace(WORKLOAD, training=training, lengths=(8192,), process=sliced)
     assert {o.plan.engine for o in options(long)} == {"staged", "streamed"}
-    whole = replace(long, buffers=METAL)
+    whole = replace(long, process=METAL)
     assert choose(whole, 512 * GB).option.plan.engine == "fused"
     assert choose(long, 512 * GB).option.plan.engine == "staged"
 
 
 def test_a_prefix_cache_of_too_many_texts_is_refused_with_what_to_do():
-    cached = replace(DEMAND, buffers=replace(METAL, texts=450_000))
+    cached = replace(WORKLOAD, prefix_texts=450_000, process=METAL)
     expected = r"every plan needs 45\d,\d+ of MLX's buffers .* 499,000; use --prefix-cache disk"
     with pytest.raises(DoesNotFit, match=expected):
         choose(cached, 512 * GB)
-    assert options(replace(cached, buffers=replace(METAL, texts=400_000)))
+    assert options(replace(cached, prefix_texts=400_000))
 
 
 def test_waves_of_many_prompts_are_made_smaller(monkeypatch):
@@ -202,6 +209,6 @@ def test_waves_of_many_prompts_are_made_smaller(monkeypatch):
 
 
 def test_the_limit_is_that_of_the_device(monkeypatch):
-    assert budget.buffers_here() == BufferLimit()
+    assert budget.process_here().most_buffers == UNLIMITED
     monkeypatch.setattr(probe, "most_buffers", lambda: 1000)
-    assert budget.buffers_here().allowed == 900
+    assert allowed(budget.process_here().most_buffers) == 900

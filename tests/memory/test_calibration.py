@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.budget import LEAST
 from tests.memory.test_estimate import any_facts, any_training
-from tests.memory.test_plan import DEMAND
+from tests.memory.test_plan import WORKLOAD
 from your_ai.errors import UserError
 from your_ai.memory import calibration as measurements
 from your_ai.memory.calibration import (
@@ -36,7 +36,6 @@ from your_ai.memory.estimate import Plan
 from your_ai.memory.limit import VARIES_BYTES, with_headroom
 from your_ai.memory.plan import (
     ENGINES,
-    Demand,
     DoesNotFit,
     choose,
     estimate_of,
@@ -44,6 +43,7 @@ from your_ai.memory.plan import (
     largest_shape,
     options,
 )
+from your_ai.memory.workload import ProcessFacts, Workload, with_calibration
 
 MB = 10**6
 CLOSE = 0.93  # share of the limit
@@ -56,55 +56,57 @@ def one(tokens: int, work_mb: float, rows: int = 1, engine: str = "staged", rati
 
 
 @st.composite
-def demands(draw) -> Demand:
+def workloads(draw) -> Workload:
     facts = draw(any_facts())
     longest = 32 * draw(st.integers(2, 64))
-    return Demand(
+    return Workload(
         facts=facts,
         training=draw(any_training(facts)),
         lengths=tuple(sorted({32, longest})),
         batch_size=draw(st.integers(1, 8)),
         rows_per_step=8,
-        python_bytes=100 * MB,
+        process=ProcessFacts(python_bytes=100 * MB),
     )
 
 
 class Machine:
     """A machine where activations use `factor` times what the coefficients say."""
 
-    def __init__(self, demand: Demand, factor: float, limit_bytes: int) -> None:
-        self.demand, self.factor, self.limit_bytes = demand, factor, limit_bytes
+    def __init__(self, workload: Workload, factor: float, limit_bytes: int) -> None:
+        self.workload, self.factor, self.limit_bytes = workload, factor, limit_bytes
         self.above: list[Shape] = []
         self.shapes: list[Shape] = []
 
     def process_bytes(self, plan: Plan, shape: Shape) -> int:
-        return estimate_of(self.demand, plan, *shape, work_ratio=self.factor).process_bytes
+        return estimate_of(self.workload, plan, *shape, work_ratio=self.factor).process_bytes
 
     def peak_of(self, plan: Plan, shape: Shape) -> MicroBatchPeak:
         """The memory of gradients; records shapes that exceed the limit."""
-        found = estimate_of(self.demand, plan, *shape, work_ratio=self.factor, gradients_only=True)
+        found = estimate_of(
+            self.workload, plan, *shape, work_ratio=self.factor, gradients_only=True
+        )
         self.shapes.append(shape)
         if found.process_bytes > self.limit_bytes:
             self.above.append((plan, shape, found.process_bytes / self.limit_bytes))
         return MicroBatchPeak(found.mlx_bytes)
 
 
-def settled(machine: Machine, demand: Demand, limit_bytes: int) -> tuple[Demand, Plan]:
+def settled(machine: Machine, workload: Workload, limit_bytes: int) -> tuple[Workload, Plan]:
     """Choose and measure as a run does: it starts again whenever another engine is better."""
     for _ in range(8):
-        choice = choose(demand, limit_bytes)
+        choice = choose(workload, limit_bytes)
         before = choice.option.plan
-        demand, choice = measure_and_choose(demand, choice, limit_bytes, 0, machine.peak_of)
+        workload, choice = measure_and_choose(workload, choice, limit_bytes, 0, machine.peak_of)
         plan = choice.option.plan
         if (plan.engine, plan.spill) == (before.engine, before.spill):
-            return demand, plan
+            return workload, plan
     raise AssertionError("the plan never settles")
 
 
 @settings(max_examples=60 if os.environ.get("YOUR_AI_SLOW") else 6, derandomize=True)
-@given(demands(), st.sampled_from([0.1, 0.2, 0.35, 0.7, 1.5, 3.0]), st.floats(1.3, 4.0))
+@given(workloads(), st.sampled_from([0.1, 0.2, 0.35, 0.7, 1.5, 3.0]), st.floats(1.3, 4.0))
 def test_wrong_coefficients_lead_to_a_good_plan_without_exceeding_the_limit(
-    demand, wrong_factor, room
+    workload, wrong_factor, room
 ):
     """Estimates are `wrong_factor` times the truth, as on a device without fitted coefficients.
 
@@ -112,16 +114,18 @@ def test_wrong_coefficients_lead_to_a_good_plan_without_exceeding_the_limit(
     """
     factor = 1 / wrong_factor
     points = []  # the truth: every option at its largest shape and at smaller ones
-    for option in options(demand):
-        largest = largest_shape(demand, option.plan)
+    for option in options(workload):
+        largest = largest_shape(workload, option.plan)
         for shape in (Shape(1, 32), Shape(1, largest.tokens), largest):
-            found = estimate_of(demand, option.plan, *shape, work_ratio=factor, gradients_only=True)
-            points.append(measured(demand, option.plan, shape, MicroBatchPeak(found.mlx_bytes)))
-    true = replace(demand, calibration=Calibration(tuple(points)))
-    floors = [min(o.needed_bytes for o in options(either)) for either in (demand, true)]
+            found = estimate_of(
+                workload, option.plan, *shape, work_ratio=factor, gradients_only=True
+            )
+            points.append(measured(workload, option.plan, shape, MicroBatchPeak(found.mlx_bytes)))
+    true = with_calibration(workload, Calibration(tuple(points)))
+    floors = [min(o.needed_bytes for o in options(either)) for either in (workload, true)]
     limit_bytes = int(room * max(floors))
-    machine = Machine(demand, factor, limit_bytes)
-    found, plan = settled(machine, demand, limit_bytes)
+    machine = Machine(workload, factor, limit_bytes)
+    found, plan = settled(machine, workload, limit_bytes)
     assert not machine.above
     assert machine.process_bytes(plan, largest_shape(found, plan)) <= limit_bytes
     order = [(engine, spill) for engine, spill in ENGINES]
@@ -130,29 +134,29 @@ def test_wrong_coefficients_lead_to_a_good_plan_without_exceeding_the_limit(
 
 
 @settings(max_examples=15, derandomize=True)
-@given(demands(), st.sampled_from([0.1, 0.35]))
-def test_limit_found_too_low_is_refused_without_exceeding_it(demand, wrong_factor):
-    least = min(option.needed_bytes for option in options(demand))
-    machine = Machine(demand, 1 / wrong_factor, least)
-    smallest = min(options(demand), key=lambda option: option.needed_bytes).plan
+@given(workloads(), st.sampled_from([0.1, 0.35]))
+def test_limit_found_too_low_is_refused_without_exceeding_it(workload, wrong_factor):
+    least = min(option.needed_bytes for option in options(workload))
+    machine = Machine(workload, 1 / wrong_factor, least)
+    smallest = min(options(workload), key=lambda option: option.needed_bytes).plan
     shape = Shape(1, FIRST)
     assume(machine.process_bytes(smallest, shape) <= least)
     with contextlib.suppress(UserError):  # it may know by then that nothing fits
-        settled(machine, demand, least)
+        settled(machine, workload, least)
     assert all(found.tokens <= SECOND for _, found, _ in machine.above)
 
 
-@given(demands())
-def test_nothing_is_measured_if_the_limit_is_far_away(demand):
-    largest = max(option.needed_bytes for option in options(demand))
-    machine = Machine(demand, 1.0, 2 * int(FAR) * largest)
-    settled(machine, demand, machine.limit_bytes)
+@given(workloads())
+def test_nothing_is_measured_if_the_limit_is_far_away(workload):
+    largest = max(option.needed_bytes for option in options(workload))
+    machine = Machine(workload, 1.0, 2 * int(FAR) * largest)
+    settled(machine, workload, machine.limit_bytes)
     assert machine.shapes == []
 
 
 @pytest.mark.parametrize("room", [1.05, 1.1, 1.2, 1.5])
 def test_measured_shapes_are_not_measured_again(room):
-    facts_demand = demand_of_two_lengths()
+    facts_demand = of_two_lengths()
     limit_bytes = int(2 * room * min(option.needed_bytes for option in options(facts_demand)))
     machine = Machine(facts_demand, 1.2, limit_bytes)
     known, plan = settled(machine, facts_demand, limit_bytes)
@@ -165,8 +169,8 @@ def test_measured_shapes_are_not_measured_again(room):
     assert is_certain(known, choose(known, limit_bytes).option, limit_bytes)
 
 
-def demand_of_two_lengths() -> Demand:
-    return replace(DEMAND, lengths=(32, 512), batch_size=4, rows_per_step=4)
+def of_two_lengths() -> Workload:
+    return replace(WORKLOAD, lengths=(32, 512), batch_size=4, rows_per_step=4)
 
 
 def much_room(_: Shape) -> int:
@@ -236,48 +240,49 @@ def test_unmeasured_engine_uses_the_ratio_of_the_other_family():
 
 
 def test_measurements_correct_the_estimates():
-    demand = demand_of_two_lengths()
+    workload = of_two_lengths()
     plan = Plan("staged", 2048)
-    before = estimate_rows(demand, plan, 1, 512).work_bytes
-    peak = estimate_of(demand, plan, 1, 512, work_ratio=2.0, gradients_only=True).mlx_bytes
-    found = measured(demand, plan, Shape(1, 512), MicroBatchPeak(peak))
+    before = estimate_rows(workload, plan, 1, 512).work_bytes
+    peak = estimate_of(workload, plan, 1, 512, work_ratio=2.0, gradients_only=True).mlx_bytes
+    found = measured(workload, plan, Shape(1, 512), MicroBatchPeak(peak))
     assert found.ratio == pytest.approx(2.0, rel=1e-3)
-    corrected = replace(demand, calibration=Calibration((found,)))
+    corrected = with_calibration(workload, Calibration((found,)))
     assert estimate_rows(corrected, plan, 1, 512).work_bytes > 1.5 * before
 
 
-def with_beside(demand, plan, more: int) -> Demand:
-    """The demand after a measurement that found `more` bytes outside MLX than estimated."""
+def with_beside(workload, plan, more: int) -> Workload:
+    """The workload after a measurement that found `more` bytes outside MLX than estimated."""
     shape = Shape(1, 512)
-    expected = estimate_of(demand, plan, *shape, gradients_only=True)
+    expected = estimate_of(workload, plan, *shape, gradients_only=True)
     peak = MicroBatchPeak(expected.mlx_bytes, expected.beside_bytes + more)
-    found = measured(demand, plan, shape, peak)
-    return replace(demand, calibration=demand.calibration.with_one(found))
+    found = measured(workload, plan, shape, peak)
+    return with_calibration(workload, workload.process.calibration.with_one(found))
 
 
 def test_measured_memory_outside_mlx_is_planned():
-    demand, plan = demand_of_two_lengths(), Plan("staged", 2048)
-    known = with_beside(demand, plan, 0)
+    workload, plan = of_two_lengths(), Plan("staged", 2048)
+    known = with_beside(workload, plan, 0)
     needed = estimate_rows(known, plan, 1, 512).process_bytes
-    more = with_beside(demand, plan, 7 * MB)
+    more = with_beside(workload, plan, 7 * MB)
     assert estimate_rows(more, plan, 1, 512).process_bytes == needed + 7 * MB
     again = with_beside(more, plan, 2 * MB)  # beyond what was known; of the same size, the larger
     assert estimate_rows(again, plan, 1, 512).process_bytes == needed + 9 * MB
-    less = with_beside(demand, plan, -7 * MB)
+    less = with_beside(workload, plan, -7 * MB)
     assert estimate_rows(less, plan, 1, 512).process_bytes == needed
 
 
 def test_plan_without_margins_is_chosen_only_within_what_was_measured():
     """The estimate outside MLX's buffers counts 10 MB for what is not known."""
-    demand = replace(demand_of_two_lengths(), engine="staged")
+    workload = replace(of_two_lengths(), engine="staged")
     least = min(
-        o.estimate.process_bytes for o in options(with_beside(demand, Plan("staged", 1), 0))
+        o.estimate.process_bytes for o in options(with_beside(workload, Plan("staged", 1), 0))
     )
     for beside, lower, fits in ((None, 9, True), (0, 1, False), (-6, 5, True), (-6, 7, False)):
-        known = with_beside(demand, Plan("staged", 2048), (beside or 0) * MB)
+        known = with_beside(workload, Plan("staged", 2048), (beside or 0) * MB)
         if beside is None:
-            alone = tuple(replace(m, excess_bytes=None) for m in known.calibration.measurements)
-            known = replace(known, calibration=Calibration(alone))
+            there = known.process.calibration.measurements
+            alone = tuple(replace(m, excess_bytes=None) for m in there)
+            known = with_calibration(known, Calibration(alone))
         limit_bytes = with_headroom(least - lower * MB)  # so that the guard does not end it
         if fits:
             choose(known, limit_bytes)
@@ -289,8 +294,8 @@ def test_plan_without_margins_is_chosen_only_within_what_was_measured():
 @pytest.mark.parametrize("engine", ["staged", "streamed"])  # measured or not
 @pytest.mark.parametrize("beside", [0, -6])
 def test_limit_named_after_a_measurement_is_the_least_that_is_accepted(engine, beside):
-    demand = replace(demand_of_two_lengths(), engine=engine)
-    known = with_beside(demand, Plan("staged", 2048), beside * MB)
+    workload = replace(of_two_lengths(), engine=engine)
+    known = with_beside(workload, Plan("staged", 2048), beside * MB)
     with pytest.raises(DoesNotFit) as refused:
         choose(known, MB)
     named = int(float(LEAST.search(str(refused.value))[1]) * 1e9)

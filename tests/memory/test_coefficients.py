@@ -21,6 +21,7 @@ from your_ai.memory.coefficients import (
     read_fitted,
 )
 from your_ai.memory.facts import facts_of
+from your_ai.memory.workload import DataSizes, workload_of
 
 MACHINE = ("gpu", "a card", "1", "2")
 OTHER = replace(PACKAGED, dora={"fused": 1.5, "staged": 0.0})
@@ -89,15 +90,18 @@ def test_a_file_without_a_field_is_as_if_there_were_none(tmp_path, name):
 def test_plans_use_the_coefficients_that_were_fitted_here(tiny_model, own_folder):
     facts = facts_of(tiny_model, 4)
     config = TrainConfig(lora_layers=2)
-    before = budget.demand_of(config, facts, [64])
-    assert before.coefficients == PACKAGED
+    data = DataSizes(lengths=(64,))
+    before = workload_of(config, facts, data, budget.process_here())
+    assert before.process.coefficients == PACKAGED
     here = replace(FITTED, machine=tuple(budget.machine_key()))
     path = budget.store() / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(fitted_text(here, {}))
-    after = budget.demand_of(config, facts, [64])
-    assert after.coefficients == OTHER
-    keys = [budget.measured_key(config, demand, budget.mx.float32) for demand in (before, after)]
+    after = workload_of(config, facts, data, budget.process_here())
+    assert after.process.coefficients == OTHER
+    keys = [
+        budget.measured_key(config, workload, budget.mx.float32) for workload in (before, after)
+    ]
     assert keys[0] != keys[1]  # peaks measured under others are not mixed with these
 
 

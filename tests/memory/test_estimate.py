@@ -113,6 +113,11 @@ def cases(draw) -> tuple[Workload, Plan, int, int]:
     return Workload(facts=facts, training=draw(any_training(facts))), plan, rows, tokens
 
 
+def in_process(workload: Workload, **facts: Any) -> Workload:
+    """The workload in a process with other facts."""
+    return replace(workload, process=replace(workload.process, **facts))
+
+
 def changed(case: tuple[Workload, Plan, int, int], **options: Any) -> Estimate:
     """The estimate of a case whose workload has other fields."""
     workload, *rest = case
@@ -178,14 +183,14 @@ def test_it_needs_no_mlx():
         "import sys\n"
         "from your_ai.memory.estimate import Plan, Training, Workload, estimate\n"
         "from your_ai.memory.facts import BlockFacts, ModelFacts\n"
-        "from your_ai.memory.plan import Demand, choose\n"
+        "from your_ai.memory.plan import choose\n"
         "block = BlockFacts({'q': (64, 64)}, 9)\n"
         "facts = ModelFacts((block,), (0, 0), 64, 256, 4, 4, 9, 9, 9, False)\n"
         "training = Training(blocks=1, rank=4, targets=('q',))\n"
         "estimate(Workload(facts=facts, training=training), Plan('fused', 64), 1, 64)\n"
-        "demand = Demand(facts=facts, training=training, lengths=(64,), batch_size=1,\n"
-        "                rows_per_step=1)\n"
-        "choose(demand, 10**9)\n"
+        "workload = Workload(facts=facts, training=training, lengths=(64,), batch_size=1,\n"
+        "                    rows_per_step=1)\n"
+        "choose(workload, 10**9)\n"
         "sys.exit(','.join(m for m in ('mlx', 'numpy') if m in sys.modules) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -195,13 +200,12 @@ def test_it_needs_no_mlx():
 @given(cases(), st.integers(1, 4), st.integers(0, 10**9), st.integers(0, 10**9))
 def test_components_are_bytes_that_add_up(case, micro_batches, python_bytes, prefix_bytes):
     workload, *rest = case
-    workload = replace(
-        workload, python_bytes=python_bytes, cache_bytes=7, prefix_bytes=prefix_bytes
-    )
+    workload = replace(workload, prefix_bytes=prefix_bytes)
+    workload = in_process(workload, python_bytes=python_bytes)
     found = estimate(workload, *rest, micro_batches=micro_batches)
     assert all(type(size) is int and size >= 0 for size in found.components.values())
     assert found.process_bytes == sum(found.components.values())
-    assert found.mlx_bytes == found.process_bytes - found.beside_bytes - 7
+    assert found.mlx_bytes == found.process_bytes - found.beside_bytes
     assert found.beside_bytes == found.components["python"] + found.components["graphs"]
     assert 0 <= found.work_bytes <= found.mlx_bytes
     assert found.components["python"] == python_bytes
@@ -235,7 +239,9 @@ def test_more_work_is_never_less_memory(case):
 
 @given(cases(), st.booleans())
 def test_to_evaluate_holds_nothing_of_a_training(case, sliced):
-    found = changed(case, forward=True, sliced=sliced).components
+    workload, *rest = case
+    case = (in_process(workload, sliced=sliced), *rest)
+    found = changed(case, forward=True).components
     for name in ("gradients", "optimizer", "block inputs"):
         assert found[name] == 0
     assert found["adapters"] == estimate(*case).components["adapters"]
@@ -244,13 +250,13 @@ def test_to_evaluate_holds_nothing_of_a_training(case, sliced):
 @given(cases(), st.booleans())
 def test_to_evaluate_more_is_never_less_memory(case, sliced):
     workload, plan, rows, tokens = case
-    options = {"forward": True, "sliced": sliced}
-    base = changed(case, **options)
+    workload = replace(in_process(workload, sliced=sliced), forward=True)
+    base = estimate(workload, plan, rows, tokens)
     for shape in ((rows + 1, tokens), (rows, tokens + 1)):
         less = narrower_bytes(workload, rows * tokens, math.prod(shape))
-        not_less(changed((workload, plan, *shape), **options), base, max(0.0, less))
-    not_less(changed(case, **options, answer_tokens=2048), base)
-    not_less(changed(case, forward=True, sliced=True), base)
+        not_less(estimate(workload, plan, *shape), base, max(0.0, less))
+    not_less(changed((workload, plan, rows, tokens), answer_tokens=2048), base)
+    not_less(estimate(in_process(workload, sliced=True), plan, rows, tokens), base)
 
 
 @given(cases())

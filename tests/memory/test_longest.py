@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.memory.test_plan import DEMAND, GB, LLAMA
+from tests.memory.test_plan import GB, LLAMA, WORKLOAD
 from your_ai.memory.mixer_facts import ATTENTION, MixerFacts
 from your_ai.memory.plan import MOST, STEP, DoesNotFit, choose, longest_of, longest_rows
 
@@ -27,22 +27,24 @@ def test_a_length_that_fits_beyond_one_that_does_not_is_found():
 
 
 def test_the_longest_row_fits_and_the_next_does_not():
-    demand = replace(DEMAND, facts=TILED)
-    rows = list(longest_rows(demand, (GB // 10, 4 * GB, 8 * GB)))
+    workload = replace(WORKLOAD, facts=TILED)
+    rows = list(longest_rows(workload, (GB // 10, 4 * GB, 8 * GB)))
     assert rows[0].tokens == 0
     assert rows[0].choice is None
     assert 0 < rows[1].tokens < rows[2].tokens
     for row in rows[1:]:
         assert row.choice.option.needed_bytes <= row.limit_bytes
-        more = replace(demand, lengths=(row.tokens + STEP,), batch_size=1)
+        more = replace(workload, lengths=(row.tokens + STEP,), batch_size=1)
         with pytest.raises(DoesNotFit):
             choose(more, row.limit_bytes)
 
 
 def test_rows_of_131072_tokens_of_the_8b_shape_fit_into_26_gb_in_float32():
-    training = replace(DEMAND.training, blocks=32)
-    demand = replace(DEMAND, facts=replace(TILED, float_bytes=4), training=training, batch_size=1)
-    (row,) = longest_rows(demand, (int(26.3 * GB),))
+    training = replace(WORKLOAD.training, blocks=32)
+    workload = replace(
+        WORKLOAD, facts=replace(TILED, float_bytes=4), training=training, batch_size=1
+    )
+    (row,) = longest_rows(workload, (int(26.3 * GB),))
     assert row.tokens >= 131_072
-    (whole,) = longest_rows(replace(demand, facts=replace(WHOLE, float_bytes=4)), (26 * GB,))
+    (whole,) = longest_rows(replace(workload, facts=replace(WHOLE, float_bytes=4)), (26 * GB,))
     assert whole.tokens < 65_536  # blocks that cannot be tiled

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.memory.test_estimate import any_facts, any_training
+from tests.memory.test_estimate import any_facts, any_training, in_process
 from tests.speeds import CORE, KNOWN
 from your_ai.errors import UserError
 from your_ai.memory.coefficients import PACKAGED
@@ -25,7 +25,6 @@ from your_ai.memory.plan import (
     ALIKE,
     ENGINES,
     NOTICEABLY,
-    Demand,
     can_begin,
     choose,
     estimate_rows,
@@ -44,7 +43,7 @@ from your_ai.memory.plan import (
 )
 from your_ai.memory.sample import in_gb
 from your_ai.memory.speed import KINDS, KnownSpeed
-from your_ai.memory.workload import NOTHING, Kept, StepSizes, words
+from your_ai.memory.workload import NOTHING, Kept, ProcessFacts, StepSizes, Workload, words
 
 MB, GB = 10**6, 10**9
 
@@ -71,22 +70,22 @@ LLAMA = ModelFacts(
     disk_bytes=4500 * MB,
     quantized=True,
 )
-DEMAND = Demand(
+WORKLOAD = Workload(
     facts=LLAMA,
     training=Training(blocks=16, rank=16, targets=("all-linear",)),
     lengths=(256, 1024, 2048),
     batch_size=8,
     rows_per_step=16,
-    python_bytes=200 * MB,
+    process=ProcessFacts(python_bytes=200 * MB),
 )
 
 
 @st.composite
-def demands(draw) -> Demand:
+def workloads(draw) -> Workload:
     facts = draw(any_facts())
     batch_size = draw(st.integers(1, 16))
     engine = draw(st.sampled_from(["auto", "auto", "fused", "staged", "streamed"]))
-    return Demand(
+    return Workload(
         facts=facts,
         training=draw(any_training(facts)),
         lengths=tuple(draw(st.lists(st.integers(1, 4096), min_size=1, max_size=4))),
@@ -95,30 +94,30 @@ def demands(draw) -> Demand:
         engine=engine,
         spill=engine != "fused" and draw(st.booleans()),
         can_stream=engine == "streamed" or draw(st.booleans()),
-        python_bytes=draw(st.integers(0, GB)),
+        process=ProcessFacts(python_bytes=draw(st.integers(0, GB))),
         prefix_bytes=draw(st.sampled_from([0, GB])),
     )
 
 
-def least_of(demand: Demand) -> int:
-    return min(option.needed_bytes for option in options(demand))
+def least_of(workload: Workload) -> int:
+    return min(option.needed_bytes for option in options(workload))
 
 
-def most_of(demand: Demand) -> int:
-    return max(option.needed_bytes for option in options(demand))
+def most_of(workload: Workload) -> int:
+    return max(option.needed_bytes for option in options(workload))
 
 
 @st.composite
-def limits_for(draw, demand: Demand) -> int:
+def limits_for(draw, workload: Workload) -> int:
     """A limit between the minimum and more than any plan needs."""
-    return draw(st.integers(least_of(demand), 2 * most_of(demand)))
+    return draw(st.integers(least_of(workload), 2 * most_of(workload)))
 
 
-def plans_at(limit_bytes: int, demand: Demand = DEMAND) -> list[Plan]:
+def plans_at(limit_bytes: int, workload: Workload = WORKLOAD) -> list[Plan]:
     """The plans of all levels, down to the smallest."""
     found: list[Plan] = []
     while True:
-        plan = choose(demand, limit_bytes, len(found)).option.plan
+        plan = choose(workload, limit_bytes, len(found)).option.plan
         if plan in found:
             return found
         found.append(plan)
@@ -129,9 +128,9 @@ def plans_at(limit_bytes: int, demand: Demand = DEMAND) -> list[Plan]:
 
 @given(st.data())
 def test_chosen_plan_fits(data):
-    demand = data.draw(demands())
-    limit_bytes, level = data.draw(limits_for(demand)), data.draw(st.integers(0, 30))
-    choice = choose(demand, limit_bytes, level)
+    workload = data.draw(workloads())
+    limit_bytes, level = data.draw(limits_for(workload)), data.draw(st.integers(0, 30))
+    choice = choose(workload, limit_bytes, level)
     needed = choice.option.needed_bytes
     assert choice.option.estimate.process_bytes <= needed <= limit_bytes
     assert 0 <= choice.level <= level
@@ -145,40 +144,40 @@ def test_chosen_plan_fits(data):
 @given(st.data())
 def test_every_bucket_fits_with_its_margin(data):
     """Not only the bucket that needs the most memory."""
-    demand = data.draw(demands())
-    option = choose(demand, data.draw(limits_for(demand))).option
-    for tokens in demand.lengths:
-        rows = option.plan.rows(tokens, demand.batch_size)
-        found = estimate_rows(demand, option.plan, rows, tokens)
+    workload = data.draw(workloads())
+    option = choose(workload, data.draw(limits_for(workload))).option
+    for tokens in workload.lengths:
+        rows = option.plan.rows(tokens, workload.batch_size)
+        found = estimate_rows(workload, option.plan, rows, tokens)
         assert with_margin(found) <= option.needed_bytes
 
 
 @given(st.data())
 def test_fastest_plan_that_fits_is_chosen(data):
-    demand = data.draw(demands())
-    limit_bytes = data.draw(limits_for(demand))
-    fitting = [o for o in options(demand) if o.needed_bytes <= limit_bytes]
-    begin = [o for o in fitting if can_begin(demand, o, limit_bytes)]
-    expected, chosen = (begin or fitting)[0], choose(demand, limit_bytes).option
+    workload = data.draw(workloads())
+    limit_bytes = data.draw(limits_for(workload))
+    fitting = [o for o in options(workload) if o.needed_bytes <= limit_bytes]
+    begin = [o for o in fitting if can_begin(workload, o, limit_bytes)]
+    expected, chosen = (begin or fitting)[0], choose(workload, limit_bytes).option
     assert replace(chosen.plan, kept=expected.plan.kept) == expected.plan
     assert chosen.cost <= expected.cost
 
 
 @given(st.data())
 def test_as_much_is_kept_as_fits(data):
-    demand = data.draw(demands())
-    limit_bytes = data.draw(limits_for(demand))
-    option = choose(demand, limit_bytes).option
-    plan, blocks = option.plan, demand.training.blocks
-    if not may_keep(demand, plan) or rung_of(plan.kept) == highest(blocks):
+    workload = data.draw(workloads())
+    limit_bytes = data.draw(limits_for(workload))
+    option = choose(workload, limit_bytes).option
+    plan, blocks = option.plan, workload.training.blocks
+    if not may_keep(workload, plan) or rung_of(plan.kept) == highest(blocks):
         return
     more = replace(plan, kept=at_rung(blocks, rung_of(plan.kept) + 1))
-    assert with_margin(largest(demand, more)) > limit_bytes
+    assert with_margin(largest(workload, more)) > limit_bytes
 
 
 def test_plans_are_tried_in_order_of_speed():
     """Engine by engine, with less and less kept, and fewer and fewer rows."""
-    every = [o for o in options(DEMAND) if not o.plan.resident]
+    every = [o for o in options(WORKLOAD) if not o.plan.resident]
     tried = [(o.plan.engine, o.plan.spill, o.plan.kept, o.plan.rows(2048, 8)) for o in every]
     of_last = (Kept(16, 16, 16), Kept(16, 16), Kept(8, 16), Kept(0, 16), Kept())
     kept = dict.fromkeys((("staged", False), ("streamed", False)), of_last)
@@ -194,18 +193,18 @@ def test_plans_are_tried_in_order_of_speed():
 
 def test_streamed_plans_are_tried_with_fewer_and_fewer_blocks_in_memory():
     """From nearly all, which need nearly what staged needs, to two; each block counts exactly."""
-    every = options(DEMAND)
+    every = options(WORKLOAD)
     found = [o for o in every if replace(o.plan, resident=0) == Plan("streamed", 2048)]
     assert [o.plan.resident for o in found] == list(range(30, -2, -2))
     crossed = 0
     for more, less in itertools.pairwise(found[:-1]):
         added = more.estimate.process_bytes - less.estimate.process_bytes
-        if more.plan.resident >= DEMAND.training.blocks > less.plan.resident:
+        if more.plan.resident >= WORKLOAD.training.blocks > less.plan.resident:
             assert added < 2 * 123 * MB  # here on, the backward pass reads no block
             crossed += 1
         else:
             assert added == 2 * 123 * MB
-        reads = [read_bytes(LLAMA, DEMAND.training, o.plan) for o in (more, less)]
+        reads = [read_bytes(LLAMA, WORKLOAD.training, o.plan) for o in (more, less)]
         assert reads[0] < reads[1]
     assert crossed == 1
     (staged,) = (o for o in every if o.plan == Plan("staged", 2048))
@@ -218,20 +217,20 @@ def test_streamed_plans_are_tried_with_fewer_and_fewer_blocks_in_memory():
 
 
 def test_a_limit_between_streamed_and_staged_keeps_blocks_in_memory():
-    demand = replace(DEMAND, lengths=(512,), batch_size=1, rows_per_step=1)
-    every = options(demand)
+    workload = replace(WORKLOAD, lengths=(512,), batch_size=1, rows_per_step=1)
+    every = options(workload)
     (staged,) = (o for o in every if o.plan == Plan("staged", 512, spill=True))
-    plan = choose(demand, staged.needed_bytes - 1).option.plan
+    plan = choose(workload, staged.needed_bytes - 1).option.plan
     assert plan.engine == "streamed"
     assert plan.resident == 20  # of 32, beside all that blocks keep
-    smaller = choose(demand, staged.needed_bytes - 1, level=1).option.plan
+    smaller = choose(workload, staged.needed_bytes - 1, level=1).option.plan
     assert 0 < smaller.resident < plan.resident
     assert "blocks in memory" in words(plan, 512)
 
 
 def test_more_kept_outputs_take_more_memory_and_less_time():
     for engine in ("staged", "streamed"):
-        found = [o for o in options(DEMAND) if o.plan == Plan(engine, 2048, kept=o.plan.kept)]
+        found = [o for o in options(WORKLOAD) if o.plan == Plan(engine, 2048, kept=o.plan.kept)]
         assert len(found) == 5
         for more, less in itertools.pairwise(found):
             assert more.needed_bytes > less.needed_bytes
@@ -240,12 +239,12 @@ def test_more_kept_outputs_take_more_memory_and_less_time():
 
 @pytest.mark.parametrize("changes", [{"spill": True}, {"forward": True}])
 def test_outputs_are_not_kept_by_plans_that_spill_or_only_evaluate(changes):
-    assert {option.plan.kept for option in options(replace(DEMAND, **changes))} == {Kept()}
+    assert {option.plan.kept for option in options(replace(WORKLOAD, **changes))} == {Kept()}
 
 
 def test_more_memory_never_gives_a_slower_plan():
-    limits = range(least_of(DEMAND), most_of(DEMAND) + GB, 250 * MB)
-    plans = [choose(DEMAND, limit).option.plan for limit in limits]
+    limits = range(least_of(WORKLOAD), most_of(WORKLOAD) + GB, 250 * MB)
+    plans = [choose(WORKLOAD, limit).option.plan for limit in limits]
     places = [(-ENGINES.index((plan.engine, plan.spill)), rung_of(plan.kept)) for plan in plans]
     before_rows = [(engine, rung // 8) for engine, rung in places]  # of those that `options` tries
     assert before_rows == sorted(before_rows)
@@ -255,8 +254,8 @@ def test_more_memory_never_gives_a_slower_plan():
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 8, 12])
 def test_rows_per_micro_batch_are_halved_down_to_one(batch_size):
-    demand = replace(DEMAND, batch_size=batch_size, rows_per_step=batch_size, engine="staged")
-    plans = [option.plan for option in options(demand) if not option.plan.kept]
+    workload = replace(WORKLOAD, batch_size=batch_size, rows_per_step=batch_size, engine="staged")
+    plans = [option.plan for option in options(workload) if not option.plan.kept]
     rows = [plan.rows(2048, batch_size) for plan in plans]
     assert rows[0] == batch_size
     assert rows[-1] == 1
@@ -265,18 +264,18 @@ def test_rows_per_micro_batch_are_halved_down_to_one(batch_size):
 
 def test_short_rows_form_larger_micro_batches():
     """A plan limits the tokens of a micro-batch, so shorter rows are more per micro-batch."""
-    demand = replace(DEMAND, engine="staged")
-    plan = options(demand)[2].plan
+    workload = replace(WORKLOAD, engine="staged")
+    plan = options(workload)[2].plan
     assert [plan.rows(tokens, 8) for tokens in (2048, 1024, 256)] == [2, 4, 8]
 
 
 def test_limit_equal_to_the_needed_bytes_is_enough():
-    for option in options(DEMAND):
-        assert choose(DEMAND, option.needed_bytes).option.needed_bytes <= option.needed_bytes
-    least = least_of(DEMAND)
-    assert choose(DEMAND, least).option.needed_bytes == least
+    for option in options(WORKLOAD):
+        assert choose(WORKLOAD, option.needed_bytes).option.needed_bytes <= option.needed_bytes
+    least = least_of(WORKLOAD)
+    assert choose(WORKLOAD, least).option.needed_bytes == least
     with pytest.raises(UserError):
-        choose(DEMAND, least - 1)
+        choose(WORKLOAD, least - 1)
 
 
 # Levels
@@ -284,37 +283,37 @@ def test_limit_equal_to_the_needed_bytes_is_enough():
 
 @given(st.data())
 def test_each_level_needs_noticeably_less(data):
-    demand = data.draw(demands())
-    limit_bytes = data.draw(limits_for(demand))
+    workload = data.draw(workloads())
+    limit_bytes = data.draw(limits_for(workload))
     needs, level = [], 0
     while True:
-        choice = choose(demand, limit_bytes, level)
+        choice = choose(workload, limit_bytes, level)
         needs.append(choice.option.needed_bytes)
         if choice.smaller is None:
             break
-        assert choose(demand, limit_bytes, level + 1).option == choice.smaller
+        assert choose(workload, limit_bytes, level + 1).option == choice.smaller
         level += 1
     for before, after in itertools.pairwise(needs):
         assert after <= NOTICEABLY * before
 
 
 def test_levels_end_at_the_smallest_plan():
-    plans = plans_at(most_of(DEMAND))
+    plans = plans_at(most_of(WORKLOAD))
     assert len(plans) > 5
-    last = choose(DEMAND, most_of(DEMAND), 1000)
+    last = choose(WORKLOAD, most_of(WORKLOAD), 1000)
     assert (last.level, last.smaller) == (len(plans) - 1, None)
     assert last.option.plan == plans[-1]
-    assert last.option.needed_bytes <= least_of(DEMAND) / NOTICEABLY
+    assert last.option.needed_bytes <= least_of(WORKLOAD) / NOTICEABLY
 
 
 def test_choice_names_the_next_larger_and_smaller_plan():
-    first, second = (choose(DEMAND, most_of(DEMAND), level) for level in (0, 1))
+    first, second = (choose(WORKLOAD, most_of(WORKLOAD), level) for level in (0, 1))
     assert first.larger is None
     assert second.larger == first.option
     assert first.smaller == second.option
-    tight = choose(DEMAND, least_of(DEMAND))
+    tight = choose(WORKLOAD, least_of(WORKLOAD))
     assert tight.smaller is None
-    assert tight.larger.needed_bytes > least_of(DEMAND)
+    assert tight.larger.needed_bytes > least_of(WORKLOAD)
     assert tight.level == 0
 
 
@@ -324,17 +323,17 @@ def test_choice_names_the_next_larger_and_smaller_plan():
 @pytest.mark.parametrize("place", [0, 5, -1])
 def test_kept_plan_needs_no_margin(place):
     """A process may use slightly more memory when it resumes, also under the smallest plan."""
-    option = sorted(options(DEMAND), key=lambda o: -o.needed_bytes)[place]
+    option = sorted(options(WORKLOAD), key=lambda o: -o.needed_bytes)[place]
     least = option.estimate.process_bytes
     assert least < option.needed_bytes
     for limit_bytes in (least, option.needed_bytes, 100 * GB):
-        kept = choose(DEMAND, limit_bytes, 2, option.plan)
+        kept = choose(WORKLOAD, limit_bytes, 2, option.plan)
         assert (kept.option, kept.level) == (option, 2)
 
 
 def test_kept_plan_has_a_smaller_and_a_larger_one():
-    for option in options(DEMAND):
-        kept = choose(DEMAND, option.needed_bytes - 1, 0, option.plan)
+    for option in options(WORKLOAD):
+        kept = choose(WORKLOAD, option.needed_bytes - 1, 0, option.plan)
         assert kept.option == option
         if kept.smaller is not None:
             assert kept.smaller.needed_bytes <= NOTICEABLY * option.needed_bytes
@@ -343,13 +342,13 @@ def test_kept_plan_has_a_smaller_and_a_larger_one():
 
 
 def test_plan_that_does_not_fit_is_not_kept():
-    chosen = choose(DEMAND, 5 * GB).option
+    chosen = choose(WORKLOAD, 5 * GB).option
     limit_bytes = chosen.estimate.process_bytes - 1
-    assert choose(DEMAND, limit_bytes, 0, chosen.plan) == choose(DEMAND, limit_bytes)
+    assert choose(WORKLOAD, limit_bytes, 0, chosen.plan) == choose(WORKLOAD, limit_bytes)
 
 
 def test_plan_with_another_batch_is_not_kept():
-    assert choose(DEMAND, 5 * GB, 0, Plan("staged", 12345)) == choose(DEMAND, 5 * GB)
+    assert choose(WORKLOAD, 5 * GB, 0, Plan("staged", 12345)) == choose(WORKLOAD, 5 * GB)
 
 
 # Plans requested by the user
@@ -357,36 +356,38 @@ def test_plan_with_another_batch_is_not_kept():
 
 @pytest.mark.parametrize(("engine", "spill"), ENGINES)
 def test_requested_engine_is_the_only_one_tried(engine, spill):
-    demand = replace(DEMAND, engine=engine, spill=spill)
-    assert {(o.plan.engine, o.plan.spill) for o in options(demand)} == {(engine, spill)}
-    assert {plan.engine for plan in plans_at(most_of(demand), demand)} == {engine}
+    workload = replace(WORKLOAD, engine=engine, spill=spill)
+    assert {(o.plan.engine, o.plan.spill) for o in options(workload)} == {(engine, spill)}
+    assert {plan.engine for plan in plans_at(most_of(workload), workload)} == {engine}
 
 
 def test_spill_option_gives_only_plans_that_spill():
-    plans = [option.plan for option in options(replace(DEMAND, spill=True))]
+    plans = [option.plan for option in options(replace(WORKLOAD, spill=True))]
     assert all(plan.spill for plan in plans)
     plans = [plan.engine for plan in plans if not plan.resident]
     assert plans == 4 * ["staged"] + 8 * ["streamed"]
 
 
 def test_model_converted_on_load_is_not_streamed():
-    demand = replace(DEMAND, can_stream=False)
-    assert {option.plan.engine for option in options(demand)} == {"fused", "staged"}
+    workload = replace(WORKLOAD, can_stream=False)
+    assert {option.plan.engine for option in options(workload)} == {"fused", "staged"}
     with pytest.raises(UserError, match=r"^--plan streamed: .* or use --plan staged$"):
-        choose(replace(demand, engine="streamed"), 100 * GB)
+        choose(replace(workload, engine="streamed"), 100 * GB)
 
 
 def test_model_converted_on_load_keeps_its_vocabulary_in_memory():
     """Otherwise the staged plan leaves the vocabulary in the files."""
     streams, not_so = (
-        options(replace(DEMAND, engine="staged", can_stream=can))[0].estimate.components["weights"]
+        options(replace(WORKLOAD, engine="staged", can_stream=can))[0].estimate.components[
+            "weights"
+        ]
         for can in (True, False)
     )
     assert not_so - streams == LLAMA.vocabulary_bytes
     fused = {
         option.estimate.components["weights"]
         for can in (True, False)
-        for option in options(replace(DEMAND, engine="fused", can_stream=can))
+        for option in options(replace(WORKLOAD, engine="fused", can_stream=can))
     }
     assert fused == {LLAMA.weights_bytes}
 
@@ -394,9 +395,9 @@ def test_model_converted_on_load_keeps_its_vocabulary_in_memory():
 # Refusals
 
 
-def refused(demand: Demand, limit_bytes: int) -> str:
+def refused(workload: Workload, limit_bytes: int) -> str:
     with pytest.raises(UserError) as caught:
-        choose(demand, limit_bytes)
+        choose(workload, limit_bytes)
     return str(caught.value)
 
 
@@ -410,17 +411,17 @@ def gb_in(refusal: str) -> str:
 @given(st.data())
 def test_limit_named_in_a_refusal_is_enough(data):
     """It also works as --max-memory in a process that uses slightly more memory."""
-    demand = data.draw(demands())
-    text = refused(demand, data.draw(st.integers(1, least_of(demand) - 1)))
+    workload = data.draw(workloads())
+    text = refused(workload, data.draw(st.integers(1, least_of(workload) - 1)))
     asked = float(gb_in(text))
     limit = find_limit(MachineMemory(ram_bytes=10**15), asked, force=False)
-    next_time = replace(demand, python_bytes=demand.python_bytes + MB)
+    next_time = in_process(workload, python_bytes=workload.process.python_bytes + MB)
     assert choose(next_time, limit.limit_bytes).option.needed_bytes <= limit.limit_bytes
-    assert asked * GB < least_of(demand) + 13 * MB  # hardly more than enough
+    assert asked * GB < least_of(workload) + 13 * MB  # hardly more than enough
 
 
 def test_refusal_is_one_line_with_advice():
-    text = refused(DEMAND, GB // 10)
+    text = refused(WORKLOAD, GB // 10)
     assert "\n" not in text
     assert text.startswith("--max-memory: nothing fits into 0.1 GB; at least ")
     assert "--max-seq-length, now up to 2048 tokens" in text
@@ -431,7 +432,7 @@ def test_refusal_is_one_line_with_advice():
 
 def test_refusal_advises_only_what_would_change_something():
     small = replace(
-        DEMAND,
+        WORKLOAD,
         engine="fused",
         training=Training(blocks=1, rank=8, targets=("q_proj",)),
         facts=replace(LLAMA, quantized=False),
@@ -440,12 +441,12 @@ def test_refusal_advises_only_what_would_change_something():
     assert "use --plan auto" in text
     assert "use a 4-bit model" in text
     assert "--lora-rank" not in text
-    assert "--lora-rank" not in refused(replace(DEMAND, given_adapter=True), GB // 10)
+    assert "--lora-rank" not in refused(replace(WORKLOAD, given_adapter=True), GB // 10)
 
 
 def test_refusal_names_the_largest_components():
-    demand = replace(DEMAND, engine="fused", batch_size=1, lengths=(64,))
-    named = re.search(r"needed \((.*?)\)", refused(demand, GB))[1]
+    workload = replace(WORKLOAD, engine="fused", batch_size=1, lengths=(64,))
+    named = re.search(r"needed \((.*?)\)", refused(workload, GB))[1]
     units = {"GB": 1e9, "MB": 1e6}
     sizes = [float(n) * units[unit] for n, unit in re.findall(r"(\d+\.?\d*) (GB|MB)", named)]
     assert named.startswith("weights 4.53 GB, ")
@@ -493,13 +494,13 @@ def test_words_describe_a_plan(plan, text):
 
 def corrections(limit_bytes: int | None = None) -> Corrections:
     """Corrections of a plan of 8 rows of 256 tokens, or 1 row of 2048, under its exact limit."""
-    option = next(o for o in options(DEMAND) if o.plan == Plan("staged", 2048))
-    return Corrections(DEMAND, option.plan, limit_bytes or option.needed_bytes)
+    option = next(o for o in options(WORKLOAD) if o.plan == Plan("staged", 2048))
+    return Corrections(WORKLOAD, option.plan, limit_bytes or option.needed_bytes)
 
 
 def measured(found: Corrections, rows: int, tokens: int, ratio: float) -> int:
     """The peak of a step whose work used `ratio` times its estimate."""
-    estimated = estimate_rows(found.demand, found.plan, rows, tokens)
+    estimated = estimate_rows(found.workload, found.plan, rows, tokens)
     return int(estimated.mlx_bytes + (ratio - 1) * estimated.work_bytes)
 
 
@@ -510,12 +511,12 @@ def test_rows_follow_the_plan_before_the_first_step():
 
 @given(st.data())
 def test_rows_follow_the_plan_until_a_measurement_differs(data):
-    demand = data.draw(demands())
-    limit_bytes = data.draw(limits_for(demand))
-    plan = choose(demand, limit_bytes).option.plan
-    found = Corrections(demand, plan, limit_bytes)
-    for tokens in demand.lengths:
-        assert found.rows(tokens) == plan.rows(tokens, demand.batch_size)
+    workload = data.draw(workloads())
+    limit_bytes = data.draw(limits_for(workload))
+    plan = choose(workload, limit_bytes).option.plan
+    found = Corrections(workload, plan, limit_bytes)
+    for tokens in workload.lengths:
+        assert found.rows(tokens) == plan.rows(tokens, workload.batch_size)
 
 
 def test_correct_estimates_change_nothing():
@@ -573,20 +574,20 @@ def test_smaller_peaks_do_not_add_rows():
 @given(st.data())
 def test_there_is_always_at_least_one_row(data):
     """For any measurements and any sequence length."""
-    demand = data.draw(demands())
-    plan = data.draw(st.sampled_from(options(demand))).plan
-    found = Corrections(demand, plan, data.draw(st.integers(1, 10**11)))
+    workload = data.draw(workloads())
+    plan = data.draw(st.sampled_from(options(workload))).plan
+    found = Corrections(workload, plan, data.draw(st.integers(1, 10**11)))
     for _ in range(data.draw(st.integers(0, 3))):
-        tokens, rows = data.draw(st.sampled_from(demand.lengths)), data.draw(st.integers(1, 16))
+        tokens, rows = data.draw(st.sampled_from(workload.lengths)), data.draw(st.integers(1, 16))
         found.learn(rows, tokens, data.draw(st.integers(0, 10**12)))
-    for tokens in (*demand.lengths, data.draw(st.integers(1, 8192))):
-        assert 1 <= found.rows(tokens) <= plan.rows(tokens, demand.batch_size)
+    for tokens in (*workload.lengths, data.draw(st.integers(1, 8192))):
+        assert 1 <= found.rows(tokens) <= plan.rows(tokens, workload.batch_size)
 
 
 def kept_corrections(room: int = 0) -> Corrections:
     """Corrections of a plan that keeps something of the longest rows, under its exact limit."""
-    option = option_of(DEMAND, KEEPING, 0)
-    return Corrections(DEMAND, KEEPING, option.needed_bytes, room_bytes=room)
+    option = option_of(WORKLOAD, KEEPING, 0)
+    return Corrections(WORKLOAD, KEEPING, option.needed_bytes, room_bytes=room)
 
 
 KEEPING = Plan("staged", 2048, kept=Kept(linear=4, attention=16))
@@ -605,7 +606,7 @@ def test_less_is_kept_before_there_are_fewer_rows_if_steps_use_more_than_estimat
     found, kept = kept_corrections(), []
     assert [found.rows(256), found.kept(8, 256)] == [8, KEEPING.kept]
     for ratio in (1.2, 1.5, 2.0):
-        estimated = estimate_rows(DEMAND, replace(KEEPING, kept=found.kept(8, 256)), 8, 256)
+        estimated = estimate_rows(WORKLOAD, replace(KEEPING, kept=found.kept(8, 256)), 8, 256)
         measured = estimated.mlx_bytes + (ratio - 1) * estimated.work_bytes
         found.learn(8, 256, int(measured))
         assert found.ratio(256) == pytest.approx(ratio, abs=1e-3)
@@ -624,51 +625,51 @@ def test_rows_keep_no_more_than_the_room_of_the_plan():
 
 @pytest.mark.parametrize("plan", [Plan("fused", 2048), Plan("staged", 2048, spill=True)])
 def test_plans_that_may_keep_nothing_keep_nothing_of_short_rows(plan):
-    assert Corrections(DEMAND, plan, 10**12).kept(1, 256) == NOTHING
+    assert Corrections(WORKLOAD, plan, 10**12).kept(1, 256) == NOTHING
 
 
 def test_a_plan_of_an_older_version_is_kept():
     """It kept the outputs of linear layers alone. As much memory may hold more of both."""
     plan = Plan("staged", 2048, kept=Kept(linear=4))
-    option = option_of(DEMAND, plan, 0)
-    chosen = choose(DEMAND, option.needed_bytes, 0, plan)
+    option = option_of(WORKLOAD, plan, 0)
+    chosen = choose(WORKLOAD, option.needed_bytes, 0, plan)
     assert chosen.option == option
-    found = Corrections(DEMAND, plan, option.needed_bytes)
+    found = Corrections(WORKLOAD, plan, option.needed_bytes)
     assert found.expected_bytes(1, 2048) <= option.needed_bytes
     assert computed_again(found.kept(1, 2048), 16) <= computed_again(plan.kept, 16)
 
 
 def test_plans_include_memory_for_long_answers():
-    without = options(DEMAND)[-1].estimate
-    with_them = options(replace(DEMAND, answer_tokens=200_000))[-1].estimate
+    without = options(WORKLOAD)[-1].estimate
+    with_them = options(replace(WORKLOAD, answer_tokens=200_000))[-1].estimate
     assert with_them.process_bytes > without.process_bytes
-    assert options(replace(DEMAND, answer_tokens=1))[-1].estimate == without
+    assert options(replace(WORKLOAD, answer_tokens=1))[-1].estimate == without
 
 
 # Evaluation
 
 
-@given(demands(), st.booleans())
-def test_plans_for_evaluation_are_chosen_as_for_training(demand, sliced):
-    demand = replace(demand, forward=True, sliced=sliced, spill=False)
-    least = least_of(demand)
-    chosen = choose(demand, least).option
+@given(workloads(), st.booleans())
+def test_plans_for_evaluation_are_chosen_as_for_training(workload, sliced):
+    workload = replace(in_process(workload, sliced=sliced), forward=True, spill=False)
+    least = least_of(workload)
+    chosen = choose(workload, least).option
     assert chosen.needed_bytes == least
-    assert {option.plan.spill for option in options(demand)} == {False}
+    assert {option.plan.spill for option in options(workload)} == {False}
     with pytest.raises(UserError, match="evaluating does not fit into"):
-        choose(demand, least - 1)
+        choose(workload, least - 1)
 
 
 def test_evaluation_needs_less_memory_than_training():
     """It has no gradients, optimizer and backward pass, but it reads a block ahead."""
-    forward = replace(DEMAND, forward=True)
-    ahead = [option.needed_bytes for option in options(DEMAND) if option.plan.blocks_ahead]
+    forward = replace(WORKLOAD, forward=True)
+    ahead = [option.needed_bytes for option in options(WORKLOAD) if option.plan.blocks_ahead]
     assert least_of(forward) < min(ahead)
     assert choose(forward, least_of(forward)).option.plan.engine == "streamed"
 
 
 def test_refusal_of_an_evaluation_names_a_limit_that_is_enough():
-    forward = replace(DEMAND, forward=True)
+    forward = replace(WORKLOAD, forward=True)
     with pytest.raises(UserError) as refused:
         choose(forward, 300 * MB)
     least = re.search(r"at least ([0-9.]+) GB is needed", str(refused.value))[1]
@@ -676,7 +677,7 @@ def test_refusal_of_an_evaluation_names_a_limit_that_is_enough():
     assert "shorten the rows (now up to 2048 tokens)" in str(refused.value)
 
 
-PAIRS = replace(DEMAND, batch_size=4, rows_per_step=8, lengths=(2048,), rows_together=2)
+PAIRS = replace(WORKLOAD, batch_size=4, rows_per_step=8, lengths=(2048,), rows_together=2)
 
 
 def test_pairs_are_split_after_everything_else_of_an_engine():
@@ -705,9 +706,9 @@ def test_a_limit_under_which_only_one_answer_fits_splits_the_pairs():
 
 
 def test_short_pairs_stay_together_under_a_plan_that_splits_long_ones():
-    demand = replace(PAIRS, lengths=(512, 1024, 2048))
+    workload = replace(PAIRS, lengths=(512, 1024, 2048))
     plan = Plan("staged", 2048)
-    assert [rows_of(demand, plan, tokens) for tokens in demand.lengths] == [4, 2, 1]
+    assert [rows_of(workload, plan, tokens) for tokens in workload.lengths] == [4, 2, 1]
 
 
 def test_measurements_may_split_pairs():
@@ -718,7 +719,7 @@ def test_measurements_may_split_pairs():
 # Completions that a step generates
 
 ROLLOUTS = replace(
-    DEMAND,
+    WORKLOAD,
     lengths=(512,),
     batch_size=1,
     rows_per_step=64,
@@ -727,40 +728,40 @@ ROLLOUTS = replace(
 
 
 @st.composite
-def generating(draw) -> Demand:
+def generating(draw) -> Workload:
     """Waves are whole groups, or whole parts of one: then a smaller one has no more prompts."""
-    demand, group = draw(demands()), draw(st.sampled_from([2, 4, 8, 16]))
+    workload, group = draw(workloads()), draw(st.sampled_from([2, 4, 8, 16]))
     sizes = RolloutSizes(
         prompt_tokens=draw(st.integers(1, 2000)),
         new_tokens=draw(st.integers(1, 2000)),
         group=group,
         rows=group * draw(st.sampled_from([1, 2, 4])),
     )
-    return replace(demand, rollouts=sizes, rows_per_step=sizes.rows)
+    return replace(workload, rollouts=sizes, rows_per_step=sizes.rows)
 
 
 @given(st.integers(1, 200))
 def test_waves_are_halved_down_to_one(rows):
-    demand = replace(ROLLOUTS, rollouts=replace(ROLLOUTS.rollouts, rows=rows))
-    waves = [wave for part in waves_of(demand) for wave in part]
+    workload = replace(ROLLOUTS, rollouts=replace(ROLLOUTS.rollouts, rows=rows))
+    waves = [wave for part in waves_of(workload) for wave in part]
     assert (waves[0], waves[-1]) == (rows, 1)
     assert all(b == a // 2 for a, b in itertools.pairwise(waves))
-    assert all(wave >= min(GOOD_WAVE, rows) for wave in waves_of(demand)[0])
-    assert all(wave < GOOD_WAVE for part in waves_of(demand)[1:] for wave in part)
+    assert all(wave >= min(GOOD_WAVE, rows) for wave in waves_of(workload)[0])
+    assert all(wave < GOOD_WAVE for part in waves_of(workload)[1:] for wave in part)
 
 
 def test_without_rollouts_there_are_no_waves():
-    assert {option.plan.wave for option in options(DEMAND)} == {0}
+    assert {option.plan.wave for option in options(WORKLOAD)} == {0}
 
 
 def test_with_enough_memory_all_completions_are_generated_together():
     assert choose(ROLLOUTS, most_of(ROLLOUTS)).option.plan == Plan("fused", 512, wave=64)
 
 
-def limits_down(demand: Demand) -> list[Plan]:
+def limits_down(workload: Workload) -> list[Plan]:
     """The plans that are chosen as the limit falls, each once."""
-    limits = sorted({option.needed_bytes for option in options(demand)}, reverse=True)
-    return list(dict.fromkeys(choose(demand, limit).option.plan for limit in limits))
+    limits = sorted({option.needed_bytes for option in options(workload)}, reverse=True)
+    return list(dict.fromkeys(choose(workload, limit).option.plan for limit in limits))
 
 
 def test_the_wave_is_as_large_as_fits():
@@ -793,9 +794,9 @@ def test_a_smaller_wave_comes_before_a_slower_engine_until_it_is_too_small():
 
 @settings(max_examples=6)
 @given(generating())
-def test_a_larger_wave_never_needs_less_memory(demand):
+def test_a_larger_wave_never_needs_less_memory(workload):
     needed: dict[Plan, dict[int, int]] = {}
-    for option in options(demand):
+    for option in options(workload):
         each = needed.setdefault(replace(option.plan, wave=0), {})
         each[option.plan.wave] = option.needed_bytes
     for each in needed.values():
@@ -805,20 +806,20 @@ def test_a_larger_wave_never_needs_less_memory(demand):
 
 @settings(max_examples=6)
 @given(generating())
-def test_the_least_limit_that_a_refusal_names_is_enough(demand):
-    least = least_of(demand)
+def test_the_least_limit_that_a_refusal_names_is_enough(workload):
+    least = least_of(workload)
     with pytest.raises(UserError) as raised:
-        choose(demand, least - 1)
+        choose(workload, least - 1)
     assert "lower --max-new-tokens" in str(raised.value)
     named = float(re.search(r"at least ([\d.]+) GB", str(raised.value))[1])
-    choose(demand, round(named * GB))
+    choose(workload, round(named * GB))
 
 
 @settings(max_examples=6)
 @given(generating(), st.data())
-def test_the_largest_phase_is_the_estimate(demand, data):
+def test_the_largest_phase_is_the_estimate(workload, data):
     """Of those that need the most at their peaks: to generate, to score, to update."""
-    option = choose(demand, data.draw(limits_for(demand))).option
+    option = choose(workload, data.draw(limits_for(workload))).option
     found = option.estimate
     assert set(found.phases) == {"generate", "update"}
     assert abs(max(found.phases.values()) - found.process_bytes) <= len(found.components)
@@ -850,19 +851,19 @@ def test_plans_that_need_the_same_activations_are_one_family():
 
 ATTENDS = MixerFacts(kind=ATTENTION, heads=32, kv_heads=8, key_dim=128, value_dim=128)
 TIMED = replace(
-    DEMAND,
+    WORKLOAD,
     facts=replace(LLAMA, float_bytes=4, kinds=(BlockFacts(LAYERS, 123 * MB, mixers=(ATTENDS,)),)),
-    speed=KNOWN,
+    process=ProcessFacts(python_bytes=200 * MB, speed=KNOWN),
 )
 
 
-def with_speed(**seconds: float) -> Demand:
-    """The demand on a machine on which some kinds of operations take another time."""
-    return replace(TIMED, speed=KnownSpeed(replace(CORE, seconds={**CORE.seconds, **seconds})))
+def with_speed(**seconds: float) -> Workload:
+    """The workload on a machine on which some kinds of operations take another time."""
+    return in_process(TIMED, speed=KnownSpeed(replace(CORE, seconds={**CORE.seconds, **seconds})))
 
 
 def test_without_a_speed_options_keep_their_order():
-    known = replace(TIMED, speed=KnownSpeed(None))
+    known = in_process(TIMED, speed=KnownSpeed(None))
     assert [option.seconds for option in options(known)] == [None] * len(options(known))
     assert options(known)[0].plan.engine == "fused"
     assert {option.plan for option in options(known)} == {o.plan for o in options(TIMED)}
@@ -893,21 +894,23 @@ def test_a_resumed_run_keeps_its_plan_although_another_is_faster():
 
 
 def test_the_front_gets_slower_as_it_gets_smaller():
-    for demand in (TIMED, DEMAND):
-        front = front_of(options(demand))
+    for workload in (TIMED, WORKLOAD):
+        front = front_of(options(workload))
         needed = [option.needed_bytes for option in front]
         assert needed == sorted(set(needed), reverse=True)
         times = [time_of(option) for option in front]
         assert times == sorted(set(times))
     found = {option.plan for option in front_of(options(TIMED))}
     assert choose(TIMED, least_of(TIMED)).option.plan in found
-    assert front_points(DEMAND) == []
+    assert front_points(WORKLOAD) == []
     assert len(front_points(TIMED)) == len(found)
 
 
 def test_why_seconds_are_not_predicted():
     assert not_predicted(TIMED) == ""
-    assert "another" in not_predicted(replace(TIMED, speed=KnownSpeed(None, "of another machine")))
+    assert "another" in not_predicted(
+        in_process(TIMED, speed=KnownSpeed(None, "of another machine"))
+    )
     packed = replace(TIMED, steps=StepSizes(unpredicted="packed"))
     assert not_predicted(packed) == "packed"
     assert options(packed)[0].seconds is None

@@ -20,13 +20,12 @@ from your_ai.data.batches import make_schedule
 from your_ai.engine.gradients import HeldGradients, gradients_in
 from your_ai.engine.scoring import ScoredTexts, scored_by_all
 from your_ai.errors import UserError
-from your_ai.memory.budget import demand_of
-from your_ai.memory.demand import RING_BYTES
+from your_ai.memory.budget import process_here
 from your_ai.memory.estimate_adapters import reduction_bytes
 from your_ai.memory.facts import BlockFacts, ModelFacts, facts_of
 from your_ai.memory.governor import MemoryAction
 from your_ai.memory.limit import MemoryLimit
-from your_ai.memory.workload import Plan, Training
+from your_ai.memory.workload import RING_BYTES, DataSizes, Plan, Training, workload_of
 from your_ai.objectives.objective import Totals
 from your_ai.run import events, host
 from your_ai.run.folder import RunFolder, create
@@ -335,10 +334,11 @@ def test_what_communication_needs_is_counted_once(
     configure, tiny_model, settings, joined, reduces, more_bytes
 ):
     facts = facts_of(tiny_model, 4)
-    found = demand_of(configure(**settings), facts, [64], joined=joined)
-    without = demand_of(configure(), facts, [64])
+    more = (facts, DataSizes(lengths=(64,)), process_here())
+    found = workload_of(configure(**settings), *more, joined=joined)
+    without = workload_of(configure(), *more)
     assert found.reduces == reduces
-    assert found.python_bytes - without.python_bytes == more_bytes
+    assert found.process.python_bytes - without.process.python_bytes == more_bytes
 
 
 @pytest.mark.parametrize(

@@ -20,14 +20,15 @@ from tests.conftest import (
     with_functions,
     write_rows,
 )
-from your_ai.memory import budget, governor, plan, probe
+from your_ai.memory import governor, plan, probe
 from your_ai.memory.governor import KINDS, LARGE, MemoryAction, Observation, Watch
 from your_ai.memory.probe import Highest
 from your_ai.memory.sample import MemorySample
+from your_ai.memory.workload import Workload
 from your_ai.run import events, folder
 from your_ai.run.events import EventLog
 from your_ai.run.folder import RunFolder
-from your_ai.training import memory_actions, prepare, steps
+from your_ai.training import memory_actions, planned, prepare, steps
 from your_ai.training.memory_actions import Governor, Replan, action_event
 
 pytestmark = pytest.mark.memory
@@ -183,7 +184,7 @@ def test_policy_receives_the_latest_readings(governed, decided):
     (observation,) = seen
     assert (observation.step, observation.sample) == (5, SAMPLE)
     assert observation.highest_process_bytes == 350 * MB
-    assert observation.baseline_bytes == made.governor.trainer.budget.demand.python_bytes
+    assert observation.baseline_bytes == made.governor.trainer.budget.workload.process.python_bytes
     assert observation.kept_bytes == 0
 
 
@@ -536,24 +537,25 @@ def shapes(monkeypatch) -> list[tuple[int, int]]:
 
 
 def test_small_limit_splits_long_batches_and_drops_no_row(uneven, shapes, monkeypatch):
-    demands: list[plan.Demand] = []
-    demand_of = budget.demand_of
+    workloads: list[Workload] = []
+    planned_for = planned.workload_of
 
-    def watched(*args: Any, **options: Any) -> plan.Demand:
-        """Keep python_bytes constant, since it varies."""
-        found = demand_of(*args, **options)
-        held = {} if not demands else {"python_bytes": demands[-1].python_bytes}
-        demands.append(dataclasses.replace(found, **held))
-        return demands[-1]
+    def watched(*args: Any, **options: Any) -> Workload:
+        """Keep what is known of the process constant, since it varies."""
+        found = planned_for(*args, **options)
+        if workloads:
+            found = dataclasses.replace(found, process=workloads[-1].process)
+        workloads.append(found)
+        return found
 
-    monkeypatch.setattr(budget, "demand_of", watched)
+    monkeypatch.setattr(planned, "workload_of", watched)
     whole = train(uneven(run="whole", plan="staged"))
     (short, most), (long, longest) = sorted(set(shapes), key=lambda shape: shape[1])
     assert (short, long) == (8, 8)
     assert longest >= 10 * most
     shapes.clear()
 
-    found = [option for option in plan.options(demands[0]) if not option.plan.spill]
+    found = [option for option in plan.options(workloads[0]) if not option.plan.spill]
     needed = {option.plan.rows(longest, 8): option.needed_bytes for option in found}
     limit = (needed[1] + needed[2]) / 2 / 1e9
     run = train(uneven(plan="staged", max_memory=limit, reload_at=1.0, clear_cache_every=0))

@@ -16,8 +16,9 @@ from your_ai.doctor.shapes import SHAPES
 from your_ai.errors import UserError
 from your_ai.hub.registry import known
 from your_ai.memory.budget import process_here
-from your_ai.memory.demand import SCORED_FIRST, Budget, demand_of
 from your_ai.memory.facts import facts_of
+from your_ai.memory.plan import Budget
+from your_ai.memory.workload import SCORED_FIRST, DataSizes, workload_of
 from your_ai.objectives.chosen import objective_of
 from your_ai.training import plan_without_files
 from your_ai.training.plan_without_files import planned_run
@@ -79,11 +80,11 @@ def test_rows_of_the_data_count_as_the_longest(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
     notes: list[str] = []
     settings = {"model": "llama-1b", "data": str(tmp_path), "max_seq_length": 512}
-    assert planned(notes, **settings).demand.lengths == (512,)
+    assert planned(notes, **settings).workload.lengths == (512,)
     assert notes[1] == (
         "the data is not read for such a plan: rows count as --max-seq-length 512 tokens"
     )
-    assert planned(notes := [], seq_len=64, **settings).demand.lengths == (64,)
+    assert planned(notes := [], seq_len=64, **settings).workload.lengths == (64,)
     assert len(notes) == 1
 
 
@@ -93,7 +94,7 @@ def test_a_plan_for_another_mac_has_its_limit(memory_gb):
     config = TrainConfig(model="qwen3-4b", run="r")
     budget = planned_run(config, None, notes.append, memory_gb)
     assert budget.limit == room_of(memory_gb).limit
-    assert budget.demand.facts.float_bytes == 2
+    assert budget.workload.facts.float_bytes == 2
     assert notes[0] == f"planned for an idle Mac with {memory_gb} GB; nothing was measured there"
 
 
@@ -143,10 +144,11 @@ def test_a_config_alone_gives_the_plan_of_the_model(tmp_path, bits, monkeypatch)
     (alone / "config.json").write_bytes((folder / "config.json").read_bytes())
     for name in (alone, alone / "config.json"):
         notes: list[str] = []
-        found = planned(notes, model=str(name), seq_len=64).demand
+        found = planned(notes, model=str(name), seq_len=64).workload
         assert "only the config is here" in notes[0]
         config = TrainConfig(model=str(folder), max_memory=500.0, force=True)
-        here = demand_of(config, facts_of(folder, 4), [64], process_here())
+        data = DataSizes(lengths=(64,))
+        here = workload_of(config, facts_of(folder, 4), data, process_here())
         assert replace(found.facts, disk_bytes=0) == replace(here.facts, disk_bytes=0)
         assert found.training == here.training
 

@@ -18,7 +18,7 @@ import pytest
 from tests.budget import LEAST
 from tests.conftest import TINY, chat, events_of, make_model, train, write_rows
 from tests.fault.processes import call
-from tests.memory.test_plan import DEMAND
+from tests.memory.test_plan import WORKLOAD
 from your_ai.memory import budget, probe
 from your_ai.memory.estimate import Estimate
 from your_ai.memory.limit import MachineMemory
@@ -346,6 +346,6 @@ def test_limit_named_in_a_refusal_includes_quantizing_the_model(tmp_path, data_f
 
 def test_a_soft_run_keeps_nothing_in_files():
     option = Option(Plan("streamed", 64), Estimate({}), 1.0, 0)
-    assert disk_bytes(DEMAND, option, 64) > 0
-    soft = replace(DEMAND, soft=RolloutSizes(8, 8, 1, 4))
+    assert disk_bytes(WORKLOAD, option, 64) > 0
+    soft = replace(WORKLOAD, soft=RolloutSizes(8, 8, 1, 4))
     assert disk_bytes(soft, option, 64) == 0

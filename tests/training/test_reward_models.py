@@ -313,7 +313,7 @@ def test_a_reward_model_of_another_base_reads_the_texts(rated, rewarded, own_fol
     (folder := own_folder / "p").mkdir()
     prepared = prepared_of(rewarded(), folder)
     assert prepared.beside.sharing(prepared.job) == ()
-    (sizes,) = prepared.budget.demand.reward_models
+    (sizes,) = prepared.budget.workload.reward_models
     assert sizes.facts is not None
     components = prepared.budget.choice.option.estimate.components
     assert components["reward models"] > sizes.facts.weights_bytes

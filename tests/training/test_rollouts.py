@@ -199,7 +199,7 @@ def test_a_smaller_limit_makes_smaller_waves_and_changes_no_token(rewarded, monk
         return genuine(model, cache, wave, *rest)
 
     monkeypatch.setattr(generation, "run_wave", counted)
-    monkeypatch.setattr("your_ai.memory.plan.waves_of", lambda demand: [[2]])
+    monkeypatch.setattr("your_ai.memory.plan.waves_of", lambda workload: [[2]])
     small = train(rewarded(run="small"))
     assert set(found) == {2}
     assert adapter_of(small) == adapter_of(whole)

@@ -189,11 +189,11 @@ def plan(
         folder = weights_of(shape, None, 4 if bits is None else bits, dtype, echo_note)
         budget = planned_budget(settings, folder, seq_len, echo_note)
     if longest:
-        rows = preview.longest_shown(budget.demand, max_memory)
+        rows = preview.longest_shown(budget.workload, max_memory)
         if as_json:
-            echo_json(preview.longest_as_json(budget.demand, rows))
+            echo_json(preview.longest_as_json(budget.workload, rows))
         else:
-            open_console().print(preview.longest_table(budget.demand, rows))
+            open_console().print(preview.longest_table(budget.workload, rows))
     elif as_json:
         echo_json(preview.front_json(budget) if front else preview.as_json(budget))
     else:

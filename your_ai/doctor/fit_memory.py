@@ -18,7 +18,7 @@ from your_ai.memory.estimate import estimate
 from your_ai.memory.estimate_tiles import is_tiled
 from your_ai.memory.facts import BlockFacts, ModelFacts
 from your_ai.memory.mixer_facts import MixerFacts
-from your_ai.memory.workload import NOTHING, Kept, Plan, Training, Workload
+from your_ai.memory.workload import NOTHING, Kept, Plan, ProcessFacts, Training, Workload
 
 # The tables that measured peaks can decide, by the engine and kind of the peaks that need them.
 FITTED: dict[tuple[str, str], tuple[str, ...]] = {
@@ -67,7 +67,7 @@ def estimated_bytes(peak: Peak, coefficients: Coefficients) -> int:
         facts=peak.facts,
         training=peak.training,
         forward=peak.kind == "evaluation",
-        coefficients=coefficients,
+        process=ProcessFacts(coefficients=coefficients),
     )
     plan = Plan(peak.engine, peak.rows * peak.tokens, kept=peak.kept)
     only = peak.kind == "gradients"

@@ -15,11 +15,11 @@ from your_ai.doctor.machine import read_machine
 from your_ai.doctor.recommend import (
     USUAL,
     MachineRoom,
-    demands,
     first_that_fits,
     recommend,
     room_here,
     tier_of,
+    workloads,
 )
 from your_ai.errors import UserError
 from your_ai.files import packaged
@@ -127,11 +127,11 @@ def fit_of_folder(folder: Path, room: MachineRoom) -> str | None:
     if not facts.blocks or not facts.linears:
         return None
     limit_bytes = room.limit.limit_bytes
-    found = first_that_fits(demands(facts, USUAL, room), limit_bytes)
+    found = first_that_fits(workloads(facts, USUAL, room), limit_bytes)
     if found is None:
         return WORDS[""]
-    demand, _ = found
-    return WORDS[tier_of(demand, limit_bytes) or USUAL.name]
+    workload, _ = found
+    return WORDS[tier_of(workload, limit_bytes) or USUAL.name]
 
 
 def as_json(found: Sequence[ModelRow]) -> list[dict[str, Any]]:

@@ -37,18 +37,17 @@ from your_ai.errors import RunError, UserError
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.generation.rollouts import RolloutPrompt, complete, sampler_of
 from your_ai.memory import allocator
-from your_ai.memory.budget import budget_of, demand_of
+from your_ai.memory.budget import budget_of, process_here
 from your_ai.memory.estimate_kept import everything
 from your_ai.memory.facts import facts_of
 from your_ai.memory.plan import (
     MEASURED_MARGIN,
-    Demand,
     Option,
     estimate_rows,
     fastest,
     rows_of,
 )
-from your_ai.memory.workload import NOTHING, Plan
+from your_ai.memory.workload import NOTHING, DataSizes, Plan, Workload, workload_of
 from your_ai.nets import model
 from your_ai.objectives.chosen import needs_reference, objective_of
 from your_ai.objectives.grpo import advantages_of, completion_weights
@@ -225,25 +224,23 @@ def prepare_ours(contest: Contest, contender: str, beside: Steps | None = None) 
     size = contest.rows * contest.seq_len
     wanted = Plan(plan, size, spill, wave, kept, resident, blocks_ahead)
     prompt_tokens = contest.seq_len + 1 - contest.targets if is_grpo else 0
+    facts = facts_of(opened.folder, opened.dtype.size)
+    sizes = DataSizes(lengths=(contest.seq_len,), prompt_tokens=prompt_tokens)
     if plan == "auto" or contest.max_memory is not None:
         asked = dataclasses.replace(contest.train_config(plan), spill=spill)
-        budget = budget_of(
-            asked, opened.folder, opened.dtype, [contest.seq_len], prompt_tokens=prompt_tokens
-        )
+        workload = workload_of(asked, facts, sizes, process_here())
+        budget = budget_of(asked, workload, opened.dtype)
         chosen = budget.choice.option
         wanted, estimate = chosen.plan, chosen.estimate
         rows_at: RowsAt = partial(wanted.rows, batch_size=contest.rows)
         allocator.set_limits(budget.limit.limit_bytes, chosen.needed_bytes, estimate.beside_bytes)
     else:
-        facts = facts_of(opened.folder, opened.dtype.size)
-        demand = demand_of(
-            config, facts, [contest.seq_len],
-            can_stream=opened.can_stream, prompt_tokens=prompt_tokens,
-        )  # fmt: skip
+        workload = workload_of(config, facts, sizes, process_here(), can_stream=opened.can_stream)
         room = mlx_room(contender)
         if room is not None:
-            wanted = fastest_within(dataclasses.replace(demand, batch_size=contest.rows), room).plan
-        estimate = estimate_rows(demand, wanted, contest.rows, contest.seq_len)
+            workload = dataclasses.replace(workload, batch_size=contest.rows)
+            wanted = fastest_within(workload, room).plan
+        estimate = estimate_rows(workload, wanted, contest.rows, contest.seq_len)
         rows_at = lambda _: contest.rows  # noqa: E731
     temporary = Path(tempfile.gettempdir())
     built = build_engine(
@@ -284,16 +281,16 @@ def prepare_ours(contest: Contest, contender: str, beside: Steps | None = None) 
     return PreparedSteps(*ready, updates)
 
 
-def fastest_within(demand: Demand, mlx_bytes: int) -> Option:
+def fastest_within(workload: Workload, mlx_bytes: int) -> Option:
     """The fastest plan for whole batches whose estimated MLX peak is at most `mlx_bytes`. Raises
     UserError if there is none."""
 
     def fits(option: Option) -> bool:
         found = option.estimate
-        whole = rows_of(demand, option.plan, max(demand.lengths)) == demand.batch_size
+        whole = rows_of(workload, option.plan, max(workload.lengths)) == workload.batch_size
         return whole and found.mlx_bytes + MEASURED_MARGIN * found.work_bytes <= mlx_bytes
 
-    found = fastest(demand, fits)
+    found = fastest(workload, fits)
     if found is None:
         raise UserError(f"--plan auto{MLX_ROOM}{mlx_bytes / 1e9:g}: no plan fits; name more GB")
     return found

@@ -24,12 +24,20 @@ from your_ai.errors import UserError
 from your_ai.gates.text import counted, size_text
 from your_ai.hub.registry import Known, known
 from your_ai.memory import limit as limits
-from your_ai.memory.demand import PYTHON_BYTES, SCORED_FIRST, WHOLE
 from your_ai.memory.facts import ModelFacts, facts_of_known
 from your_ai.memory.limit import MemoryLimit
-from your_ai.memory.plan import Choice, Demand, DoesNotFit, choose, options
+from your_ai.memory.plan import Choice, DoesNotFit, choose, options
 from your_ai.memory.speed import UNKNOWN, KnownSpeed
-from your_ai.memory.workload import StepSizes, Training, words
+from your_ai.memory.workload import (
+    PYTHON_BYTES,
+    SCORED_FIRST,
+    WHOLE,
+    ProcessFacts,
+    StepSizes,
+    Training,
+    Workload,
+    words,
+)
 
 DATA = "my-data/"
 COMFORT_SHARE = 0.9  # of the limit, because estimates for an unmeasured device are rough
@@ -155,18 +163,19 @@ def of_model(model: Known, room: MachineRoom, objective: str) -> Iterator[Recomm
             yield long
 
 
-def demands(
+def workloads(
     facts: ModelFacts, profile: Profile, room: MachineRoom, model: Known | None = None
-) -> Iterator[Demand]:
-    """The demands of runs with each size of adapters that `train` would try, the largest first.
+) -> Iterator[Workload]:
+    """The workloads of runs with each size of adapters that `train` would try, the largest first.
 
     model: the model, if it is known.
     """
     seq_len = profile.seq_len if model is None else min(profile.seq_len, model.context)
     is_whole = model is not None and model.model_type in WHOLE
     config = TrainConfig()
+    process = ProcessFacts(python_bytes=PYTHON_BYTES, sliced=room.sliced, speed=room.speed)
     for rank, blocks in defaults.adapters(config, facts.blocks):
-        yield Demand(
+        yield Workload(
             facts=facts,
             training=Training(
                 blocks=blocks,
@@ -179,18 +188,16 @@ def demands(
             batch_size=profile.batch * profile.texts_together,
             rows_per_step=profile.batch * profile.texts_together,
             rows_together=profile.texts_together,
-            python_bytes=PYTHON_BYTES,
-            sliced=room.sliced,
             steps=StepSizes(on_cpu=room.sliced),
-            speed=room.speed,
+            process=process,
         )
 
 
-def first_that_fits(wanted: Iterable[Demand], limit_bytes: int) -> tuple[Demand, Choice] | None:
-    """The first demand that fits under any plan, with its plan; None if none does."""
-    for demand in wanted:
+def first_that_fits(wanted: Iterable[Workload], limit_bytes: int) -> tuple[Workload, Choice] | None:
+    """The first workload that fits under any plan, with its plan; None if none does."""
+    for workload in wanted:
         with contextlib.suppress(DoesNotFit):
-            return demand, choose(demand, limit_bytes)
+            return workload, choose(workload, limit_bytes)
     return None
 
 
@@ -199,14 +206,14 @@ def planned(
 ) -> Recommendation | None:
     """The recommendation for a model with this profile; None if it does not fit."""
     limit_bytes = room.limit.limit_bytes
-    found = first_that_fits(demands(facts, profile, room, model), limit_bytes)
+    found = first_that_fits(workloads(facts, profile, room, model), limit_bytes)
     if found is None:
         return None
-    demand, choice = found
-    training, (seq_len,) = demand.training, demand.lengths
+    workload, choice = found
+    training, (seq_len,) = workload.training, workload.lengths
     return Recommendation(
         known=model,
-        tier=tier_of(demand, limit_bytes) or profile.name,
+        tier=tier_of(workload, limit_bytes) or profile.name,
         rank=training.rank,
         layers=training.blocks,
         targets=training.targets,
@@ -221,12 +228,12 @@ def planned(
     )
 
 
-def tier_of(demand: Demand, limit_bytes: int) -> str:
+def tier_of(workload: Workload, limit_bytes: int) -> str:
     """light, slow or tight; empty if all fits into memory with room to spare."""
-    full = (defaults.RANKS[0], demand.facts.blocks)
-    if (demand.training.rank, demand.training.blocks) != full:
+    full = (defaults.RANKS[0], workload.facts.blocks)
+    if (workload.training.rank, workload.training.blocks) != full:
         return "light"
-    whole = [o for o in options(demand) if o.plan.engine != "streamed" and not o.plan.spill]
+    whole = [o for o in options(workload) if o.plan.engine != "streamed" and not o.plan.spill]
     least = min(option.needed_bytes for option in whole)
     if least > limit_bytes:
         return "slow"

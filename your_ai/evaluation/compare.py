@@ -42,8 +42,7 @@ from your_ai.generation.samples import MOST_TOGETHER, sampled
 from your_ai.hub.find import fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import budget_of_evaluation, row_limit
-from your_ai.memory.demand import Budget
-from your_ai.memory.plan import choose
+from your_ai.memory.plan import Budget, choose
 from your_ai.memory.workload import RolloutSizes, Training, words
 from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.nets import model, saved_adapter
@@ -176,13 +175,14 @@ def compare(
     hold(budget)
     untrained = put_new_layers(network, run.adapter)
     if is_reward:
-        saved_adapter.put_trained_score_head(network, run.adapter, budget.demand.facts.hidden)
+        saved_adapter.put_trained_score_head(network, run.adapter, budget.workload.facts.hidden)
     engine = budget.choice.option.plan.engine
     built = build_engine(network, model.DropoutKeys([None]), engine, tensors=opened.tensors)
     allocator.free()
     if built.plan != engine:  # the model cannot be split into parts: check that it still fits
-        demand = replace(budget.demand, engine=built.plan)
-        budget = replace(budget, demand=demand, choice=choose(demand, budget.limit.limit_bytes))
+        workload = replace(budget.workload, engine=built.plan)
+        choice = choose(workload, budget.limit.limit_bytes)
+        budget = replace(budget, workload=workload, choice=choice)
         hold(budget)
     plan = budget.choice.option.plan
     rows_at = partial(plan.rows, batch_size=request.batch_size)
@@ -194,7 +194,7 @@ def compare(
     saved_adapter.set_arrays(network, run.adapter)
     adapter = yield from measured("adapter", ready, rows, request)
     notes = (*budget.limit.notices, cut_text(rows, config), start_text(config, started))
-    text = words(plan, max(budget.demand.lengths))
+    text = words(plan, max(budget.workload.lengths))
     name = None if request.metric is None else request.metric.name
     notes = tuple(filter(None, notes))
     found = Comparison(rows, base, adapter, name, leaked, text, notes, started)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
@@ -17,27 +16,28 @@ from your_ai.config import REWARD, TrainConfig
 from your_ai.data.lines import RowLimit
 from your_ai.errors import UserError
 from your_ai.hub.find import store
-from your_ai.memory import allocator, demand, probe
+from your_ai.memory import allocator, probe
 from your_ai.memory import calibration as measurements
-from your_ai.memory.buffers import NO_LIMIT, BufferLimit, of_wave
+from your_ai.memory.buffers import allowed, of_wave
 from your_ai.memory.calibration import Calibration, Measurement
 from your_ai.memory.coefficients import FILE, Coefficients, for_machine
-from your_ai.memory.demand import Budget, ProcessFacts
 from your_ai.memory.estimate import weights_bytes
 from your_ai.memory.estimate_generation import generation_bytes, rollout_phases, wave_sizes
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.limit import MemoryLimit, find_limit, rounded_up
-from your_ai.memory.plan import Demand, choose
+from your_ai.memory.plan import Budget, choose, largest_that_fits
 from your_ai.memory.sample import in_gb
 from your_ai.memory.speed import FILE as SPEED_FILE
-from your_ai.memory.speed import KnownSpeed, known_speed
+from your_ai.memory.speed import UNKNOWN, KnownSpeed, known_speed
 from your_ai.memory.workload import (
+    UNLIMITED,
     Kept,
     Plan,
-    RewardModelSizes,
+    ProcessFacts,
     RolloutSizes,
-    StepSizes,
     Training,
+    Workload,
+    with_calibration,
 )
 from your_ai.nets.attention import METAL_VJP
 from your_ai.nets.numerics import mlx_version
@@ -93,27 +93,15 @@ def row_limit(max_row_bytes: int, max_memory_gb: float | None, force: bool = Fal
     return RowLimit(max_row_bytes, limit - (probe.process_bytes() or 0))
 
 
-def demand_of(
-    config: TrainConfig, facts: ModelFacts, lengths: Sequence[int], **more: Any
-) -> Demand:
-    """The demand of a training run in this process; arguments as of `demand.demand_of`."""
-    return demand.demand_of(config, facts, lengths, process_here(), **more)
-
-
 def process_here() -> ProcessFacts:
     return ProcessFacts(
         python_bytes=python_bytes(),
         sliced=mx.default_device().type == mx.cpu,
         coefficients=coefficients_here(),
         speed=speed_here(),
-        buffers=buffers_here(),
+        most_buffers=probe.most_buffers() or UNLIMITED,
+        mixes_whole=mlx_version() >= METAL_VJP,
     )
-
-
-def buffers_here() -> BufferLimit:
-    """How many buffers this process may hold."""
-    most = probe.most_buffers()
-    return BufferLimit(most=most, mixes_whole=mlx_version() >= METAL_VJP) if most else NO_LIMIT
 
 
 def plan_of(event: events.Planned) -> Plan:
@@ -125,68 +113,41 @@ def plan_of(event: events.Planned) -> Plan:
 
 def budget_of(
     config: TrainConfig,
-    folder: Path,
+    workload: Workload,
     dtype: mx.Dtype,
-    lengths: Sequence[int],
     level: int = 0,
     past: PriorPlans | None = None,
-    *,
-    can_stream: bool = True,
-    prefix_tokens: int = 0,
-    prefix_texts: int = 0,
-    answer_tokens: int = 0,
-    prompt_tokens: int = 0,
-    before_bytes: int = 0,
-    reward_models: tuple[RewardModelSizes, ...] = (),
-    steps: StepSizes | None = None,
-    joined: bool = False,
 ) -> Budget:
-    """The budget of a run of the model in `folder`, with the largest adapters that fit.
+    """The budget of a run, with the largest adapters that fit.
 
-    Where rank or blocks are automatic, `training` of its demand has those that were chosen. Every
+    Where rank or blocks are automatic, `training` of its workload has those that were chosen. Every
     plan is tried before smaller adapters: a plan costs time, but does not change what is learned.
 
-    past: earlier plan and measurements of the run, if it is resumed.
-    The other arguments are as in `demand_of` and `choose`. Raises DoesNotFit if nothing fits.
+    past: earlier plan and measurements of the run, if it is resumed. level: as in `choose`.
+    Raises DoesNotFit if nothing fits.
     """
     past = past or PriorPlans()
     limit = limit_of(config.max_memory, config.force, config.processes)
-    facts = facts_of(folder, dtype.size, config.quantize)
 
-    def budget_with(adapters: tuple[int, int]) -> Budget:
-        asked = demand_of(
-            config,
-            facts,
-            lengths,
-            can_stream=can_stream,
-            prefix_tokens=prefix_tokens,
-            prefix_texts=prefix_texts,
-            answer_tokens=answer_tokens,
-            prompt_tokens=prompt_tokens,
-            before_bytes=before_bytes,
-            reward_models=reward_models,
-            steps=steps,
-            joined=joined,
-            adapters=adapters,
-        )
+    def budget_with(asked: Workload) -> Budget:
         path = measurements.file_of(store() / "measured", measured_key(config, asked, dtype))
         known = () if past.begun else measurements.read(path).measurements
         every = tuple(dict.fromkeys((*known, *past.measurements)))
-        asked = replace(asked, calibration=Calibration(every))
+        asked = with_calibration(asked, Calibration(every))
         choice = choose(asked, limit.limit_bytes, level, past.plan)
         return Budget(limit, asked, choice, path, past.begun and choice.option.plan == past.plan)
 
-    return demand.largest_that_fits(config, facts.blocks, budget_with)
+    return largest_that_fits(config, workload, budget_with)
 
 
-def measured_key(config: TrainConfig, demand: Demand, dtype: mx.Dtype) -> list[str]:
+def measured_key(config: TrainConfig, workload: Workload, dtype: mx.Dtype) -> list[str]:
     """Everything that activation memory depends on, except the shape and the engine."""
-    facts = replace(demand.facts, disk_bytes=0)
-    training = replace(demand.training, optimizer="adamw")  # does not affect activations
+    facts = replace(workload.facts, disk_bytes=0)
+    training = replace(workload.training, optimizer="adamw")  # does not affect activations
     settings = (config.packing, config.prefix_cache, config.lora_dropout > 0)
     noise = ["neftune"] * (config.neftune_alpha > 0)
     head = ["score head"] * (config.objective == REWARD)
-    parts = (demand.coefficients, dtype, facts, training, *settings, *noise, *head)
+    parts = (workload.process.coefficients, dtype, facts, training, *settings, *noise, *head)
     return [*machine_key(), *map(str, parts)]
 
 
@@ -244,10 +205,10 @@ def budget_of_evaluation(
 
     training: describes the adapter on the model. answers: those that are generated, if any are.
     score_head: whether it is a reward model.
-    The other arguments are as in `demand_of`. Raises UserError if nothing fits.
+    The other arguments are as in `workload_of`. Raises UserError if nothing fits.
     """
     limit = limit_of(max_memory_gb)
-    demand = Demand(
+    workload = Workload(
         facts=facts_of(folder, dtype.size),
         training=training,
         lengths=tuple(sorted(set(lengths))),
@@ -255,15 +216,12 @@ def budget_of_evaluation(
         rows_per_step=batch_size,
         engine=engine,
         can_stream=can_stream,
-        python_bytes=python_bytes(),
         rollouts=answers,
         forward=True,
         score_head=score_head,
-        sliced=mx.default_device().type == mx.cpu,
-        coefficients=coefficients_here(),
-        buffers=buffers_here(),
+        process=replace(process_here(), speed=UNKNOWN),
     )
-    return Budget(limit, demand, choose(demand, limit.limit_bytes))
+    return Budget(limit, workload, choose(workload, limit.limit_bytes))
 
 
 def limit_generation(
@@ -314,7 +272,7 @@ def plan_waves(
     None: as much as the machine has; if one row does not fit, it is tried all the same.
     """
     limit, coefficients = limit_of(max_memory_gb).limit_bytes, coefficients_here()
-    most = buffers_here().allowed
+    most = allowed(probe.most_buffers() or UNLIMITED)
     of_weights = {False: facts.weights_bytes}
     if can_stream:
         of_weights[True] = weights_bytes(facts, "streamed", coefficients=coefficients)

@@ -13,9 +13,7 @@ in graphs of MLX 0.32.4, and tests/memory/test_buffers.py counts them again.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from dataclasses import dataclass
 
 from your_ai.memory.estimate_adapters import OPTIMIZER_STATES, arrays_of
 from your_ai.memory.estimate_generation import prompts_of_wave
@@ -37,32 +35,18 @@ OF_OTHER_CHUNK = 90
 FORWARD = 0.65  # the same of a graph without its backward pass
 
 
-@dataclass(frozen=True, kw_only=True)
-class BufferLimit:
-    """How many buffers a process may hold, and what decides how many it does beside its plan."""
-
-    most: int = sys.maxsize
-    texts: int = 0
-    """Texts of a prefix cache in memory."""
-    mixes_whole: bool = False
-    """Whether attention without a window and the gated delta rule train by operations of MLX, and
-    not in slices."""
-
-    @property
-    def allowed(self) -> int:
-        return int(ALLOWED * self.most)
+def allowed(most_buffers: int) -> int:
+    """The buffers that plans may use, of those that a process may hold."""
+    return int(ALLOWED * most_buffers)
 
 
-NO_LIMIT = BufferLimit()
-
-
-def most_held(workload: Workload, plan: Plan, rows: int, tokens: int, limit: BufferLimit) -> int:
+def most_held(workload: Workload, plan: Plan, rows: int, tokens: int) -> int:
     """The buffers that a process holds at once under a plan, at most, for micro-batches of (B, T)
     or shorter ones."""
     facts, sizes = workload.facts, workload.rollouts
     kept = OF_BLOCK * sum(plan.kept) + facts.blocks
-    held = limit.texts + of_model(workload) * (1 + len(workload.reward_models)) + kept
-    tracing = of_tracing(workload, plan, rows, tokens, limit.mixes_whole)
+    held = workload.prefix_texts + of_model(workload) * (1 + len(workload.reward_models)) + kept
+    tracing = of_tracing(workload, plan, rows, tokens)
     return held + max(tracing, of_wave(facts, sizes, plan.wave) if sizes else 0)
 
 
@@ -84,9 +68,10 @@ def of_wave(facts: ModelFacts, sizes: RolloutSizes, wave: int) -> int:
     return CACHED * facts.blocks * (prompts_of_wave(wave, sizes.group) + 2)
 
 
-def of_tracing(workload: Workload, plan: Plan, rows: int, tokens: int, mixes_whole: bool) -> int:
+def of_tracing(workload: Workload, plan: Plan, rows: int, tokens: int) -> int:
     """The constants of the largest graph: of all blocks, or of one."""
     facts, whole = workload.facts, plan.engine == "fused" and workload.soft is None
+    mixes_whole = workload.process.mixes_whole and not workload.packed
     if whole:  # some of its attention is lean, too
         queries = query_blocks(facts, "staged", rows, tokens)
     else:
@@ -110,12 +95,12 @@ def of_tracing(workload: Workload, plan: Plan, rows: int, tokens: int, mixes_who
     return int(sum(of_kinds[kind] * share for kind, share in shares.items()))
 
 
-def too_many(limit: BufferLimit, least: int) -> str:
+def too_many(workload: Workload, least: int) -> str:
     """The error if every plan holds more; least: of all plans."""
     advice = "shorten the rows (--max-seq-length), or adapt less (--lora-layers)"
-    if limit.texts > least // 2:
+    if workload.prefix_texts > least // 2:
         advice = "use --prefix-cache disk"
     return (
         f"every plan needs {least:,} of MLX's buffers or more, and Metal allows a process "
-        f"{limit.most:,}; {advice}"
+        f"{workload.process.most_buffers:,}; {advice}"
     )

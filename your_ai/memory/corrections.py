@@ -12,7 +12,6 @@ from your_ai.memory.estimate import Estimate
 from your_ai.memory.estimate_kept import at_rung, highest, rung_of
 from your_ai.memory.limit import headroom_bytes, with_headroom
 from your_ai.memory.plan import (
-    Demand,
     estimate_rows,
     largest,
     margin_of,
@@ -20,7 +19,7 @@ from your_ai.memory.plan import (
     rows_of,
     with_margin,
 )
-from your_ai.memory.workload import NOTHING, Kept, Plan
+from your_ai.memory.workload import NOTHING, Kept, Plan, Workload
 
 
 @dataclass
@@ -30,7 +29,7 @@ class Corrections:
     A bucket without a measurement uses the largest ratio of all others, at least 1.
     """
 
-    demand: Demand
+    workload: Workload
     plan: Plan
     limit_bytes: int
     ratios: dict[int, float] = field(default_factory=dict)
@@ -40,7 +39,7 @@ class Corrections:
     """What `kept` found, by its arguments and the ratio."""
 
     def __post_init__(self) -> None:
-        self.room_bytes = self.room_bytes or with_margin(largest(self.demand, self.plan))
+        self.room_bytes = self.room_bytes or with_margin(largest(self.workload, self.plan))
 
     @property
     def most_bytes(self) -> int:
@@ -65,7 +64,7 @@ class Corrections:
 
         Whole groups, or less than a group if not even that fits.
         """
-        rows, together = rows_of(self.demand, self.plan, tokens), self.demand.rows_together
+        rows, together = rows_of(self.workload, self.plan, tokens), self.workload.rows_together
         while rows > 1 and self.expected_bytes(rows, tokens) > self.most_bytes:
             rows -= together if rows > together else 1
         return rows
@@ -74,7 +73,7 @@ class Corrections:
         """What blocks keep of such a micro-batch: what the plan says, or more if rows are shorter
         than the longest, or less if it would exceed the limit."""
         plan = self.plan
-        if not may_keep(self.demand, plan):
+        if not may_keep(self.workload, plan):
             return NOTHING
         key = (rows, tokens, self.ratio(tokens))
         if key not in self._kept:
@@ -82,7 +81,7 @@ class Corrections:
         return self._kept[key]
 
     def _most_kept(self, rows: int, tokens: int) -> Kept:
-        blocks, planned = self.demand.training.blocks, self.plan.kept
+        blocks, planned = self.workload.training.blocks, self.plan.kept
 
         def at(rung: int) -> Kept:
             return planned if rung == rung_of(planned) else at_rung(blocks, rung)
@@ -92,7 +91,7 @@ class Corrections:
             if rung <= rung_of(planned) or expected > self.most_bytes:
                 return expected <= self.most_bytes
             # Both sides count this process without a model, so that it may differ after a resume.
-            margin = margin_of(self.demand) * self._estimate(rows, tokens, at(rung)).work_bytes
+            margin = margin_of(self.workload) * self._estimate(rows, tokens, at(rung)).work_bytes
             return max(expected + margin, with_headroom(expected)) <= self.room_bytes
 
         # A little more kept may need more memory than much more, whose backward pass needs less.
@@ -113,4 +112,4 @@ class Corrections:
         return int(found.process_bytes + excess)
 
     def _estimate(self, rows: int, tokens: int, kept: Kept) -> Estimate:
-        return estimate_rows(self.demand, replace(self.plan, kept=kept), rows, tokens)
+        return estimate_rows(self.workload, replace(self.plan, kept=kept), rows, tokens)

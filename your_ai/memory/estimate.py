@@ -116,17 +116,22 @@ def estimate(
 
     micro_batches: per step. If there is more than one, their gradients are summed.
     work_ratio: measured transient activations on this machine, relative to the coefficients.
-    gradients_only: leave out the update and the samples.
+    gradients_only: leave out the update, the samples and the prefix cache.
     """
     facts, training, forward = workload.facts, workload.training, workload.forward
-    adapters = adapter_bytes(facts, training)
+    adapters, coefficients = adapter_bytes(facts, training), workload.process.coefficients
     held = {
         "weights": weights_bytes(
-            facts, plan.engine, forward, workload.coefficients, plan.resident, plan.blocks_ahead
+            workload.loaded,
+            plan.engine,
+            forward,
+            coefficients,
+            plan.resident,
+            plan.blocks_ahead,
         ),
         "adapters": adapters + norms_bytes(facts, training),
         "optimizer": 0 if forward or plan.states_on_disk else optimizer_bytes(facts, training),
-        "prefix cache": workload.prefix_bytes,
+        "prefix cache": 0 if gradients_only else workload.prefix_bytes,
     }
     if workload.reward_models:
         held["reward models"] = reward_model_bytes(workload, plan.engine)
@@ -159,11 +164,11 @@ def estimate(
     if training.dora:
         phases.append({"norms": DORA_NORMS_BYTES})
     if workload.answer_tokens and not gradients_only:
-        answer = generation_bytes(facts, workload.answer_tokens, workload.coefficients)
+        answer = generation_bytes(facts, workload.answer_tokens, coefficients)
         phases.append({"block work": answer})
     generating = []
     if workload.rollouts is not None and not gradients_only:
-        generating = rollout_phases(facts, workload.rollouts, plan.wave, workload.coefficients)
+        generating = rollout_phases(facts, workload.rollouts, plan.wave, coefficients)
 
     def largest(phases: Sequence[dict[str, float]]) -> dict[str, float]:
         scaled = [
@@ -189,7 +194,7 @@ def estimate(
              *["reward models"] * bool(workload.reward_models),
              *["reduction"] * workload.reduces]  # fmt: skip
     components = {name: int(held.get(name, 0) + phase.get(name, 0)) for name in order}
-    beside = {"graphs": graphs, "cache": workload.cache_bytes, "python": workload.python_bytes}
+    beside = {"graphs": graphs, "cache": 0, "python": workload.process.python_bytes}
     found = Estimate(components | beside)
     if not generating:
         return found
@@ -200,12 +205,12 @@ def estimate(
 
 def reward_model_bytes(workload: Workload, engine: str) -> int:
     """Bytes of the adapters of the reward models, and of weights that are not shared."""
-    total = 0
+    total, coefficients = 0, workload.process.coefficients
     for model in workload.reward_models:
         facts = model.facts or workload.facts
         total += adapter_bytes(facts, model.training) + norms_bytes(facts, model.training)
         if model.facts is not None:
-            total += weights_bytes(facts, engine, forward=True, coefficients=workload.coefficients)
+            total += weights_bytes(facts, engine, forward=True, coefficients=coefficients)
     return total
 
 
@@ -264,7 +269,7 @@ def fused_phases(
     """Bytes at two moments: at the head, while MLX finishes the last block, and at the last
     block of the backward pass. Activations of all trained blocks are alive at both.
     """
-    facts, training, table = workload.facts, workload.training, workload.coefficients.fused
+    facts, training, table = workload.facts, workload.training, workload.process.coefficients.fused
     number, n = facts.float_bytes, rows * tokens
     parts = [each.facts for each, _, count in workload.parts if count]
     outs = max((sum(o for _, o in part.linears.values()) for part in parts), default=0)
@@ -286,7 +291,7 @@ def fused_phases(
         {
             "gradients": earlier,
             "activations": saved,
-            "block work": workload.coefficients.fused_head["ahead"] * n * outs * number,
+            "block work": workload.process.coefficients.fused_head["ahead"] * n * outs * number,
             "head chunk": fused_head_bytes(workload, n),
         },
         {"gradients": gradients, "activations": saved, "block work": backward + mixing},
@@ -295,14 +300,15 @@ def fused_phases(
 
 def fused_head_bytes(workload: Workload, targets: int) -> float:
     """Bytes of the slices of the vocabulary that exist together, and of the hidden states."""
-    facts, table = workload.facts, workload.coefficients.fused_head
+    facts, coefficients = workload.facts, workload.process.coefficients
+    table = coefficients.fused_head
     count = min(targets, HEAD_ROWS)
     step = head_step(facts, count)
     most = HEAD_SLICES if facts.head_quantized else DENSE_HEAD_SLICES
     slices = min(most, -(-workload.vocabulary // step))
     columns = min(workload.vocabulary, slices * step)
     rows = columns * facts.hidden * facts.float_bytes * facts.head_quantized
-    logits = 4 * count * columns * (workload.coefficients.gemma["logits"] if facts.softcaps else 1)
+    logits = 4 * count * columns * (coefficients.gemma["logits"] if facts.softcaps else 1)
     hidden = targets * facts.hidden * facts.float_bytes
     return table["rows"] * rows + table["logits"] * logits + table["hidden"] * hidden
 
@@ -314,7 +320,7 @@ def staged_phases(
     trained block; of the blocks that need most. Blocks that keep something have moments of their
     own: while they run forward and backward, others still keep theirs.
     """
-    facts, training, coefficients = workload.facts, workload.training, workload.coefficients
+    facts, training, coefficients = workload.facts, workload.training, workload.process.coefficients
     number, n = facts.float_bytes, rows * tokens
     hidden = n * (facts.hidden + facts.passed) * number
     inputs = 0 if plan.inputs_on_disk else hidden
@@ -392,7 +398,7 @@ def head_bytes(workload: Workload, targets: int, is_cut: bool = False) -> float:
 
     is_cut: whether it runs tile by tile.
     """
-    facts, table = workload.facts, workload.coefficients.head
+    facts, table = workload.facts, workload.process.coefficients.head
     columns = min(workload.vocabulary, head_step(facts, min(targets, HEAD_ROWS)))
     slices = table["slice"] if facts.head_quantized else table["dense_slice"] + CUT_SLICES * is_cut
     weights = slices * columns * facts.hidden * facts.float_bytes
@@ -408,7 +414,7 @@ def soft_phase(
     few columns. By sweeps: the inputs of all blocks. The work is that of a block on some tokens,
     and some slices of the vocabulary.
     """
-    facts, table, sizes = workload.facts, workload.coefficients.soft, workload.soft
+    facts, table, sizes = workload.facts, workload.process.coefficients.soft, workload.soft
     assert sizes is not None
     number, hidden = facts.float_bytes, facts.hidden
     by_token = table["terms"] * 4 * rows * sizes.new_tokens * hidden
@@ -441,7 +447,7 @@ def forward_phases(
 ) -> list[dict[str, float]]:
     """Bytes of an evaluation: in a block, and at the head with losses and maybe predictions, which
     cost a staged engine more, and a fused one nothing more."""
-    facts, coefficients = workload.facts, workload.coefficients
+    facts, coefficients = workload.facts, workload.process.coefficients
     number, n = facts.float_bytes, rows * tokens
     hidden = n * facts.hidden * number
     logits = logits_bytes(workload, n)

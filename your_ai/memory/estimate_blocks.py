@@ -118,7 +118,7 @@ def forward_width(facts: ModelFacts) -> int:
 @memoized
 def kept_forward_bytes(workload: Workload, rows: int, tokens: int) -> float:
     """Bytes of the forward pass of a block that keeps outputs, beside these."""
-    facts, table = workload.facts, workload.coefficients.kept
+    facts, table = workload.facts, workload.process.coefficients.kept
     number, n = facts.float_bytes, rows * tokens
     matrix = quantized_matrix_bytes(facts)
     return (
@@ -133,7 +133,7 @@ def kept_forward_bytes(workload: Workload, rows: int, tokens: int) -> float:
 @memoized
 def kept_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
     """Bytes of the backward pass of a block that kept outputs, beside these."""
-    facts, training, table = workload.facts, workload.training, workload.coefficients.kept
+    facts, training, table = workload.facts, workload.training, workload.process.coefficients.kept
     number, n, wide = facts.float_bytes, rows * tokens, widest_outputs(facts)
     if is_mixer_alone(facts):  # its arrays that are as wide as its projections count with it
         wide = min(wide, backward_features(facts.hidden))
@@ -148,7 +148,7 @@ def kept_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
     return (
         (table["wide"] + table["adapted"] * adapts_widest(workload)) * n * wide * number
         + (table["hidden"] + whole) * n * facts.hidden * number
-        + workload.coefficients.backward_lora["hidden"] * n * facts.passed * number
+        + workload.process.coefficients.backward_lora["hidden"] * n * facts.passed * number
         + table["lora"] * n * lora * number
         + table["scores"] * scores
         + table["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix)
@@ -164,7 +164,7 @@ def staged_forward_bytes(workload: Workload, rows: int, tokens: int) -> float:
     if is_tiled(workload, rows, tokens):
         of_tile = staged_forward_bytes(workload, rows, tile_tokens(rows, tokens))
         return tiled_forward_bytes(workload, rows, tokens, of_tile)
-    facts, coefficients = workload.facts, workload.coefficients
+    facts, coefficients = workload.facts, workload.process.coefficients
     number, n, wide = facts.float_bytes, rows * tokens, forward_width(facts)
     matrix = quantized_matrix_bytes(facts)
     table = coefficients.forward_lora if adapts_widest(workload) else coefficients.forward
@@ -184,7 +184,7 @@ def staged_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
         of_rows = (workload, rows, tile_tokens(rows, tokens))
         of_tile = staged_forward_bytes(*of_rows), staged_backward_bytes(*of_rows)
         return tiled_backward_bytes(workload, rows, tokens, *of_tile)
-    facts, training, coefficients = workload.facts, workload.training, workload.coefficients
+    facts, training, coefficients = workload.facts, workload.training, workload.process.coefficients
     number, n, wide = facts.float_bytes, rows * tokens, widest_outputs(facts)
     part, most = wide, wide
     if slices_mlp(facts):
@@ -214,7 +214,7 @@ def staged_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
 @memoized
 def fused_evaluation_bytes(workload: Workload, rows: int, tokens: int) -> float:
     """Bytes of a block without gradients, of a fused model whose blocks have the same sizes."""
-    facts, coefficients = workload.facts, workload.coefficients
+    facts, coefficients = workload.facts, workload.process.coefficients
     number, n, wide = facts.float_bytes, rows * tokens, widest_outputs(facts)
     if largest_matrix_bytes(facts) <= DEQUANTIZED_SLICE_BYTES:
         table = coefficients.evaluation_unsliced
@@ -244,13 +244,13 @@ def dora_bytes(workload: Workload, tokens: int, engine: str) -> float:
     outputs = sum(
         min(o, facts.hidden) for _, o in layers_named(facts, training.targets, training.experts)
     )
-    return workload.coefficients.dora[engine] * tokens * outputs * facts.float_bytes
+    return workload.process.coefficients.dora[engine] * tokens * outputs * facts.float_bytes
 
 
 @memoized
 def gemma_bytes(workload: Workload, rows: int, tokens: int, engine: str) -> float:
     """Bytes of a block's norms beyond two, and of attention scores with a softcap (tanh)."""
-    facts, table = workload.facts, workload.coefficients.gemma
+    facts, table = workload.facts, workload.process.coefficients.gemma
     hidden = rows * tokens * facts.hidden * facts.float_bytes
     scores = rows * tokens**2 * facts.heads * facts.float_bytes * facts.softcaps
     norms = table[f"{engine}_norms"] * (facts.norms - 2) * hidden
@@ -262,4 +262,8 @@ def logits_bytes(workload: Workload, targets: int) -> int:
     facts = workload.facts
     count = min(targets, HEAD_ROWS)
     of_slice = 4 * count * min(workload.vocabulary, head_step(facts, count))
-    return int(workload.coefficients.gemma["logits"] * of_slice) if facts.softcaps else of_slice
+    return (
+        int(workload.process.coefficients.gemma["logits"] * of_slice)
+        if facts.softcaps
+        else of_slice
+    )

@@ -38,7 +38,7 @@ def graphs_bytes(
     A fused graph contains every block. The other engines share one graph per kind of block, and
     one more if only some of these keep something.
     """
-    facts, training, coefficients = workload.facts, workload.training, workload.coefficients
+    facts, training, coefficients = workload.facts, workload.training, workload.process.coefficients
     queries = queries_in_graph(workload, engine, rows, tokens, kept)
 
     def size_of(table: Table, alone: Workload) -> float:
@@ -72,7 +72,7 @@ def graphs_bytes(
 @memoized
 def dequantized_slices(workload: Workload) -> int:
     """Slices in which the weights of a block are dequantized; 0 if they are not."""
-    if not workload.sliced:
+    if not workload.process.sliced:
         return 0
     facts = workload.facts
     return max(

@@ -58,7 +58,7 @@ def tile_tokens(rows: int, tokens: int) -> int:
 
 def tiled_forward_bytes(workload: Workload, rows: int, tokens: int, of_tile: float) -> float:
     """Bytes of the forward pass of a block; of_tile: of that of rows of n tokens."""
-    facts, table = workload.facts, workload.coefficients.tiles
+    facts, table = workload.facts, workload.process.coefficients.tiles
     per_token = (facts.hidden + cached(facts)) * facts.float_bytes
     attention = attention_bytes(workload, rows, tokens)
     return rows * tokens * per_token + max(table["forward"] * of_tile, attention)
@@ -71,7 +71,7 @@ def tiled_backward_bytes(
 
     An MLP without adapters is not sliced, and needs as much as in the forward pass.
     """
-    facts, table = workload.facts, workload.coefficients.tiles
+    facts, table = workload.facts, workload.process.coefficients.tiles
     per_token = (facts.hidden + cached(facts)) * facts.float_bytes + 4 * cached(facts)
     attention = attention_bytes(workload, rows, tokens)
     work = max(table["forward"] * forward, table["backward"] * backward, attention)
@@ -81,7 +81,7 @@ def tiled_backward_bytes(
 def attention_bytes(workload: Workload, rows: int, tokens: int) -> float:
     """Bytes of attention between two tiles: the scores of some blocks of queries, or of all if they
     are few, and float32 arrays like the queries."""
-    table, facts, n = workload.coefficients.tiles, workload.facts, tile_tokens(rows, tokens)
+    table, facts, n = workload.process.coefficients.tiles, workload.facts, tile_tokens(rows, tokens)
     width = max((m.heads * m.value_dim for kind in facts.kinds for m in kind.mixers), default=0)
     every = table["pair"] * 4 * rows * facts.heads * n**2
     queries = table["queries"] * 4 * rows * n * (width or facts.hidden)

@@ -12,35 +12,32 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
+from pathlib import Path
 from typing import Protocol, TypeVar
 
+from your_ai.config import TrainConfig, defaults
 from your_ai.errors import UserError
 from your_ai.gates.text import size_text
-from your_ai.memory.buffers import NO_LIMIT, BufferLimit, most_held, too_many
+from your_ai.memory.buffers import allowed, most_held, too_many
 from your_ai.memory.calibration import FAR, FIRST, Calibration, Shape
-from your_ai.memory.coefficients import PACKAGED, Coefficients
 from your_ai.memory.estimate import Estimate, estimate, read_alone_bytes, weights_bytes
 from your_ai.memory.estimate_generation import wave_sizes
 from your_ai.memory.estimate_kept import at_rung, highest, rung_of, step_cost
-from your_ai.memory.facts import ModelFacts, vocabulary_held
-from your_ai.memory.limit import VARIES_BYTES, rounded_up, with_headroom
+from your_ai.memory.limit import VARIES_BYTES, MemoryLimit, rounded_up, with_headroom
 from your_ai.memory.memoized import memoized
 from your_ai.memory.sample import in_gb
-from your_ai.memory.speed import UNKNOWN, KnownSpeed
 from your_ai.memory.step_time import StepOperations, mean_step, unpredicted
 from your_ai.memory.workload import (
     NOTHING,
+    UNLIMITED,
     Kept,
     Plan,
-    RewardModelSizes,
-    RolloutSizes,
-    StepSizes,
-    Training,
     Workload,
     whole_groups,
+    with_calibration,
 )
 
 # The order of plans by time, and those that no other beats in both memory and time. Pure
@@ -122,66 +119,6 @@ class DoesNotFit(UserError):
         """The least limit that is accepted."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Demand:
-    """Everything about a run that decides how much memory it needs."""
-
-    facts: ModelFacts
-    training: Training
-    lengths: tuple[int, ...]
-    """The sequence length T of every bucket."""
-    batch_size: int
-    """Rows of a micro-batch, as requested by the user."""
-    rows_per_step: int
-    """Rows of all micro-batches of a step."""
-    engine: str = "auto"
-    """`auto`, or the only engine allowed."""
-    spill: bool = False
-    """Whether the optimizer's states must be spilled to disk."""
-    can_stream: bool = True
-    """Whether the files contain the weights in the form the model uses."""
-    python_bytes: int = 0
-    """Memory of the process without a model."""
-    prefix_bytes: int = 0
-    """Size of a prefix cache in memory."""
-    answer_tokens: int = 0
-    """Tokens of the longest sample prompt with its answer; 0 if there are no samples."""
-    rollouts: RolloutSizes | None = None
-    """The completions that each step generates, if it does."""
-    forward: bool = False
-    """Whether rows are only evaluated, not trained."""
-    sliced: bool = False
-    reduces: bool = False
-    """These two as in `Workload`."""
-    rows_together: int = 1
-    """Rows of a group, which is only split if nothing else fits."""
-    scores: bool = False
-    """Whether rows are also scored without gradients."""
-    noise: bool = False
-    """Whether training adds noise to the embeddings."""
-    score_head: bool = False
-    """Whether the head gives one number per text, and not logits."""
-    reward_models: tuple[RewardModelSizes, ...] = ()
-    """Those that score the completions of each step."""
-    soft: RolloutSizes | None = None
-    """The completions that each step trains through, if it does."""
-    given_adapter: bool = False
-    """Whether the run starts from an adapter, whose size is given."""
-    before_bytes: int = 0
-    """Peak memory before training, if the model is quantized first."""
-    limit_option: str = "--max-memory"
-    """The option that changes the limit, for errors."""
-    buffers: BufferLimit = NO_LIMIT
-    """How many of MLX's buffers the process may hold."""
-    calibration: Calibration = field(default=Calibration())
-    """Measurements on this machine, which correct the estimates."""
-    coefficients: Coefficients = PACKAGED
-    steps: StepSizes = field(default=StepSizes())
-    """What the steps compute, as far as their time depends on it."""
-    speed: KnownSpeed = UNKNOWN
-    """Of this machine; without it, plans are ordered by their arithmetic."""
-
-
 @dataclass(frozen=True)
 class Option:
     """A plan, with the estimate of its largest micro-batch."""
@@ -203,146 +140,147 @@ def with_margin(found: Estimate, margin: float = WORK_MARGIN) -> int:
 
 
 @memoized
-def options(demand: Demand) -> list[Option]:
+def options(workload: Workload) -> list[Option]:
     """All plans that the run allows, the fastest first."""
-    longest, together = max(demand.lengths), demand.rows_together
-    rows = [whole_groups(demand.batch_size, together)]
+    longest, together = max(workload.lengths), workload.rows_together
+    rows = [whole_groups(workload.batch_size, together)]
     while rows[-1] > together:
         rows.append(whole_groups(rows[-1] // 2, together))
     if together > 1:
         rows.append(1)
     found: list[Option] = []
-    is_unlimited = demand.buffers.most == NO_LIMIT.most
-    reading = [each for each in READING if allows(demand, *each)]
-    every = [(*each, kept) for each in reading for kept in kept_choices(demand, *each)]
-    for waves, (engine, spill, blocks_ahead, kept) in product(waves_of(demand), every):
+    most_buffers = workload.process.most_buffers
+    is_unlimited = most_buffers == UNLIMITED
+    reading = [each for each in READING if allows(workload, *each)]
+    every = [(*each, kept) for each in reading for kept in kept_choices(workload, *each)]
+    for waves, (engine, spill, blocks_ahead, kept) in product(waves_of(workload), every):
         for count in rows:
-            if count < together and engine == "fused" and demand.engine == "auto":
+            if count < together and engine == "fused" and workload.engine == "auto":
                 continue  # staged is faster than this, and smaller
             if count < together and kept:
                 continue  # scoring the texts first costs more than kept outputs save
             plan = Plan(engine, count * longest, spill, kept=kept, blocks_ahead=blocks_ahead)
             for wave in waves:  # blocks whose weights stay in memory change no count of buffers
                 of_wave = replace(plan, wave=wave)
-                if is_unlimited or buffers_of(demand, of_wave) <= demand.buffers.allowed:
-                    found += options_of(demand, of_wave)
-    return fastest_first(timed(demand, found))
+                if is_unlimited or buffers_of(workload, of_wave) <= allowed(most_buffers):
+                    found += options_of(workload, of_wave)
+    return fastest_first(timed(workload, found))
 
 
-def allows(demand: Demand, engine: str, spill: bool, blocks_ahead: int) -> bool:
+def allows(workload: Workload, engine: str, spill: bool, blocks_ahead: int) -> bool:
     """Whether a run may have plans of this engine that keep block inputs in files (`spill`) and
     read so many blocks ahead."""
-    if engine == "streamed" and not demand.can_stream:
+    if engine == "streamed" and not workload.can_stream:
         return False
-    if demand.engine != "auto" and (engine, spill) != (demand.engine, demand.spill):
+    if workload.engine != "auto" and (engine, spill) != (workload.engine, workload.spill):
         return False
-    if demand.soft is not None and (engine == "staged" or spill):
+    if workload.soft is not None and (engine == "staged" or spill):
         return False
-    if not (blocks_ahead or adjusts_reading(demand)):
+    if not (blocks_ahead or adjusts_reading(workload)):
         return False
-    return not demand.forward if spill else not demand.spill
+    return not workload.forward if spill else not workload.spill
 
 
-def buffers_of(demand: Demand, plan: Plan) -> int:
+def buffers_of(workload: Workload, plan: Plan) -> int:
     """MLX's buffers that the process holds at once under a plan, at most."""
-    rows, longest = rows_of(demand, plan, max(demand.lengths)), max(demand.lengths)
-    return most_held(workload_of(demand), plan, rows, longest, demand.buffers)
+    rows, longest = rows_of(workload, plan, max(workload.lengths)), max(workload.lengths)
+    return most_held(workload, plan, rows, longest)
 
 
-def not_predicted(demand: Demand) -> str:
+def not_predicted(workload: Workload) -> str:
     """Why the seconds of its steps are not predicted; empty if they are."""
-    if demand.speed.speed is None:
-        return demand.speed.note or "the speed of that machine was not measured"
-    if demand.steps.unpredicted:
-        return demand.steps.unpredicted
-    return unpredicted(demand.facts, demand.training, demand.speed.speed)
+    if workload.process.speed.speed is None:
+        return workload.process.speed.note or "the speed of that machine was not measured"
+    if workload.steps.unpredicted:
+        return workload.steps.unpredicted
+    return unpredicted(workload.facts, workload.training, workload.process.speed.speed)
 
 
-def timed(demand: Demand, found: list[Option]) -> list[Option]:
+def timed(workload: Workload, found: list[Option]) -> list[Option]:
     """The options with their predicted seconds, if those are predicted."""
-    if not_predicted(demand):
+    if not_predicted(workload):
         return found
     works: dict[bool, StepOperations] = {}
     return [
-        replace(option, seconds=sum(seconds_of(demand, option.plan, works).values()))
+        replace(option, seconds=sum(seconds_of(workload, option.plan, works).values()))
         for option in found
     ]
 
 
 def seconds_of(
-    demand: Demand, plan: Plan, works: dict[bool, StepOperations] | None = None
+    workload: Workload, plan: Plan, works: dict[bool, StepOperations] | None = None
 ) -> dict[str, float]:
-    """The predicted seconds of a step under a plan by term, of a demand that is predicted.
+    """The predicted seconds of a step under a plan by term, of a workload that is predicted.
 
     works: what other plans had in common, by whether texts are scored first; for speed.
     """
     works = {} if works is None else works
-    longest = max(demand.lengths)
-    scored = demand.scores or plan.rows(longest, demand.batch_size) < demand.rows_together
+    longest = max(workload.lengths)
+    scored = workload.scores or plan.rows(longest, workload.batch_size) < workload.rows_together
     if scored not in works:
-        sizes = replace(demand.steps, scores_first=scored)
-        works[scored] = StepOperations(workload_of(demand).facts, demand.training, sizes)
+        sizes = replace(workload.steps, scores_first=scored)
+        works[scored] = StepOperations(workload.loaded, workload.training, sizes)
 
     def rows_at(tokens: int) -> int:
-        return rows_of(demand, plan, tokens)
+        return rows_of(workload, plan, tokens)
 
-    terms = mean_step(works[scored], plan, rows_at, demand.rows_per_step, longest)
-    assert demand.speed.speed is not None
-    return {name: demand.speed.speed.of(work) for name, work in terms.items()}
+    terms = mean_step(works[scored], plan, rows_at, workload.rows_per_step, longest)
+    assert workload.process.speed.speed is not None
+    return {name: workload.process.speed.speed.of(work) for name, work in terms.items()}
 
 
-def front_points(demand: Demand) -> list[list[float]]:
+def front_points(workload: Workload) -> list[list[float]]:
     """The bytes and the predicted seconds of each option of the front; none without prediction."""
-    if not_predicted(demand):
+    if not_predicted(workload):
         return []
-    front = front_of(options(demand))
+    front = front_of(options(workload))
     return [[o.needed_bytes, round(o.seconds, 4)] for o in front if o.seconds is not None]
 
 
-def option_of(demand: Demand, plan: Plan, update_bytes: int) -> Option:
+def option_of(workload: Workload, plan: Plan, update_bytes: int) -> Option:
     """update_bytes: as returned by `bytes_to_update`."""
-    cost = 1.0 if demand.forward else step_cost(demand.facts, demand.training, plan)
-    if rows_of(demand, plan, max(demand.lengths)) < demand.rows_together:
+    cost = 1.0 if workload.forward else step_cost(workload.facts, workload.training, plan)
+    if rows_of(workload, plan, max(workload.lengths)) < workload.rows_together:
         cost += SCORING_COST
-    most = largest(demand, plan)
-    needed_bytes = max(demand.before_bytes, update_bytes, with_margin(most, margin_of(demand)))
+    most = largest(workload, plan)
+    needed_bytes = max(workload.before_bytes, update_bytes, with_margin(most, margin_of(workload)))
     return Option(plan, most, cost, needed_bytes)
 
 
-def may_keep(demand: Demand, plan: Plan) -> bool:
+def may_keep(workload: Workload, plan: Plan) -> bool:
     """Whether blocks may keep anything for their backward pass under a plan."""
     whole = plan.engine == "fused" or plan.spill or not plan.blocks_ahead
-    return not (whole or demand.forward or demand.soft is not None)
+    return not (whole or workload.forward or workload.soft is not None)
 
 
-def kept_by_some(demand: Demand, plan: Plan) -> Kept:
+def kept_by_some(workload: Workload, plan: Plan) -> Kept:
     """Something that only one block keeps, where that is possible: shorter rows may keep more than
     the plan says, so that a shape has graphs of two kinds."""
-    return Kept(attention=1) if may_keep(demand, plan) else NOTHING
+    return Kept(attention=1) if may_keep(workload, plan) else NOTHING
 
 
-def kept_choices(demand: Demand, engine: str, spill: bool, blocks_ahead: int) -> list[Kept]:
+def kept_choices(workload: Workload, engine: str, spill: bool, blocks_ahead: int) -> list[Kept]:
     """What blocks may keep under an engine, the most first: few of many possible choices."""
-    if not may_keep(demand, Plan(engine, 0, spill, blocks_ahead=blocks_ahead)):
+    if not may_keep(workload, Plan(engine, 0, spill, blocks_ahead=blocks_ahead)):
         return [NOTHING]
-    blocks = demand.training.blocks
+    blocks = workload.training.blocks
     rungs = (math.ceil(share * highest(blocks)) for share in KEPT_SHARES)
     return list(dict.fromkeys(at_rung(blocks, rung) for rung in rungs))
 
 
-def with_more_kept(demand: Demand, option: Option, fits: Callable[[Option], bool]) -> Option:
+def with_more_kept(workload: Workload, option: Option, fits: Callable[[Option], bool]) -> Option:
     """The option, which fits, with as much kept as still fits."""
     plan = option.plan
-    if not may_keep(demand, plan):
+    if not may_keep(workload, plan):
         return option
-    if rows_of(demand, plan, max(demand.lengths)) < demand.rows_together:
+    if rows_of(workload, plan, max(workload.lengths)) < workload.rows_together:
         return option
 
     def at(rung: int) -> Option:
-        more = replace(plan, kept=at_rung(demand.training.blocks, rung))
-        return option_of(demand, more, bytes_to_update(demand, more))
+        more = replace(plan, kept=at_rung(workload.training.blocks, rung))
+        return option_of(workload, more, bytes_to_update(workload, more))
 
-    low, high = rung_of(plan.kept), highest(demand.training.blocks)
+    low, high = rung_of(plan.kept), highest(workload.training.blocks)
     best = option
     while low < high:  # all up to `low` fit, and none above `high`
         middle = (low + high + 1) // 2
@@ -354,20 +292,21 @@ def with_more_kept(demand: Demand, option: Option, fits: Callable[[Option], bool
     return best
 
 
-def options_of(demand: Demand, plan: Plan) -> list[Option]:
+def options_of(workload: Workload, plan: Plan) -> list[Option]:
     """The option of a plan; before it, if it is streamed, with blocks whose weights stay in memory,
     the most first. Those add the same bytes to every phase of a step, as long as each phase reads
     the same: if all trained blocks stay, the backward pass reads none.
     """
-    found = [option_of(demand, plan, bytes_to_update(demand, plan))]
-    if plan.engine != "streamed" or not plan.blocks_ahead or not adjusts_reading(demand):
+    found = [option_of(workload, plan, bytes_to_update(workload, plan))]
+    if plan.engine != "streamed" or not plan.blocks_ahead or not adjusts_reading(workload):
         return found
     base, counted, known = found[0], 0, 0
-    for resident, more in reversed(resident_bytes(demand)):
+    facts, coefficients = workload.facts, workload.process.coefficients
+    for resident, more in reversed(resident_bytes(workload)):
         wanted = replace(plan, resident=resident)
-        reads = read_alone_bytes(demand.facts, demand.training, wanted, demand.coefficients)
+        reads = read_alone_bytes(facts, workload.training, wanted, coefficients)
         if reads != known:
-            base, counted = option_of(demand, wanted, bytes_to_update(demand, wanted)), more
+            base, counted = option_of(workload, wanted, bytes_to_update(workload, wanted)), more
             known = reads
         added = more - counted
         larger = base.estimate.with_more("weights", added)
@@ -377,78 +316,79 @@ def options_of(demand: Demand, plan: Plan) -> list[Option]:
 
 
 @memoized
-def resident_bytes(demand: Demand) -> list[tuple[int, int]]:
+def resident_bytes(workload: Workload) -> list[tuple[int, int]]:
     """How many blocks of a streamed plan may keep their weights in memory, the most first, and how
     many bytes that adds."""
-    sized = partial(weights_bytes, demand.facts, "streamed", coefficients=demand.coefficients)
-    levels = (demand.facts.blocks * level // RESIDENT_LEVELS for level in range(RESIDENT_LEVELS))
+    facts, coefficients = workload.facts, workload.process.coefficients
+    sized = partial(weights_bytes, facts, "streamed", coefficients=coefficients)
+    levels = (facts.blocks * level // RESIDENT_LEVELS for level in range(RESIDENT_LEVELS))
     return [(n, sized(resident=n) - sized()) for n in sorted(set(levels) - {0}, reverse=True)]
 
 
-def adjusts_reading(demand: Demand) -> bool:
+def adjusts_reading(workload: Workload) -> bool:
     """Whether a streamed plan may keep the weights of some blocks, or read none ahead."""
-    return not demand.forward and demand.soft is None
+    return not workload.forward and workload.soft is None
 
 
-def margin_of(demand: Demand) -> float:
-    return MEASURED_MARGIN if demand.calibration.measurements else WORK_MARGIN
+def margin_of(workload: Workload) -> float:
+    return MEASURED_MARGIN if workload.process.calibration.measurements else WORK_MARGIN
 
 
-def bytes_to_update(demand: Demand, plan: Plan) -> int:
+def bytes_to_update(workload: Workload, plan: Plan) -> int:
     """The bytes, with the margin, of a step beside the generation of its completions, if it has
     any: generating may need more without a margin, and less with it.
     """
-    if demand.rollouts is None:
+    if workload.rollouts is None:
         return 0
-    return with_margin(largest(replace(demand, rollouts=None), plan), margin_of(demand))
+    return with_margin(largest(replace(workload, rollouts=None), plan), margin_of(workload))
 
 
-def waves_of(demand: Demand) -> list[list[int]]:
+def waves_of(workload: Workload) -> list[list[int]]:
     """How many completions may be generated together: larger waves, and such that are too small
     to be fast, which are only used if no plan fits otherwise.
     """
-    return [[0]] if demand.rollouts is None else wave_sizes(demand.rollouts.rows)
+    return [[0]] if workload.rollouts is None else wave_sizes(workload.rollouts.rows)
 
 
-def rows_of(demand: Demand, plan: Plan, tokens: int) -> int:
+def rows_of(workload: Workload, plan: Plan, tokens: int) -> int:
     """Rows of `tokens` tokens in a micro-batch; fewer than a group only if it does not fit."""
-    return whole_groups(plan.rows(tokens, demand.batch_size), demand.rows_together)
+    return whole_groups(plan.rows(tokens, workload.batch_size), workload.rows_together)
 
 
-def largest(demand: Demand, plan: Plan) -> Estimate:
+def largest(workload: Workload, plan: Plan) -> Estimate:
     """The estimate of the bucket that needs the most memory under `plan`."""
     found = []
-    for tokens in demand.lengths:
-        rows = rows_of(demand, plan, tokens)
-        found.append(estimate_rows(demand, plan, rows, tokens))
+    for tokens in workload.lengths:
+        rows = rows_of(workload, plan, tokens)
+        found.append(estimate_rows(workload, plan, rows, tokens))
     return max(found, key=with_margin)
 
 
-def largest_shape(demand: Demand, plan: Plan) -> Shape:
+def largest_shape(workload: Workload, plan: Plan) -> Shape:
     """The micro-batch with the most tokens under `plan`."""
-    shapes = [Shape(rows_of(demand, plan, t), t) for t in demand.lengths]
+    shapes = [Shape(rows_of(workload, plan, t), t) for t in workload.lengths]
     return max(shapes, key=lambda shape: (shape.size, shape.tokens))
 
 
-def estimate_rows(demand: Demand, plan: Plan, rows: int, tokens: int) -> Estimate:
+def estimate_rows(workload: Workload, plan: Plan, rows: int, tokens: int) -> Estimate:
     """The estimate of a micro-batch, corrected by the measurements on this machine."""
-    ratio = ratio_of(demand, plan, Shape(rows, tokens))
-    return estimate_of(demand, plan, rows, tokens, work_ratio=ratio)
+    ratio = ratio_of(workload, plan, Shape(rows, tokens))
+    return estimate_of(workload, plan, rows, tokens, work_ratio=ratio)
 
 
-def ratio_of(demand: Demand, plan: Plan, shape: Shape) -> float:
+def ratio_of(workload: Workload, plan: Plan, shape: Shape) -> float:
     """The factor on the coefficients for a micro-batch on this machine."""
-    if not demand.calibration.measurements:
+    if not workload.process.calibration.measurements:
         return 1.0
-    expected = expected_bytes(demand, plan, shape)
-    return demand.calibration.ratio(plan.family, shape.size, expected)
+    expected = expected_bytes(workload, plan, shape)
+    return workload.process.calibration.ratio(plan.family, shape.size, expected)
 
 
-def expected_bytes(demand: Demand, plan: Plan, shape: Shape) -> int:
+def expected_bytes(workload: Workload, plan: Plan, shape: Shape) -> int:
     """Bytes of work for the gradients of a micro-batch, at the ratio of the largest measurement."""
-    found = demand.calibration.of(plan.family)
+    found = workload.process.calibration.of(plan.family)
     ratio = found[-1].ratio if found else 1.0
-    with_ratio = estimate_of(demand, plan, *shape, work_ratio=ratio, gradients_only=True)
+    with_ratio = estimate_of(workload, plan, *shape, work_ratio=ratio, gradients_only=True)
     return with_ratio.mlx_bytes - held_bytes(with_ratio)
 
 
@@ -458,7 +398,7 @@ def held_bytes(found: Estimate) -> int:
 
 
 def estimate_of(
-    demand: Demand,
+    workload: Workload,
     plan: Plan,
     rows: int,
     tokens: int,
@@ -467,45 +407,23 @@ def estimate_of(
     gradients_only: bool = False,
 ) -> Estimate:
     found = estimate(
-        workload_of(demand, gradients_only),
+        workload,
         plan,
         rows,
         tokens,
-        micro_batches=1 if gradients_only else -(-demand.rows_per_step // rows),
+        micro_batches=1 if gradients_only else -(-workload.rows_per_step // rows),
         work_ratio=work_ratio,
         gradients_only=gradients_only,
     )
     # What it needed less may be needed later in the step.
-    return found.with_more("python", max(0, demand.calibration.excess_bytes(plan.family) or 0))
+    excess_bytes = workload.process.calibration.excess_bytes(plan.family) or 0
+    return found.with_more("python", max(0, excess_bytes))
 
 
-@memoized
-def workload_of(demand: Demand, gradients_only: bool = False) -> Workload:
-    """The part of a demand that does not depend on the plan; without a prefix cache, if only
-    gradients are computed."""
-    return Workload(
-        facts=demand.facts if demand.can_stream else vocabulary_held(demand.facts),
-        training=demand.training,
-        python_bytes=demand.python_bytes,
-        prefix_bytes=0 if gradients_only else demand.prefix_bytes,
-        answer_tokens=demand.answer_tokens,
-        rollouts=demand.rollouts,
-        forward=demand.forward,
-        scores=demand.scores,
-        noise=demand.noise,
-        score_head=demand.score_head,
-        reward_models=demand.reward_models,
-        soft=demand.soft,
-        sliced=demand.sliced,
-        reduces=demand.reduces,
-        coefficients=demand.coefficients,
-    )
-
-
-def fastest(demand: Demand, fits: Callable[[Option], bool]) -> Option | None:
+def fastest(workload: Workload, fits: Callable[[Option], bool]) -> Option | None:
     """The fastest option that fits, with as much kept as fits; None if none does."""
-    found = next((option for option in options(demand) if fits(option)), None)
-    return None if found is None else with_more_kept(demand, found, fits)
+    found = next((option for option in options(workload) if fits(option)), None)
+    return None if found is None else with_more_kept(workload, found, fits)
 
 
 @dataclass(frozen=True)
@@ -521,7 +439,51 @@ class Choice:
     """The next option that needs more memory."""
 
 
-def choose(demand: Demand, limit_bytes: int, level: int = 0, kept: Plan | None = None) -> Choice:
+@dataclass(frozen=True)
+class Budget:
+    """The limit of a process, its workload, and the plan that fits."""
+
+    limit: MemoryLimit
+    workload: Workload
+    choice: Choice
+    measurements: Path | None = None
+    """The file with the measurements of this model on this machine."""
+    kept: bool = False
+    """Whether the run continues under the plan it had before."""
+
+    @property
+    def graphs_room_bytes(self) -> int:
+        """Room for compiled graphs: those of one shape, plus a quarter of the unused limit."""
+        option = self.choice.option
+        left = max(0, self.limit.limit_bytes - option.needed_bytes)
+        return option.estimate.components["graphs"] + left // 4
+
+
+def with_adapters(workload: Workload, sizes: Iterable[tuple[int, int]]) -> Iterator[Workload]:
+    """The workload with adapters of each (rank, blocks)."""
+    for rank, blocks in sizes:
+        yield replace(workload, training=replace(workload.training, rank=rank, blocks=blocks))
+
+
+def largest_that_fits(
+    config: TrainConfig, workload: Workload, budget_with: Callable[[Workload], Budget]
+) -> Budget:
+    """The budget with the largest adapters that fit. Raises DoesNotFit.
+
+    Where larger adapters were measured and smaller ones were not, the larger may need less.
+    """
+    refusals = []
+    for each in with_adapters(workload, defaults.adapters(config, workload.facts.blocks)):
+        try:
+            return budget_with(each)
+        except DoesNotFit as refusal:
+            refusals.append(refusal)
+    raise min(reversed(refusals), key=lambda refusal: refusal.least_bytes)
+
+
+def choose(
+    workload: Workload, limit_bytes: int, level: int = 0, kept: Plan | None = None
+) -> Choice:
     """The fastest option that fits into the limit, or the one `level` steps smaller.
 
     level: if there are fewer smaller options, the smallest is chosen.
@@ -531,30 +493,31 @@ def choose(demand: Demand, limit_bytes: int, level: int = 0, kept: Plan | None =
 
     Raises DoesNotFit if nothing fits.
     """
-    every = options(demand)
+    every = options(workload)
     if not every:
-        without = replace(demand, buffers=NO_LIMIT)
-        if found := [buffers_of(demand, option.plan) for option in options(without)]:
-            raise DoesNotFit(too_many(demand.buffers, min(found)), sys.maxsize)
+        process = replace(workload.process, most_buffers=UNLIMITED)
+        without = replace(workload, process=process)
+        if found := [buffers_of(workload, option.plan) for option in options(without)]:
+            raise DoesNotFit(too_many(workload, min(found)), sys.maxsize)
         raise UserError(
-            f"--plan {demand.engine}: this model's weights are converted on load, so they "
+            f"--plan {workload.engine}: this model's weights are converted on load, so they "
             "cannot be streamed; convert it with `mlx_lm.convert` first, or use --plan staged"
         )
-    if kept is not None and (again := chosen_again(demand, every, kept, limit_bytes, level)):
+    if kept is not None and (again := chosen_again(workload, every, kept, limit_bytes, level)):
         return again
     fitting = [option for option in every if option.needed_bytes <= limit_bytes]
-    if demand.soft is None:  # else nothing is measured before the first step
-        begins = [option for option in fitting if can_begin(demand, option, limit_bytes)]
+    if workload.soft is None:  # else nothing is measured before the first step
+        begins = [option for option in fitting if can_begin(workload, option, limit_bytes)]
         fitting = begins or fitting
     if not fitting:
-        others = without_margins(demand, every)
+        others = without_margins(workload, every)
         fitting = [option for option, least_bytes in others if least_bytes <= limit_bytes][:1]
     if not fitting:
         least = min(every, key=lambda option: option.needed_bytes)
         least_bytes = min([least.needed_bytes, *(size for _, size in others)])
-        raise DoesNotFit(refusal(demand, least, least_bytes, limit_bytes), least_bytes)
+        raise DoesNotFit(refusal(workload, least, least_bytes, limit_bytes), least_bytes)
     place = every.index(fitting[0])
-    first = with_more_kept(demand, fitting[0], lambda option: option.needed_bytes <= limit_bytes)
+    first = with_more_kept(workload, fitting[0], lambda option: option.needed_bytes <= limit_bytes)
     ladder = descending([first, *every[place:]])
     level = min(level, len(ladder) - 1)
     above = [o for o in every[:place] if o.needed_bytes > first.needed_bytes]
@@ -564,13 +527,13 @@ def choose(demand: Demand, limit_bytes: int, level: int = 0, kept: Plan | None =
 
 
 def chosen_again(
-    demand: Demand, every: list[Option], kept: Plan, limit_bytes: int, level: int
+    workload: Workload, every: list[Option], kept: Plan, limit_bytes: int, level: int
 ) -> Choice | None:
     """The plan that the run had, if it fits without its margin."""
     spare = 0
-    if demand.calibration.measurements:
-        spare = demand.calibration.spare_bytes(kept.family) + VARIES_BYTES
-    tried = with_plan(demand, every, kept)
+    if workload.process.calibration.measurements:
+        spare = workload.process.calibration.spare_bytes(kept.family) + VARIES_BYTES
+    tried = with_plan(workload, every, kept)
     for index, option in enumerate(tried):
         if option.plan == kept and option.estimate.process_bytes - spare <= limit_bytes:
             above = [o for o in tried[:index] if o.needed_bytes > option.needed_bytes]
@@ -580,52 +543,53 @@ def chosen_again(
     return None
 
 
-def with_plan(demand: Demand, every: list[Option], plan: Plan) -> list[Option]:
+def with_plan(workload: Workload, every: list[Option], plan: Plan) -> list[Option]:
     """These options, and that of `plan` in its place if it differs from one in what is kept."""
     if any(option.plan == plan for option in every):
         return every
     alike = [i for i, o in enumerate(every) if replace(o.plan, kept=plan.kept) == plan]
-    if not alike or max(plan.kept) > demand.training.blocks:
+    if not alike or max(plan.kept) > workload.training.blocks:
         return every
-    own = option_of(demand, plan, bytes_to_update(demand, plan))
+    own = option_of(workload, plan, bytes_to_update(workload, plan))
     place = next((i for i in alike if every[i].needed_bytes < own.needed_bytes), alike[-1] + 1)
     return [*every[:place], own, *every[place:]]
 
 
-def can_begin(demand: Demand, option: Option, limit_bytes: int) -> bool:
+def can_begin(workload: Workload, option: Option, limit_bytes: int) -> bool:
     """Whether the first micro-batch to be measured fits even if coefficients are much too low.
 
     They are assumed too low by a factor of FAR if nothing was measured, else by twice the ratio
     of the other engines.
     """
     engine = option.plan.engine
-    if demand.forward or engine != "fused" or demand.calibration.of(engine):
+    if workload.forward or engine != "fused" or workload.process.calibration.of(engine):
         return True
-    first = Shape(1, min(FIRST, max(demand.lengths)))
-    known = bool(demand.calibration.measurements)
-    times = 2 * ratio_of(demand, option.plan, first) if known else FAR
-    found = estimate_of(demand, option.plan, *first, gradients_only=True)
+    first = Shape(1, min(FIRST, max(workload.lengths)))
+    known = bool(workload.process.calibration.measurements)
+    times = 2 * ratio_of(workload, option.plan, first) if known else FAR
+    found = estimate_of(workload, option.plan, *first, gradients_only=True)
     grows = found.components["activations"] + found.components["block work"]
     return found.process_bytes + (times - 1) * grows <= limit_bytes
 
 
-def without_margins(demand: Demand, every: list[Option]) -> list[tuple[Option, int]]:
+def without_margins(workload: Workload, every: list[Option]) -> list[tuple[Option, int]]:
     """Options that are tried although they need more than the limit, each with its least limit.
 
     An engine without measurements, by its uncorrected estimate: measurements of other engines are
     not a reason to refuse it. And the smallest option without its safety margins, if it is
     measured; it keeps the room in which the guard ends a process.
     """
-    if not demand.calibration.measurements:
+    calibration = workload.process.calibration
+    if not calibration.measurements:
         return []
-    believed = options(replace(demand, calibration=Calibration()))
+    believed = options(with_calibration(workload, Calibration()))
     needed = {prior.plan: prior.needed_bytes for prior in believed}
     by_size = sorted(every, key=lambda option: option.needed_bytes)
-    known = {option.plan.family for option in every if demand.calibration.of(option.plan.family)}
+    known = {family for o in every if calibration.of(family := o.plan.family)}
     found = [(o, needed[o.plan]) for o in by_size if o.plan.family not in known]
     if (family := by_size[0].plan.family) in known:
-        exact = by_size[0].estimate.process_bytes - demand.calibration.spare_bytes(family)
-        found.append((by_size[0], max(with_headroom(exact), demand.before_bytes)))
+        exact = by_size[0].estimate.process_bytes - calibration.spare_bytes(family)
+        found.append((by_size[0], max(with_headroom(exact), workload.before_bytes)))
     return found
 
 
@@ -638,37 +602,37 @@ def descending(every: Sequence[Option]) -> list[Option]:
     return ladder
 
 
-def refusal(demand: Demand, least: Option, least_bytes: int, limit_bytes: int) -> str:
+def refusal(workload: Workload, least: Option, least_bytes: int, limit_bytes: int) -> str:
     """The error if nothing fits; least: the option that needs least memory; least_bytes: the least
     limit that is accepted."""
     parts = sorted(least.estimate.components.items(), key=lambda pair: -pair[1])[:3]
     largest = ", ".join(f"{name} {size_text(size)}" for name, size in parts if size >= 5_000_000)
-    if demand.forward:
-        shorter = f"shorten the rows (now up to {max(demand.lengths)} tokens)"
-        if demand.rollouts is not None:
-            shorter += f", or lower --max-tokens (now up to {demand.rollouts.new_tokens})"
+    if workload.forward:
+        shorter = f"shorten the rows (now up to {max(workload.lengths)} tokens)"
+        if workload.rollouts is not None:
+            shorter += f", or lower --max-tokens (now up to {workload.rollouts.new_tokens})"
         return (
-            f"{demand.limit_option}: evaluating does not fit into {in_gb(limit_bytes)}; at least "
+            f"{workload.limit_option}: evaluating does not fit into {in_gb(limit_bytes)}; at least "
             f"{in_gb(rounded_up(least_bytes))} is needed ({largest}); raise the limit, or "
             f"{shorter}"
         )
-    if demand.before_bytes == least.needed_bytes:
+    if workload.before_bytes == least.needed_bytes:
         return (
-            f"{demand.limit_option}: quantizing the model does not fit into {in_gb(limit_bytes)}; "
-            f"at least {in_gb(rounded_up(least_bytes))} is needed; raise the limit, or "
-            "close other programs"
+            f"{workload.limit_option}: quantizing the model does not fit into "
+            f"{in_gb(limit_bytes)}; at least {in_gb(rounded_up(least_bytes))} is needed; "
+            "raise the limit, or close other programs"
         )
-    advice = [f"shorten the rows (--max-seq-length, now up to {max(demand.lengths)} tokens)"]
-    if demand.rollouts is not None:
-        advice = [f"lower --max-new-tokens (now {demand.rollouts.new_tokens})"]
-    if demand.engine != "auto":
+    advice = [f"shorten the rows (--max-seq-length, now up to {max(workload.lengths)} tokens)"]
+    if workload.rollouts is not None:
+        advice = [f"lower --max-new-tokens (now {workload.rollouts.new_tokens})"]
+    if workload.engine != "auto":
         advice.insert(0, "use --plan auto")
-    if not demand.given_adapter and (demand.training.blocks > 1 or demand.training.rank > 8):
+    if not workload.given_adapter and (workload.training.blocks > 1 or workload.training.rank > 8):
         advice.append("adapt less (--lora-rank, --lora-layers, --lora-targets)")
-    if not demand.facts.quantized:
+    if not workload.facts.quantized:
         advice.append("use a 4-bit model")
     return (
-        f"{demand.limit_option}: nothing fits into {in_gb(limit_bytes)}; at least "
+        f"{workload.limit_option}: nothing fits into {in_gb(limit_bytes)}; at least "
         f"{in_gb(rounded_up(least_bytes))} is needed ({largest}); raise the limit, or "
         f"{', or '.join(advice)}"
     )
@@ -698,14 +662,14 @@ class LongestRow:
         return self.tokens == MOST
 
 
-def longest_rows(demand: Demand, limits_bytes: Iterable[int]) -> Iterator[LongestRow]:
+def longest_rows(workload: Workload, limits_bytes: Iterable[int]) -> Iterator[LongestRow]:
     """The longest row with which a run fits into each limit; one row, or one group, at a time.
 
-    demand: of the run, whose lengths do not matter.
+    workload: of the run, whose lengths do not matter.
     """
 
-    def with_rows_of(tokens: int) -> Demand:
-        return replace(demand, lengths=(tokens,), batch_size=demand.rows_together)
+    def with_rows_of(tokens: int) -> Workload:
+        return replace(workload, lengths=(tokens,), batch_size=workload.rows_together)
 
     @cache
     def least_bytes(tokens: int) -> int:

@@ -1,15 +1,27 @@
-"""What a process does and how, as far as its memory depends on it."""
+"""What a process does and how, as far as its memory and its time depend on it. No mlx here."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from your_ai.config import GRPO, REWARD, SOFT, TrainConfig, defaults
 from your_ai.gates.text import counted
+from your_ai.memory.calibration import Calibration
 from your_ai.memory.coefficients import PACKAGED, Coefficients
-from your_ai.memory.facts import ModelFacts
+from your_ai.memory.facts import ModelFacts, vocabulary_held
+from your_ai.memory.speed import UNKNOWN, KnownSpeed
+
+PYTHON_BYTES = 250_000_000  # a process without a model: 140 MB on Linux, plus a GPU's share
+# MLX's ring allocates this when a process joins it: two buffers for each of two directions.
+RING_BYTES = 2 * 2 * (8 << 20)
+# Architectures whose blocks cannot run one at a time, so that only the fused engine trains them.
+WHOLE = ("afm7", "deepseek_v41", "iquestloopcoder", "kimi_k3")
+SCORED_FIRST = ("kto",)  # objectives whose texts are all scored before any is trained
+UNLIMITED = sys.maxsize  # buffers
 
 
 @dataclass(frozen=True)
@@ -150,21 +162,78 @@ class RewardModelSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProcessFacts:
+    """What is known of the process that runs a workload, and of its machine."""
+
+    python_bytes: int = 0
+    """Memory of the process without a model."""
+    sliced: bool = False
+    """Whether quantized weights are dequantized in slices, as on the CPU, so that graphs are
+    larger."""
+    coefficients: Coefficients = PACKAGED
+    calibration: Calibration = field(default=Calibration())
+    """Measurements of this model on this machine, which correct the estimates."""
+    speed: KnownSpeed = UNKNOWN
+    """How fast it computes; without it, plans are ordered by their arithmetic."""
+    most_buffers: int = UNLIMITED
+    """MLX's buffers that it may hold: Metal has a limit."""
+    mixes_whole: bool = False
+    """Whether attention without a window and the gated delta rule train by operations of MLX, and
+    not in slices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSizes:
+    """The data of a run, as far as memory depends on it."""
+
+    lengths: tuple[int, ...]
+    """The sequence length T of every bucket, in any order."""
+    prefix_tokens: int = 0
+    """Tokens of all texts, which a prefix cache keeps."""
+    prefix_texts: int = 0
+    """The number of those texts."""
+    answer_tokens: int = 0
+    """Tokens of the longest sample prompt with its answer; 0 without samples."""
+    prompt_tokens: int = 0
+    """Tokens of the longest prompt, if each step generates completions."""
+    steps: StepSizes = field(default=StepSizes())
+    """What the data says about the steps; by default, all rows are as long as the longest."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a process does, independent of the plan and of the micro-batch."""
+    """What a process does, independent of the plan."""
 
     facts: ModelFacts
     training: Training
-    python_bytes: int = 0
-    """Memory of the process without a model."""
-    cache_bytes: int = 0
-    """MLX's cache of freed buffers."""
+    lengths: tuple[int, ...] = ()
+    """The sequence length T of every bucket, sorted; empty if no plan is chosen."""
+    batch_size: int = 1
+    """Rows of a micro-batch, as requested by the user."""
+    rows_per_step: int = 1
+    """Rows of all micro-batches of a step."""
+    rows_together: int = 1
+    """Rows of a group, which is only split if nothing else fits."""
+    packed: bool = False
+    """Whether a row holds several texts."""
+    engine: str = "auto"
+    """`auto`, or the only engine allowed."""
+    spill: bool = False
+    """Whether the optimizer's states must be spilled to disk."""
+    can_stream: bool = True
+    """Whether the files contain the weights in the form the model uses."""
     prefix_bytes: int = 0
     """A frozen-prefix cache in memory."""
+    prefix_texts: int = 0
+    """Texts in that cache."""
     answer_tokens: int = 0
     """Longest sample prompt plus its answer, in tokens; 0 without samples."""
     rollouts: RolloutSizes | None = None
     """The completions that each step generates before it trains them, if it does."""
+    soft: RolloutSizes | None = None
+    """The completions that the step trains through, by columns if the weights are resident."""
+    reward_models: tuple[RewardModelSizes, ...] = ()
+    """Those that score the completions of each step."""
     forward: bool = False
     """Evaluation only: no gradients and no optimizer."""
     scores: bool = False
@@ -173,15 +242,17 @@ class Workload:
     """Noise is added to the embeddings."""
     score_head: bool = False
     """The head gives one number per text, and not logits."""
-    reward_models: tuple[RewardModelSizes, ...] = ()
-    """Those that score the completions of each step."""
-    soft: RolloutSizes | None = None
-    """The completions that the step trains through, by columns if the weights are resident."""
     reduces: bool = False
     """Gradients are summed over several processes."""
-    sliced: bool = False
-    """Quantized weights are dequantized in slices, as on the CPU, so that graphs are larger."""
-    coefficients: Coefficients = PACKAGED
+    given_adapter: bool = False
+    """Whether the run starts from an adapter, whose size is given."""
+    before_bytes: int = 0
+    """Peak memory before training, if the model is quantized first."""
+    limit_option: str = "--max-memory"
+    """The option that changes the limit, for errors."""
+    steps: StepSizes = field(default=StepSizes())
+    """What the steps compute, as far as their time depends on it."""
+    process: ProcessFacts = field(default=ProcessFacts())
 
     @cached_property
     def alone(self) -> tuple[Workload, ...]:
@@ -197,10 +268,107 @@ class Workload:
         every = facts.counts_of_last(facts.blocks)
         return [(self.alone[kind], count, trained.get(kind, 0)) for kind, count in every.items()]
 
+    @cached_property
+    def loaded(self) -> ModelFacts:
+        """The facts, with embedding and head in memory if they cannot be read from the files."""
+        return self.facts if self.can_stream else vocabulary_held(self.facts)
+
     @property
     def vocabulary(self) -> int:
         """V, or 0 if no logits are computed."""
         return 0 if self.score_head else self.facts.vocabulary
+
+
+def workload_of(
+    config: TrainConfig,
+    facts: ModelFacts,
+    data: DataSizes,
+    process: ProcessFacts,
+    *,
+    can_stream: bool = True,
+    before_bytes: int = 0,
+    reward_models: tuple[RewardModelSizes, ...] = (),
+    joined: bool = False,
+) -> Workload:
+    """The workload of a training run, with the adapters that it has if memory is no limit.
+
+    before_bytes, reward_models: as in Workload.
+    joined: whether this process has met others that train with it, even if the settings name none;
+        its memory includes what that takes.
+    """
+    rank, blocks = defaults.largest(config, facts.blocks)
+    # Where texts are scored first, those of a group need not be in one micro-batch.
+    scored_first = config.objective in SCORED_FIRST
+    together = 1 if scored_first else config.texts_together
+    lengths = tuple(sorted(set(data.lengths)))
+    batch_size = defaults.batch_size(config, rows=0) * together
+    if config.packing:  # count a packed row as several rows of the longest text
+        lengths = lengths[-1:]
+        batch_size = max(1, -(-config.max_seq_length // lengths[0]))
+    rollouts = rollout_sizes(config, data.prompt_tokens) if config.generates else None
+    in_memory = config.prefix_cache == "memory"
+    ring_bytes = RING_BYTES * (config.has_ranks and not joined)
+    return Workload(
+        facts=facts,
+        training=Training(
+            blocks=blocks,
+            rank=rank,
+            targets=config.lora_targets,
+            optimizer=config.optimizer,
+            optimizer_bits=config.optimizer_bits,
+            dora=config.use_dora,
+            adapter_dtype=config.adapter_dtype,
+            experts=config.lora_experts,
+        ),
+        lengths=lengths,
+        batch_size=batch_size,
+        rows_per_step=defaults.rows_per_step(config, rows=0) * together
+        if rollouts is None
+        else rollouts.rows,
+        rows_together=together,
+        packed=config.packing,
+        engine=config.plan,
+        spill=config.spill,
+        can_stream=can_stream,
+        prefix_bytes=in_memory * data.prefix_tokens * facts.hidden * facts.float_bytes,
+        prefix_texts=in_memory * data.prefix_texts,
+        answer_tokens=data.answer_tokens,
+        rollouts=rollouts,
+        soft=rollouts if config.objective == SOFT else None,
+        reward_models=reward_models,
+        scores=scored_first or config.scores_completions,
+        noise=config.neftune_alpha > 0,
+        score_head=config.objective == REWARD,
+        reduces=joined or config.has_ranks,
+        given_adapter=bool(config.from_adapter),
+        before_bytes=before_bytes,
+        steps=replace(
+            data.steps,
+            on_cpu=process.sliced,
+            cached_prefix=config.prefix_cache != "off",
+            has_vocabulary=config.objective != REWARD,
+            unpredicted=unpredicted_steps(config),
+        ),
+        process=replace(process, python_bytes=process.python_bytes + ring_bytes),
+    )
+
+
+def with_calibration(workload: Workload, calibration: Calibration) -> Workload:
+    return replace(workload, process=replace(workload.process, calibration=calibration))
+
+
+def unpredicted_steps(config: TrainConfig) -> str:
+    """Why the time of the steps of such a run is not predicted; empty if it is."""
+    if config.generates:
+        return "the time of generated completions is not predicted"
+    return "the time of packed rows is not predicted" if config.packing else ""
+
+
+def rollout_sizes(config: TrainConfig, prompt_tokens: int) -> RolloutSizes:
+    """The completions of each step of a run that generates some."""
+    group = config.rollouts if config.objective == GRPO else 1
+    rows = group * config.prompts_per_step
+    return RolloutSizes(prompt_tokens, config.max_new_tokens, group, rows)
 
 
 # A memory plan in words

@@ -26,8 +26,8 @@ from your_ai.config import TrainConfig
 from your_ai.errors import RunError, UserError
 from your_ai.files import read_text
 from your_ai.gates.text import shown, size_text
-from your_ai.memory.demand import PYTHON_BYTES, RING_BYTES
 from your_ai.memory.limit import MachineMemory, find_limit
+from your_ai.memory.workload import PYTHON_BYTES, RING_BYTES
 from your_ai.run.child import DONE, PEER_LOST, POLL_S, USER, Child, errors_in, started
 from your_ai.run.folder import LOCK, RunFolder, owner
 from your_ai.run.heartbeat import LOST

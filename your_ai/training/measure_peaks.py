@@ -52,7 +52,7 @@ def calibrated(
         trainer.engine.hold(plan.resident, plan.blocks_ahead)
         return peak_of(trainer, shape, log)
 
-    found = list(budget.demand.calibration.measurements)
+    found = list(budget.workload.process.calibration.measurements)
 
     def note(measured: Measurement) -> None:
         found.append(measured)
@@ -62,15 +62,15 @@ def calibrated(
 
     limit_bytes = budget.limit.limit_bytes
     try:
-        demand, choice = measure_and_choose(
-            budget.demand, budget.choice, limit_bytes, level, measure, note
+        workload, choice = measure_and_choose(
+            budget.workload, budget.choice, limit_bytes, level, measure, note
         )
     except DoesNotFit as error:
-        if len(found) == len(budget.demand.calibration.measurements):
+        if len(found) == len(budget.workload.process.calibration.measurements):
             raise
         # `prepare` knows more now: it chooses smaller adapters where it may, or refuses the run.
         raise Replan(MemoryAction(kind=MEASURED, cause=str(error)), step, watch) from error
-    if demand is budget.demand:
+    if workload is budget.workload:
         return trainer
     option = choice.option
     if (option.plan.engine, option.plan.spill) != (plan.engine, plan.spill):
@@ -81,7 +81,7 @@ def calibrated(
     allocator.free()
     trainer.engine.keep(lambda rows, tokens: option.plan.kept)
     trainer.engine.hold(option.plan.resident, option.plan.blocks_ahead)
-    budget = replace(budget, demand=demand, choice=choice)
+    budget = replace(budget, workload=workload, choice=choice)
     trainer.graphs.room_bytes = budget.graphs_room_bytes
     if option.plan != plan:
         write_plan(budget, trainer.config, log)

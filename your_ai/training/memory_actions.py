@@ -100,7 +100,7 @@ class Governor:
             highest_process_bytes=highest_bytes,
             can_shrink=choice.smaller is not None,
             can_grow=choice.level > 0,
-            baseline_bytes=self.trainer.budget.demand.python_bytes,
+            baseline_bytes=self.trainer.budget.workload.process.python_bytes,
             kept_bytes=store.bytes_held if store is not None and in_memory else 0,
         )
         self.watch, actions, notices = decide(self.policy, self.watch, observation)
@@ -136,7 +136,7 @@ def govern(
     """The governor of a run that continues from `step`, with its corrections up to then."""
     budget = trainer.budget
     limit_bytes, plan = budget.limit.limit_bytes, budget.choice.option.plan
-    trained = replace(budget.demand, rollouts=None)  # peaks are of the updates alone
+    trained = replace(budget.workload, rollouts=None)  # peaks are of the updates alone
     needed_bytes = budget.choice.option.needed_bytes
     corrections = Corrections(trained, plan, limit_bytes, learned(log, plan, step), needed_bytes)
     trainer.engine.keep(corrections.kept)

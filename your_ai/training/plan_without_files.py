@@ -24,18 +24,18 @@ from your_ai.hub.config_values import check_config_values
 from your_ai.hub.find import Missing, find_model, store
 from your_ai.hub.registry import alias_of, known
 from your_ai.memory import limit as limits
-from your_ai.memory.buffers import METAL_BUFFERS, BufferLimit
-from your_ai.memory.demand import (
+from your_ai.memory.buffers import METAL_BUFFERS
+from your_ai.memory.facts import ModelFacts, facts_of_config, facts_of_known, names_of
+from your_ai.memory.plan import Budget, choose, largest_that_fits
+from your_ai.memory.speed import FILE, NOT_MEASURED, UNKNOWN, KnownSpeed
+from your_ai.memory.workload import (
     PYTHON_BYTES,
     WHOLE,
-    Budget,
+    DataSizes,
     ProcessFacts,
-    demand_of,
-    largest_that_fits,
+    Workload,
+    workload_of,
 )
-from your_ai.memory.facts import ModelFacts, facts_of_config, facts_of_known, names_of
-from your_ai.memory.plan import choose
-from your_ai.memory.speed import FILE, NOT_MEASURED, UNKNOWN, KnownSpeed
 
 CONFIG, WEIGHTS = "config.json", "model*.safetensors"
 CUDA = ("mlx-cuda-12", "mlx-cuda-13")  # packages with MLX's code for NVIDIA cards
@@ -169,18 +169,16 @@ def planned(config: TrainConfig, model: Absent, seq_len: int | None, target: Tar
     speed = speed_known() if target.is_here else UNKNOWN
     process = ProcessFacts(python_bytes=PYTHON_BYTES, sliced=not target.has_gpu, speed=speed)
     if not target.is_here or platform.system() == "Darwin":
-        process = replace(process, buffers=BufferLimit(most=METAL_BUFFERS, mixes_whole=True))
+        process = replace(process, most_buffers=METAL_BUFFERS, mixes_whole=True)
+    data = DataSizes(lengths=(longest,), prompt_tokens=prompt)
+    workload = workload_of(config, facts, data, process)
+    if not target.is_here and config.max_memory is None:
+        workload = replace(workload, limit_option="--memory")
 
-    option = "--max-memory" if target.is_here or config.max_memory is not None else "--memory"
+    def budget_with(asked: Workload) -> Budget:
+        return Budget(limit, asked, choose(asked, limit.limit_bytes))
 
-    def budget_with(adapters: tuple[int, int]) -> Budget:
-        demand = demand_of(
-            config, facts, [longest], process, prompt_tokens=prompt, adapters=adapters
-        )
-        demand = replace(demand, limit_option=option)
-        return Budget(limit, demand, choose(demand, limit.limit_bytes))
-
-    return largest_that_fits(config, facts.blocks, budget_with)
+    return largest_that_fits(config, workload, budget_with)
 
 
 def speed_known() -> KnownSpeed:

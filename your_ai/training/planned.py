@@ -17,11 +17,11 @@ from your_ai.gates.text import size_text
 from your_ai.generation.generate import ANSWER_TOKENS
 from your_ai.hub.find import fingerprint
 from your_ai.memory import allocator
-from your_ai.memory.budget import PriorPlans, budget_of, plan_of
+from your_ai.memory.budget import PriorPlans, budget_of, plan_of, process_here
 from your_ai.memory.calibration import valid_measurements
-from your_ai.memory.demand import Budget
-from your_ai.memory.plan import Option, choose, front_points
-from your_ai.memory.workload import RewardModelSizes, words
+from your_ai.memory.facts import facts_of
+from your_ai.memory.plan import Budget, Option, choose, front_points
+from your_ai.memory.workload import DataSizes, RewardModelSizes, words, workload_of
 from your_ai.modelfiles.quantize import quantized_lazily
 from your_ai.modelfiles.quantized_copies import needs_copy, place_of_copy
 from your_ai.modelfiles.repack import repacked_lazily
@@ -65,25 +65,27 @@ def budget_of_run(
     """The limit and the plan of a run on `data`. Raises UserError if nothing fits.
 
     before_bytes: peak memory of the process before it trains. reward_models: those that score.
-    joined: as in `demand_of`.
+    joined: as in `workload_of`.
     """
-    return budget_of(
-        config,
-        folder,
-        dtype,
-        data.lengths,
-        level,
-        past,
-        can_stream=can_stream,
+    sizes = DataSizes(
+        lengths=tuple(data.lengths),
         prefix_tokens=data.tokens,
         prefix_texts=sum(map(len, data.examples.values())),
         answer_tokens=data.answer_tokens,
         prompt_tokens=data.prompt_tokens,
+        steps=step_sizes(config, data),
+    )
+    workload = workload_of(
+        config,
+        facts_of(folder, dtype.size, config.quantize),
+        sizes,
+        process_here(),
+        can_stream=can_stream,
         before_bytes=before_bytes,
         reward_models=tuple(reward_models),
-        steps=step_sizes(config, data),
         joined=joined,
     )
+    return budget_of(config, workload, dtype, level, past)
 
 
 def planned_budget(
@@ -155,14 +157,14 @@ def planned_budget(
 
 def planned_again(budget: Budget, engine: str, level: int, past: PriorPlans) -> Budget:
     """The budget under another engine than the one chosen. Raises UserError if it does not fit."""
-    demand = replace(budget.demand, engine=engine, spill=False)
-    choice = choose(demand, budget.limit.limit_bytes, level, past.plan)
-    return replace(budget, demand=demand, choice=choice)
+    workload = replace(budget.workload, engine=engine, spill=False)
+    choice = choose(workload, budget.limit.limit_bytes, level, past.plan)
+    return replace(budget, workload=workload, choice=choice)
 
 
 def announce(budget: Budget, past: PriorPlans, config: TrainConfig, log: events.EventLog) -> None:
     """Write the measurements, the limit and the plan; set MLX's limits."""
-    for found in budget.demand.calibration.measurements:
+    for found in budget.workload.process.calibration.measurements:
         if not past.begun and found not in past.measurements:  # the run depends on these
             log.write(events.Measured(**asdict(found)))
     chosen = write_plan(budget, config, log)
@@ -213,9 +215,9 @@ def write_plan(budget: Budget, config: TrainConfig, log: events.EventLog) -> Opt
             estimate_bytes=choice.option.estimate.process_bytes,
             needed_bytes=needed,
             seconds=choice.option.seconds,
-            front=front_points(budget.demand),
+            front=front_points(budget.workload),
             asked=asked_of_memory(config),
-            text=f"{words(plan, max(budget.demand.lengths))}: least limit {size_text(needed)}"
+            text=f"{words(plan, max(budget.workload.lengths))}: least limit {size_text(needed)}"
             + about_seconds(choice.option),
         )
     )

@@ -68,10 +68,10 @@ def prepare(
     on_fit()
 
     beside = networks_beside(planned, opened)
-    training, blocks = budget.demand.training, len(network.layers)
+    training, blocks = budget.workload.training, len(network.layers)
     job = planned.with_adapters(training.rank, training.blocks, blocks)
     tell(log, *choices(job, training.blocks, blocks, size_text(budget.limit.limit_bytes)))
-    adapters, start = add_adapters(job, network, budget.demand.facts.hidden, RunFolder(folder))
+    adapters, start = add_adapters(job, network, budget.workload.facts.hidden, RunFolder(folder))
     ranks.check_same({"adapter": json.dumps(adapters.config, sort_keys=True)})
     announce(budget, past, job.config, log)
     tell(log, note_on_bits(network))

@@ -13,14 +13,13 @@ from your_ai.dashboard.view import duration
 from your_ai.errors import UserError
 from your_ai.gates.text import size_text
 from your_ai.memory import limit as limits
-from your_ai.memory.demand import Budget
 from your_ai.memory.estimate import read_bytes
 from your_ai.memory.limit import text
 from your_ai.memory.plan import (
     BUDGETS_GB,
     MOST,
+    Budget,
     Choice,
-    Demand,
     LongestRow,
     Option,
     front_of,
@@ -31,24 +30,24 @@ from your_ai.memory.plan import (
     seconds_of,
 )
 from your_ai.memory.step_time import spilled_bytes
-from your_ai.memory.workload import words
+from your_ai.memory.workload import Workload, words
 from your_ai.run.folder import RUNS
 
-# What a demand is asked for that is the same for any length and limit.
+# What a workload has that is the same for any length and limit.
 SHORT_TOKENS, ANY_GB = 64, 1e6
 LEAST = "least\nlimit"  # the header of the least limits of plans
 
 
 def described(budget: Budget, option: Option) -> dict[str, Any]:
     """A plan as data, in bytes and seconds; step_cost is relative to the fused engine."""
-    plan, demand = option.plan, budget.demand
+    plan, workload = option.plan, budget.workload
     return {
         "plan": plan.engine,
-        "rows_at_once": rows_of(demand, plan, max(demand.lengths)),
+        "rows_at_once": rows_of(workload, plan, max(workload.lengths)),
         "spill": plan.spill,
-        "text": words(plan, max(demand.lengths)),
-        "rank": demand.training.rank,
-        "blocks": demand.training.blocks,
+        "text": words(plan, max(workload.lengths)),
+        "rank": workload.training.rank,
+        "blocks": workload.training.blocks,
         "components": option.estimate.components,
         "phases": option.estimate.phases,
         "mlx_peak_bytes": option.estimate.mlx_bytes,
@@ -56,7 +55,7 @@ def described(budget: Budget, option: Option) -> dict[str, Any]:
         "needed_bytes": option.needed_bytes,
         "step_cost": option.cost,
         "seconds_a_step": option.seconds,
-        "read_bytes_a_micro_batch": read_bytes(demand.facts, demand.training, plan),
+        "read_bytes_a_micro_batch": read_bytes(workload.facts, workload.training, plan),
     }
 
 
@@ -68,8 +67,8 @@ def as_json(budget: Budget) -> dict[str, Any]:
         "notices": list(budget.limit.notices),
         **described(budget, choice.option),
         "seconds_by_term": by_term(budget),
-        "seconds_note": not_predicted(budget.demand),
-        "steps": budget.demand.steps.steps,
+        "seconds_note": not_predicted(budget.workload),
+        "steps": budget.workload.steps.steps,
         "smaller": choice.smaller and described(budget, choice.smaller),
         "larger": choice.larger and described(budget, choice.larger),
     }
@@ -77,16 +76,16 @@ def as_json(budget: Budget) -> dict[str, Any]:
 
 def by_term(budget: Budget) -> dict[str, float]:
     """The predicted seconds of a step under the chosen plan; none if they are not predicted."""
-    if not_predicted(budget.demand):
+    if not_predicted(budget.workload):
         return {}
-    return seconds_of(budget.demand, budget.choice.option.plan)
+    return seconds_of(budget.workload, budget.choice.option.plan)
 
 
 def front_json(budget: Budget) -> list[dict[str, Any]]:
     """The plans that no other beats in both memory and time, the fastest first, as data."""
     return [
         {**described(budget, option), "chosen": option.plan == budget.choice.option.plan}
-        for option in front_of(options(budget.demand))
+        for option in front_of(options(budget.workload))
     ]
 
 
@@ -102,10 +101,10 @@ def about_seconds(option: Option) -> str:
 
 def time_text(budget: Budget) -> str:
     """One line about the time of the chosen plan, or about why it is not known; may be empty."""
-    seconds, steps = budget.choice.option.seconds, budget.demand.steps.steps
+    seconds, steps = budget.choice.option.seconds, budget.workload.steps.steps
     if seconds is None:
-        return budget.demand.speed.note or (
-            not_predicted(budget.demand) if budget.demand.speed.speed else ""
+        return budget.workload.process.speed.note or (
+            not_predicted(budget.workload) if budget.workload.process.speed.speed else ""
         )
     whole = f", {duration(steps * seconds)} in all ({steps:,} steps)" if steps else ""
     return f"about {seconds_text(seconds)} / step{whole}, as predicted from this machine's speed"
@@ -113,7 +112,7 @@ def time_text(budget: Budget) -> str:
 
 def front_table(budget: Budget) -> RenderableType:
     """The plans that no other beats in both memory and time, the fastest first."""
-    front, longest = front_of(options(budget.demand)), max(budget.demand.lengths)
+    front, longest = front_of(options(budget.workload)), max(budget.workload.lengths)
     known = all(option.seconds is not None for option in front)
     drawn = Table(box=None, pad_edge=False)
     for header in ("", "uses", LEAST, "s / step" if known else "step cost", "plan"):
@@ -159,7 +158,7 @@ ABOVE = (
 def table(budget: Budget) -> RenderableType:
     """The chosen plan, its bytes by component, and the next smaller and larger plans."""
     choice = budget.choice
-    longest = max(budget.demand.lengths)
+    longest = max(budget.workload.lengths)
     parts = Table(box=None, pad_edge=False)
     parts.add_column("")
     parts.add_column("MB", justify="right")
@@ -176,15 +175,15 @@ def table(budget: Budget) -> RenderableType:
         parts.add_row(f"  of phase {phase}", f"{size / 1e6:,.0f}")
     parts.add_row("safety margin", f"{(needed - peak) / 1e6:,.0f}")
     parts.add_row("least limit", f"{needed / 1e6:,.0f}")
-    reads = read_bytes(budget.demand.facts, budget.demand.training, choice.option.plan)
+    reads = read_bytes(budget.workload.facts, budget.workload.training, choice.option.plan)
     lines: list[RenderableType] = [text(budget.limit), *budget.limit.notices]
-    lines += [adapters_line(budget.demand), "", parts, "", neighbors(choice, longest)]
+    lines += [adapters_line(budget.workload), "", parts, "", neighbors(choice, longest)]
     if choice.option.needed_bytes > budget.limit.limit_bytes:
         lines.append(ABOVE)
     if reads:
         lines.append(f"reads {size_text(reads)} of the model's files per micro-batch")
-    size = rows_of(budget.demand, choice.option.plan, longest) * longest
-    if written := disk_bytes(budget.demand, choice.option, size):
+    size = rows_of(budget.workload, choice.option.plan, longest) * longest
+    if written := disk_bytes(budget.workload, choice.option, size):
         lines.append(f"keeps {size_text(written)} in the run's folder while it trains")
         if note := disk_text(written):
             lines.append(note)
@@ -199,31 +198,31 @@ def limit_of_mac_gb(memory_gb: float, max_memory_gb: float | None, force: bool) 
     return found.limit_bytes / limits.GB
 
 
-def longest_shown(demand: Demand, max_memory_gb: float | None) -> list[LongestRow]:
+def longest_shown(workload: Workload, max_memory_gb: float | None) -> list[LongestRow]:
     """The longest row that fits into the limit, or into each of some usual ones.
 
     Raises UserError for a run whose rows are completions that it generates.
     """
-    if demand.rollouts is not None:
+    if workload.rollouts is not None:
         raise UserError(
             "--longest: with this objective rows are generated; --max-new-tokens says how long"
         )
     budgets = BUDGETS_GB if max_memory_gb is None else (max_memory_gb,)
-    return list(longest_rows(demand, (int(gb * 1e9) for gb in budgets)))
+    return list(longest_rows(workload, (int(gb * 1e9) for gb in budgets)))
 
 
-def disk_bytes(demand: Demand, option: Option, tokens: int) -> int:
+def disk_bytes(workload: Workload, option: Option, tokens: int) -> int:
     """Bytes that a plan writes to the disk; tokens: of a micro-batch, with padding."""
-    if demand.soft is not None:  # its engines keep these in memory
+    if workload.soft is not None:  # its engines keep these in memory
         return 0
-    return spilled_bytes(demand.facts, demand.training, option.plan, tokens)
+    return spilled_bytes(workload.facts, workload.training, option.plan, tokens)
 
 
-def disk_of_row(demand: Demand, row: LongestRow) -> int:
+def disk_of_row(workload: Workload, row: LongestRow) -> int:
     """Bytes that the plan for the longest row writes, or for its group; 0 without a plan."""
     if row.choice is None:
         return 0
-    return disk_bytes(demand, row.choice.option, demand.rows_together * row.tokens)
+    return disk_bytes(workload, row.choice.option, workload.rows_together * row.tokens)
 
 
 def disk_text(size: int, asked: str = "this") -> str:
@@ -234,7 +233,7 @@ def disk_text(size: int, asked: str = "this") -> str:
     return f"the disk of {RUNS}/ has only {size_text(free)} free, and {asked} needs more"
 
 
-def longest_as_json(demand: Demand, rows: list[LongestRow]) -> list[dict[str, Any]]:
+def longest_as_json(workload: Workload, rows: list[LongestRow]) -> list[dict[str, Any]]:
     return [
         {
             "limit_bytes": row.limit_bytes,
@@ -242,13 +241,13 @@ def longest_as_json(demand: Demand, rows: list[LongestRow]) -> list[dict[str, An
             "plan": row.choice and words(row.choice.option.plan, row.tokens),
             "needed_bytes": row.choice and row.choice.option.needed_bytes,
             "step_cost": row.choice and row.choice.option.cost,
-            "disk_bytes": row.choice and disk_of_row(demand, row),
+            "disk_bytes": row.choice and disk_of_row(workload, row),
         }
         for row in rows
     ]
 
 
-def longest_table(demand: Demand, rows: list[LongestRow]) -> RenderableType:
+def longest_table(workload: Workload, rows: list[LongestRow]) -> RenderableType:
     """The longest rows, each with the plan that makes them fit."""
     found = Table(box=None, pad_edge=False)
     for header in ("budget", "longest row", "plan", "uses", LEAST, "disk"):
@@ -260,10 +259,10 @@ def longest_table(demand: Demand, rows: list[LongestRow]) -> RenderableType:
         if row.choice is not None:
             option = row.choice.option
             plan, memory = words(option.plan, row.tokens), sizes(option)
-            written.append(disk_of_row(demand, row))
+            written.append(disk_of_row(workload, row))
             disk = size_text(written[-1]) if written[-1] else ""
         found.add_row(size_text(row.limit_bytes), tokens, plan, *memory, disk)
-    lines: list[RenderableType] = [adapters_line(demand), "", found]
+    lines: list[RenderableType] = [adapters_line(workload), "", found]
     if note := disk_text(max(written), "a row of this table"):
         lines.append(note)
     if any(row.is_most for row in rows):
@@ -271,6 +270,6 @@ def longest_table(demand: Demand, rows: list[LongestRow]) -> RenderableType:
     return Group(*lines)
 
 
-def adapters_line(demand: Demand) -> str:
-    training, blocks = demand.training, demand.facts.blocks
+def adapters_line(workload: Workload) -> str:
+    training, blocks = workload.training, workload.facts.blocks
     return f"adapters: {defaults.adapters_text(training.rank, training.blocks, blocks)}"

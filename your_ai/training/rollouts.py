@@ -496,7 +496,7 @@ class RolloutSource:
     def edges(self, examples: Examples) -> np.ndarray:
         """The lengths that rollouts are padded to: few, and the same in every step."""
         trainer = self.trainer
-        found = few_edges(max(trainer.budget.demand.lengths[-1], int(examples.lengths.max())))
+        found = few_edges(max(trainer.budget.workload.lengths[-1], int(examples.lengths.max())))
         positions = model.learned_positions(trainer.model)
         return found if positions is None else np.minimum(found, positions)
 

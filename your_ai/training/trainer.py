@@ -31,9 +31,8 @@ from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import Opened
 from your_ai.errors import UserError
 from your_ai.files import sha256
-from your_ai.memory.demand import Budget
 from your_ai.memory.estimate_graphs import graphs_bytes
-from your_ai.memory.plan import kept_by_some, rows_of, workload_of
+from your_ai.memory.plan import Budget, kept_by_some, rows_of
 from your_ai.nets import head, model
 from your_ai.nets.saved_adapter import base_files
 from your_ai.rewards.chosen import Rewards
@@ -139,7 +138,7 @@ class Trainer:
     @property
     def hidden(self) -> int:
         """Hidden size of the model."""
-        return self.budget.demand.facts.hidden
+        return self.budget.workload.facts.hidden
 
     @property
     def wave(self) -> int:
@@ -148,7 +147,7 @@ class Trainer:
 
     def rows_at(self, tokens: int) -> int:
         """Rows of `tokens` tokens in one micro-batch under the plan."""
-        return rows_of(self.budget.demand, self.budget.choice.option.plan, tokens)
+        return rows_of(self.budget.workload, self.budget.choice.option.plan, tokens)
 
     def close(self) -> None:
         """Free what waits for others, such as the judge of completions."""
@@ -259,7 +258,7 @@ def put_scorers(
     rewards: Rewards | None, job: Job, beside: Beside, soft: SoftNetworks | None, budget: Budget
 ) -> None:
     """Let the reward models of the run score its completions, under its plan."""
-    plan, rows = budget.choice.option.plan, budget.demand.batch_size
+    plan, rows = budget.choice.option.plan, budget.workload.batch_size
     for run, opened in zip(job.reward_runs, beside.scored_by, strict=True):
         assert rewards is not None  # it names the reward models
         rewards.models[run.name] = (
@@ -271,8 +270,8 @@ def put_scorers(
 
 def graphs_within(budget: Budget) -> Graphs:
     """A cache of compiled graphs, with as much room as the plan leaves."""
-    workload, plan = workload_of(budget.demand), budget.choice.option.plan
-    of_plan = partial(graphs_bytes, workload, plan.engine, kept=kept_by_some(budget.demand, plan))
+    workload, plan = budget.workload, budget.choice.option.plan
+    of_plan = partial(graphs_bytes, workload, plan.engine, kept=kept_by_some(workload, plan))
     return Graphs(lambda s: of_plan(s.rows, s.tokens, trained=s.trained), budget.graphs_room_bytes)
 
 

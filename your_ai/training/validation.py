@@ -102,7 +102,7 @@ def mean_loss(trainer: Trainer, valid: Examples, stop: Stop) -> MeanLoss | None:
     if ranks.size == 1 or not is_dealt(trainer, None):
         return measures.mean_loss(engine, valid, rows_at, stop)
     lengths = valid.lengths[by_length(valid)]
-    ids = ranks.rows(lengths, trainer.budget.demand.facts.hidden)
+    ids = ranks.rows(lengths, trainer.budget.workload.facts.hidden)
     return measures.mean_loss_of_all(engine, valid, rows_at, stop, ids, ranks.gather)
 
 
