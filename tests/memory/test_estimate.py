@@ -24,6 +24,7 @@ from mlx.utils import tree_map
 from tests.conftest import make_model
 from tests.memory.test_facts import tensors_in, write_headers
 from your_ai.config import TrainConfig
+from your_ai.config.optimizers import OPTIMIZERS
 from your_ai.doctor import our_plans
 from your_ai.doctor.contest import Contest, contest_batches, contest_tokens
 from your_ai.doctor.fit_memory import errors, from_json
@@ -46,7 +47,7 @@ from your_ai.memory.estimate import (
     read_bytes,
     weights_bytes,
 )
-from your_ai.memory.estimate_adapters import OPTIMIZER_STATES, reduction_bytes
+from your_ai.memory.estimate_adapters import reduction_bytes
 from your_ai.memory.estimate_generation import generation_bytes
 from your_ai.memory.estimate_kept import step_cost
 from your_ai.memory.estimate_tiles import noise_bytes
@@ -99,7 +100,7 @@ def any_training(draw, facts: ModelFacts) -> Training:
         blocks=draw(st.integers(1, facts.blocks)),
         rank=draw(st.integers(1, 128)),
         targets=draw(st.sampled_from(TARGETS)),
-        optimizer=draw(st.sampled_from(sorted(OPTIMIZER_STATES))),
+        optimizer=draw(st.sampled_from(sorted(OPTIMIZERS))),
         dora=draw(st.booleans()),
     )
 
@@ -335,7 +336,7 @@ def test_adapters_are_those_that_training_adds(tmp_path, architecture, targets, 
 
 
 @pytest.mark.parametrize(
-    ("name", "bits"), [*((name, 32) for name in OPTIMIZER_STATES), ("adamw", 8), ("lion", 8)]
+    ("name", "bits"), [*((name, 32) for name in OPTIMIZERS), ("adamw", 8), ("lion", 8)]
 )
 def test_optimizers_hold_what_is_estimated(tiny_model, name, bits):
     """To a tenth of the adapters: adafactor's depends on their shapes."""

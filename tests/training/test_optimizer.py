@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import get_args
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,16 +16,16 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from your_ai.config import TrainConfig
+from your_ai.config.optimizers import OPTIMIZERS, OptimizerName
 from your_ai.engine.gradients import HeldGradients
 from your_ai.memory.estimate import Training, update_bytes
-from your_ai.memory.estimate_adapters import OPTIMIZER_WORK, OPTIMIZER_WORK_IN_8_BITS
 from your_ai.memory.facts import BlockFacts, ModelFacts
 from your_ai.memory.workload import Plan
 from your_ai.run.checkpoint import TrainState
 from your_ai.training import optimizer
+from your_ai.training.optimizer_states import IN_8_BITS
 
 KERNELS = True  # which make the peaks smaller
-OPTIMIZERS = ["adamw", "adam", "sgd", "adafactor", "muon", "lion"]
 
 
 class Two(nn.Module):
@@ -69,6 +70,10 @@ def test_settings_of_adam_reach_mlx(name):
         update(HeldGradients(gradients(step)), 1.0, 0.1)
         theirs.update(reference, gradients(step))
     assert mx.allclose(network.a, reference.a, rtol=1e-5)
+
+
+def test_each_optimizer_has_a_name_in_the_settings():
+    assert set(get_args(OptimizerName)) == set(OPTIMIZERS)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -285,10 +290,10 @@ def test_loss_scale_grows_again_only_in_float16():
 @pytest.mark.parametrize(
     ("name", "rank", "bits", "dtype"),
     [
-        *((name, rank, 32, "float32") for name in sorted(OPTIMIZER_WORK) for rank in (16, 256)),
-        *((name, 16, 8, "float32") for name in sorted(OPTIMIZER_WORK_IN_8_BITS)),
+        *((name, rank, 32, "float32") for name in sorted(OPTIMIZERS) for rank in (16, 256)),
+        *((name, 16, 8, "float32") for name in sorted(IN_8_BITS)),
         ("adamw", 256, 8, "float32"),
-        *((name, 16, 32, "bfloat16") for name in sorted(OPTIMIZER_WORK)),
+        *((name, 16, 32, "bfloat16") for name in sorted(OPTIMIZERS)),
         *((name, 256, 8, "bfloat16") for name in ("adamw", "lion")),
     ],
 )

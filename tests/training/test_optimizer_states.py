@@ -10,12 +10,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from your_ai.config import TrainConfig
+from your_ai.config.optimizers import OPTIMIZERS
 from your_ai.engine.gradients import HeldGradients, SpilledGradients
 from your_ai.run import checkpoint
 from your_ai.training import optimizer
 from your_ai.training.optimizer_states import IN_8_BITS, in_bfloat16
-
-OPTIMIZERS = ["adamw", "adam", "sgd", "adafactor", "muon", "lion"]
 
 
 class Wide(nn.Module):

@@ -18,6 +18,7 @@ from your_ai.config.names import (
     SOFT,
     flag,
 )
+from your_ai.config.optimizers import OPTIMIZERS
 from your_ai.config.setting import LARGEST, check_used, fault_of, settings_of
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, nearest, quoted, shortened
@@ -58,13 +59,16 @@ def check(config: TrainConfig) -> None:
         raise UserError("--lora-targets: is empty; try q_proj or all-linear")
     if ALL_LINEAR in config.lora_targets and len(config.lora_targets) > 1:
         raise UserError("--lora-targets: all-linear includes every other name; give it alone")
-    if config.optimizer_bits == 8 and config.optimizer in ("sgd", "adafactor"):
+    kind = OPTIMIZERS[config.optimizer]
+    if config.optimizer_bits == 8 and kind.work_in_8_bits is None:
         raise UserError(
             f"--optimizer-bits 8: --optimizer {config.optimizer} keeps no states of the size of "
             "the adapters; use it without --optimizer-bits"
         )
-    if config.optimizer == "adam" and config.weight_decay:
-        raise UserError("--weight-decay: --optimizer adam does not support it; use adamw")
+    if config.weight_decay and not kind.decays:
+        raise UserError(
+            f"--weight-decay: --optimizer {config.optimizer} does not support it; use adamw"
+        )
     check_objective(config)
     check_adam(config)
     check_schedule(config)
@@ -134,7 +138,7 @@ def check_best_metric(config: TrainConfig) -> None:
 
 def check_adam(config: TrainConfig) -> None:
     for name in ("adam_beta1", "adam_beta2", "adam_epsilon", "adam_bias_correction"):
-        if config.optimizer not in ("adam", "adamw") and not has_default(config, name):
+        if not OPTIMIZERS[config.optimizer].has_betas and not has_default(config, name):
             raise UserError(f"{flag(name)}: --optimizer {config.optimizer} does not use it")
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from your_ai.config.names import FOLDER, NONE, flag
+from your_ai.config.optimizers import OPTIMIZERS
 from your_ai.config.settings import FIELDS
 from your_ai.config.values import as_number, coerce
 from your_ai.errors import UserError
@@ -146,15 +147,7 @@ DATASET_KEYS = (
 TRAIN_ROWS, VALID_ROWS = "train[:80%]", "train[-10%:]"  # of hf_dataset, by mlx-lm's default
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
-# Options of mlx-lm's optimizers that we do not have, with the value that we use.
-FIXED_OPTIONS: dict[str, dict[str, Any]] = {
-    "adam": {},
-    "adamw": {},
-    "sgd": {"momentum": 0.0, "dampening": 0.0, "nesterov": False},
-    "muon": {"momentum": 0.95, "nesterov": True, "ns_steps": 5},
-    "adafactor": {"relative_step": False, "scale_parameter": False},
-}
-DEFAULT_DECAY = {"adamw": 0.01, "muon": 0.01}  # mlx's weight decay; 0 for the others
+KNOWN_OPTIMIZERS = {name: kind for name, kind in OPTIMIZERS.items() if kind.in_mlxlm}
 SCHEDULES = {  # the arguments of mlx's schedules: at least, at most
     "cosine_decay": (2, 3),
     "linear_schedule": (3, 3),
@@ -447,27 +440,29 @@ def targets(file: MlxlmFile, keys: Any) -> tuple[str, ...]:
 def optimizer(file: MlxlmFile) -> dict[str, Any]:
     """The optimizer with mlx's defaults; mlx-lm does not clip gradients."""
     name = file.text("optimizer").lower()
-    if name not in FIXED_OPTIONS:
-        expected = ", ".join(FIXED_OPTIONS)
+    if name not in KNOWN_OPTIMIZERS:
+        expected = ", ".join(KNOWN_OPTIMIZERS)
         raise file.error("optimizer", f"expected one of {expected}, found {quoted(name)}")
     label = f"optimizer_config: {name}"
-    known = list(FIXED_OPTIONS[name]) + ([] if name == "adam" else ["weight_decay"])
-    if name in ("adam", "adamw"):
+    kind = KNOWN_OPTIMIZERS[name]
+    known = [*kind.options, *["weight_decay"] * kind.decays]
+    if kind.has_betas:
         known += ["betas", "eps", "bias_correction"]
-    configs = file.mapping(file.value("optimizer_config"), "optimizer_config", tuple(FIXED_OPTIONS))
+    every = file.value("optimizer_config")
+    configs = file.mapping(every, "optimizer_config", tuple(KNOWN_OPTIMIZERS))
     options = file.mapping(configs.get(name) or {}, label, known)
     if name == "adafactor":  # mlx's own defaults take another learning rate
         options = {"relative_step": True, "scale_parameter": True, **options}
-    for option, ours in FIXED_OPTIONS[name].items():
+    for option, ours in kind.options.items():
         value = options.get(option, ours)
         if value != ours and as_number(value, float) != ours:
             text = f"{option} {quoted(value)}: only {str(ours).lower()} is supported"
             raise file.error(label, f"{text}; set it, or use adamw")
     found: dict[str, Any] = {"optimizer": name, "max_grad_norm": 0.0}
-    if name != "adam":
-        decay = options.get("weight_decay", DEFAULT_DECAY.get(name, 0.0))
+    if kind.decays:
+        decay = options.get("weight_decay", kind.mlxlm_decay)
         found["weight_decay"] = file.as_float(decay, f"{label}: weight_decay")
-    if name in ("adam", "adamw"):
+    if kind.has_betas:
         found |= adam(file, options, label)
     return found
 

@@ -24,6 +24,7 @@ from your_ai.config.names import (
     SFT,
     SOFT,
 )
+from your_ai.config.optimizers import OptimizerName
 from your_ai.config.setting import ALWAYS, LARGEST, Bounds, setting, settings_of
 
 AUTO_SAMPLES = 3  # of --samples auto
@@ -239,9 +240,7 @@ class OptimizationSettings:
         before=0.0,
         in_card=True,
     )
-    optimizer: Literal["adamw", "adam", "sgd", "adafactor", "muon", "lion"] = setting(
-        "adamw", "Optimizer, from mlx.optimizers.", in_card=True
-    )
+    optimizer: OptimizerName = setting("adamw", "Optimizer, from mlx.optimizers.", in_card=True)
     optimizer_bits: Literal[32, 8] = setting(
         32,
         "Bits of the optimizer's states. 8: a quarter of their memory; each is rounded to one of "

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from your_ai.memory.estimate_adapters import OPTIMIZER_STATES, arrays_of
+from your_ai.config.optimizers import OPTIMIZERS
+from your_ai.memory.estimate_adapters import arrays_of
 from your_ai.memory.estimate_generation import prompts_of_wave
 from your_ai.memory.estimate_graphs import queries_in_graph, query_blocks
 from your_ai.memory.facts import BlockFacts, ModelFacts
@@ -58,7 +59,7 @@ def of_model(workload: Workload) -> int:
     trained = sum(count for _, count in arrays_of(facts, training))
     each = 1 + training.dora
     if not workload.forward:
-        states = max(2, OPTIMIZER_STATES[training.optimizer])
+        states = max(2, OPTIMIZERS[training.optimizer].states)
         each += 2 + states * (1 if training.optimizer_bits == 32 else 2)
     return OUTSIDE + sum(held[kind] for kind in facts.order) + each * trained
 

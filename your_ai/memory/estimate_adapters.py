@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from your_ai.config.optimizers import OPTIMIZERS
 from your_ai.memory.facts import ModelFacts, adapters_named
 from your_ai.memory.memoized import memoized
 from your_ai.memory.sizes import (
@@ -18,15 +19,6 @@ from your_ai.memory.sizes import (
 )
 from your_ai.memory.workload import Plan, Training
 
-# Arrays per parameter that the optimizer keeps between updates.
-OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 1, "adafactor": 0, "muon": 1, "lion": 1}
-# Arrays of an update per parameter that is updated together: new values and temporaries.
-OPTIMIZER_WORK = {"adamw": 3, "adam": 3, "sgd": 1, "adafactor": 4.1, "muon": 12.1, "lion": 2}
-# The same with parameters in bfloat16, per parameter in float32.
-OPTIMIZER_WORK_IN_BFLOAT16 = {"adamw": 4.5, "adam": 4.5, "sgd": 2.5, "adafactor": 6.5,
-                              "muon": 12.6, "lion": 4.5}  # fmt: skip
-# The same with states in 8 bits, float32 meanwhile: for the largest array, and for others.
-OPTIMIZER_WORK_IN_8_BITS = {"adamw": (26, 6), "adam": (26, 6), "muon": (26, 7), "lion": (17, 7)}
 FLOAT32_BYTES = 4  # of optimizer states and sums of gradients, and by default of all others
 MATRIX_BYTES = {"float32": 4, "bfloat16": 2}  # by --adapter-dtype
 Size = tuple[int, int]  # (inputs, outputs)
@@ -82,9 +74,10 @@ def norms_bytes(facts: ModelFacts, training: Training) -> int:
 @memoized
 def optimizer_bytes(facts: ModelFacts, training: Training) -> int:
     """Bytes of the optimizer states. Adafactor keeps one row and one column per matrix."""
-    if training.optimizer != "adafactor":
+    kind = OPTIMIZERS[training.optimizer]
+    if not kind.factored:
         of_one = sum(count * state_bytes(n, training) for n, count in arrays_of(facts, training))
-        return OPTIMIZER_STATES[training.optimizer] * of_one
+        return kind.states * of_one
     numbers = 0
     for layers, count in adapted_parts(facts, training):
         of_block = sum(i + o + 2 * training.rank + o * training.dora for i, o in layers)
@@ -146,17 +139,16 @@ def update_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
     """Bytes of new values and temporaries of an update, for the parameters updated together, and of
     what is read from disk for them.
     """
-    largest = largest_array(facts, training)
+    largest, kind = largest_array(facts, training), OPTIMIZERS[training.optimizer]
     is_float32 = training.adapter_dtype == "float32"
     most = UPDATE_BYTES if is_float32 and training.optimizer_bits == 32 else UPDATE_BYTES_ROUNDED
     together = min(most, float32_bytes(facts, training) // training.blocks)
     together = max(together, FLOAT32_BYTES * largest)
     read = together * plan.gradients_on_disk
     if plan.states_on_disk:
-        read += OPTIMIZER_STATES[training.optimizer] * together * training.optimizer_bits // 32
-    if training.optimizer_bits == 8:
-        one, other = OPTIMIZER_WORK_IN_8_BITS[training.optimizer]
+        read += kind.states * together * training.optimizer_bits // 32
+    if training.optimizer_bits == 8 and kind.work_in_8_bits is not None:
+        one, other = kind.work_in_8_bits
         one_bytes = FLOAT32_BYTES * largest
         return read + one * one_bytes + other * (together - one_bytes)
-    work = OPTIMIZER_WORK if is_float32 else OPTIMIZER_WORK_IN_BFLOAT16
-    return read + int(work[training.optimizer] * together)
+    return read + int((kind.work if is_float32 else kind.work_in_bfloat16) * together)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from your_ai.config.optimizers import OPTIMIZERS
 from your_ai.memory.estimate_adapters import (
     FLOAT32_BYTES,
-    OPTIMIZER_STATES,
     float32_bytes,
     optimizer_bytes,
 )
@@ -105,8 +105,8 @@ def unpredicted(facts: ModelFacts, training: Training, speed: MachineSpeed) -> s
         return "the time of this architecture is not predicted"
     if training.dora:
         return "the time of DoRA is not predicted"
-    if training.optimizer == "muon":
-        return "the time of muon is not predicted"
+    if not OPTIMIZERS[training.optimizer].has_time:
+        return f"the time of {training.optimizer} is not predicted"
     if facts.float_bytes != speed.float_bytes:
         return f"the speed was measured for numbers of {speed.float_bytes} bytes"
     return ""
@@ -141,7 +141,7 @@ class StepOperations:
         if plan.gradients_on_disk:  # sums are read, too
             add(found, {"spilled": gradients, "stored": arrays}, micro_batches)
         if plan.states_on_disk:
-            count = OPTIMIZER_STATES[training.optimizer]
+            count = OPTIMIZERS[training.optimizer].states
             moved = {"spilled": optimizer_bytes(facts, training), "stored": count * arrays}
             add(found, moved, 2)
         return found

@@ -23,6 +23,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
 from your_ai.config import Resolved, TrainConfig
+from your_ai.config.optimizers import OPTIMIZERS
 from your_ai.engine.gradients import Gradients
 from your_ai.memory.sizes import UPDATE_BYTES, UPDATE_BYTES_ROUNDED
 from your_ai.run.checkpoint import TrainState
@@ -65,23 +66,17 @@ def build_optimizer(
 
     The learning rate is set before each update.
     """
-    rate, decay = config.learning_rate, config.weight_decay
-    adam: dict[str, Any] = {
-        "betas": [config.adam_beta1, config.adam_beta2],
-        "eps": config.adam_epsilon,
-        "bias_correction": config.adam_bias_correction,
-    }
-    makers: dict[str, Callable[[], optim.Optimizer]] = {
-        "adamw": lambda: optim.AdamW(rate, weight_decay=decay, **adam),
-        "adam": lambda: optim.Adam(rate, **adam),
-        "sgd": lambda: optim.SGD(rate, weight_decay=decay),
-        "adafactor": lambda: optim.Adafactor(
-            rate, weight_decay=decay, scale_parameter=False, relative_step=False
-        ),
-        "muon": lambda: optim.Muon(rate, weight_decay=decay),
-        "lion": lambda: optim.Lion(rate, weight_decay=decay),
-    }
-    rule = makers[config.optimizer]()
+    kind = OPTIMIZERS[config.optimizer]
+    options = dict(kind.options)
+    if kind.decays:
+        options["weight_decay"] = config.weight_decay
+    if kind.has_betas:
+        options |= {
+            "betas": [config.adam_beta1, config.adam_beta2],
+            "eps": config.adam_epsilon,
+            "bias_correction": config.adam_bias_correction,
+        }
+    rule = getattr(optim, kind.class_name)(config.learning_rate, **options)
     mx.eval(rule.state)
     states = HeldStates() if folder is None else SpilledStates(folder)
     form = IN_8_BITS[config.optimizer] if config.optimizer_bits == 8 else FLOAT32

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 import numpy as np
 
+from your_ai.config.optimizers import OPTIMIZERS
 from your_ai.engine.spill import NamedArrays
 from your_ai.memory.sizes import FEWEST_QUANTIZED
 from your_ai.memory.sizes import QUANTIZED_BLOCK as BLOCK
@@ -174,12 +175,10 @@ class StateForm:
 
 FLOAT32 = StateForm()
 IN_8_BITS = {
-    "adamw": StateForm(signed=("m",), squares=("v",)),
-    "adam": StateForm(signed=("m",), squares=("v",)),
-    "muon": StateForm(signed=("v",)),
-    "lion": StateForm(signed=("m",)),
+    name: StateForm(signed=kind.signed, squares=kind.squares)
+    for name, kind in OPTIMIZERS.items()
+    if kind.work_in_8_bits is not None
 }
-"""By optimizer, those that keep arrays of the size of the parameter."""
 
 
 def rounding_key(name: str, step: int) -> mx.array:
