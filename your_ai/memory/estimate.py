@@ -11,7 +11,6 @@ block, V vocabulary size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from your_ai.memory.coefficients import PACKAGED, Coefficients
@@ -118,71 +117,12 @@ def estimate(
     work_ratio: measured transient activations on this machine, relative to the coefficients.
     gradients_only: leave out the update, the samples and the prefix cache.
     """
-    facts, training, forward = workload.facts, workload.training, workload.forward
-    adapters, coefficients = adapter_bytes(facts, training), workload.process.coefficients
-    held = {
-        "weights": weights_bytes(
-            workload.loaded,
-            plan.engine,
-            forward,
-            coefficients,
-            plan.resident,
-            plan.blocks_ahead,
-        ),
-        "adapters": adapters + norms_bytes(facts, training),
-        "optimizer": 0 if forward or plan.states_on_disk else optimizer_bytes(facts, training),
-        "prefix cache": 0 if gradients_only else workload.prefix_bytes,
-    }
-    if workload.reward_models:
-        held["reward models"] = reward_model_bytes(workload, plan.engine)
-    of_passes, of_all = gradient_bytes(facts, training, plan, micro_batches)
-    if forward:
-        phases = forward_phases(workload, plan, rows, tokens)
-    elif workload.soft is not None:
-        sums = float32_bytes(facts, training) * (1 + (micro_batches > 1))
-        phases = [soft_phase(workload, plan, rows, tokens, sums)]
-    elif plan.engine == "fused":
-        phases = fused_phases(workload, rows, tokens, of_passes, of_all)
-    else:
-        phases = staged_phases(workload, plan, rows, tokens, of_passes, of_all)
-    if workload.noise and not forward:
-        phases.append({"gradients": of_passes, "block work": noise_bytes(facts, rows, tokens)})
-    scores = workload.scores and not forward
-    scoring = forward_phases(workload, plan, rows, tokens, predicts=False) if scores else []
-    phases += scoring
-    rewarding = []
-    if not gradients_only:
-        rewarding = reward_phases(workload, plan, rows, tokens)
-    if not (forward or gradients_only):
-        on_disk = plan.gradients_on_disk and workload.soft is None
-        grads = 0 if on_disk else float32_bytes(facts, training)  # of ranks, too
-        work = update_bytes(facts, training, plan)
-        phases.append({"gradients": grads, "optimizer work": work})
-        if workload.reduces:
-            work = reduction_bytes(facts, training, plan)
-            phases.append({"gradients": grads, "reduction": work})
-    if training.dora:
-        phases.append({"norms": DORA_NORMS_BYTES})
-    if workload.answer_tokens and not gradients_only:
-        answer = generation_bytes(facts, workload.answer_tokens, coefficients)
-        phases.append({"block work": answer})
-    generating = []
-    if workload.rollouts is not None and not gradients_only:
-        generating = rollout_phases(facts, workload.rollouts, plan.wave, coefficients)
-
-    def largest(phases: Sequence[dict[str, float]]) -> dict[str, float]:
-        scaled = [
-            {name: size * (work_ratio if name in WORK else 1) for name, size in found.items()}
-            for found in phases
-        ]
-        return max(scaled, key=lambda found: sum(found.values()), default={})
-
-    of_phase = {"generate": largest(generating), "score": largest(scoring),
-                "update": largest(phases)}  # fmt: skip
-    if rewarding:
-        of_phase["reward"] = largest(rewarding)
-    phase = largest(phases + generating + rewarding)
-    if forward:
+    held = held_components(workload, plan, gradients_only)
+    phases = phases_of(workload, plan, rows, tokens, micro_batches, gradients_only)
+    of_phase = {name: largest(found, work_ratio) for name, found in phases.items()}
+    each = [of_phase[name] for name in ("update", "generate", "reward") if phases[name]]
+    phase = max(each, key=lambda found: sum(found.values()), default={})
+    if workload.forward:
         graphs = evaluation_graphs_bytes(workload, plan, rows, tokens, int(sum(phase.values())))
     elif workload.soft is not None:
         graphs = SOFT_GRAPHS * graphs_bytes(workload, "staged", rows, tokens)
@@ -190,17 +130,100 @@ def estimate(
         graphs = graphs_bytes(workload, plan.engine, rows, tokens, kept=plan.kept)
     order = ["weights", "adapters", "gradients", "optimizer", "optimizer work", "block inputs",
              "kept outputs", "activations", "block work", "head chunk",
-             *["KV cache", "sampling"] * bool(generating), "norms", "prefix cache",
+             *["KV cache", "sampling"] * bool(phases["generate"]), "norms", "prefix cache",
              *["reward models"] * bool(workload.reward_models),
              *["reduction"] * workload.reduces]  # fmt: skip
     components = {name: int(held.get(name, 0) + phase.get(name, 0)) for name in order}
     beside = {"graphs": graphs, "cache": 0, "python": workload.process.python_bytes}
-    found = Estimate(components | beside)
-    if not generating:
-        return found
+    if not phases["generate"]:
+        return Estimate(components | beside)
     rest = sum(held.values()) + sum(beside.values())
-    peaks = {name: rest + sum(map(int, each.values())) for name, each in of_phase.items() if each}
-    return Estimate(found.components, peaks)
+    peaks = {name: rest + sum(map(int, one.values())) for name, one in of_phase.items() if one}
+    return Estimate(components | beside, peaks)
+
+
+def held_components(workload: Workload, plan: Plan, gradients_only: bool) -> dict[str, int]:
+    """Bytes that stay allocated during all of a step."""
+    facts, training, forward = workload.facts, workload.training, workload.forward
+    coefficients, reading = workload.process.coefficients, (plan.resident, plan.blocks_ahead)
+    held = {
+        "weights": weights_bytes(workload.loaded, plan.engine, forward, coefficients, *reading),
+        "adapters": adapter_bytes(facts, training) + norms_bytes(facts, training),
+        "optimizer": 0 if forward or plan.states_on_disk else optimizer_bytes(facts, training),
+        "prefix cache": 0 if gradients_only else workload.prefix_bytes,
+    }
+    if workload.reward_models:
+        held["reward models"] = reward_model_bytes(workload, plan.engine)
+    return held
+
+
+Phases = list[dict[str, float]]  # bytes by component, of moments of a step
+
+
+def phases_of(
+    workload: Workload,
+    plan: Plan,
+    rows: int,
+    tokens: int,
+    micro_batches: int,
+    gradients_only: bool,
+) -> dict[str, Phases]:
+    """The moments of a step, of four kinds. An update comes with the scoring of its own rows."""
+    facts, training, forward = workload.facts, workload.training, workload.forward
+    coefficients = workload.process.coefficients
+    generating: Phases = []
+    rewarding: Phases = []
+    scoring: Phases = []
+    if workload.scores and not forward:
+        scoring = forward_phases(workload, plan, rows, tokens, predicts=False)
+    updating = [*gradient_phases(workload, plan, rows, tokens, micro_batches), *scoring]
+    if not (forward or gradients_only):
+        on_disk = plan.gradients_on_disk and workload.soft is None
+        grads = 0 if on_disk else float32_bytes(facts, training)  # of ranks, too
+        work = update_bytes(facts, training, plan)
+        updating.append({"gradients": grads, "optimizer work": work})
+        if workload.reduces:
+            work = reduction_bytes(facts, training, plan)
+            updating.append({"gradients": grads, "reduction": work})
+    if training.dora:
+        updating.append({"norms": DORA_NORMS_BYTES})
+    if not gradients_only:
+        rewarding = reward_phases(workload, plan, rows, tokens)
+        if workload.answer_tokens:
+            answer = generation_bytes(facts, workload.answer_tokens, coefficients)
+            updating.append({"block work": answer})
+        if workload.rollouts is not None:
+            generating = rollout_phases(facts, workload.rollouts, plan.wave, coefficients)
+    return {"generate": generating, "score": scoring, "update": updating, "reward": rewarding}
+
+
+def gradient_phases(
+    workload: Workload, plan: Plan, rows: int, tokens: int, micro_batches: int
+) -> Phases:
+    """The moments of the gradients, or of an evaluation."""
+    facts, training = workload.facts, workload.training
+    if workload.forward:
+        return forward_phases(workload, plan, rows, tokens)
+    of_passes, of_all = gradient_bytes(facts, training, plan, micro_batches)
+    if workload.soft is not None:
+        sums = float32_bytes(facts, training) * (1 + (micro_batches > 1))
+        phases = [soft_phase(workload, plan, rows, tokens, sums)]
+    elif plan.engine == "fused":
+        phases = fused_phases(workload, rows, tokens, of_passes, of_all)
+    else:
+        phases = staged_phases(workload, plan, rows, tokens, of_passes, of_all)
+    if workload.noise:
+        phases.append({"gradients": of_passes, "block work": noise_bytes(facts, rows, tokens)})
+    return phases
+
+
+def largest(phases: Phases, work_ratio: float) -> dict[str, float]:
+    """The moment that needs most, with what depends on the coefficients times `work_ratio`."""
+    scaled = [
+        {name: size * (work_ratio if name in WORK else 1) for name, size in found.items()}
+        for found in phases
+    ]
+    return max(scaled, key=lambda found: sum(found.values()), default={})
 
 
 def reward_model_bytes(workload: Workload, engine: str) -> int:
@@ -214,7 +237,7 @@ def reward_model_bytes(workload: Workload, engine: str) -> int:
     return total
 
 
-def reward_phases(workload: Workload, plan: Plan, rows: int, tokens: int) -> list[dict[str, float]]:
+def reward_phases(workload: Workload, plan: Plan, rows: int, tokens: int) -> Phases:
     """Bytes while the reward models score completions."""
     found = []
     for model in workload.reward_models:
@@ -265,7 +288,7 @@ def read_alone_bytes(
 
 def fused_phases(
     workload: Workload, rows: int, tokens: int, earlier: int, gradients: int
-) -> list[dict[str, float]]:
+) -> Phases:
     """Bytes at two moments: at the head, while MLX finishes the last block, and at the last
     block of the backward pass. Activations of all trained blocks are alive at both.
     """
@@ -315,7 +338,7 @@ def fused_head_bytes(workload: Workload, targets: int) -> float:
 
 def staged_phases(
     workload: Workload, plan: Plan, rows: int, tokens: int, earlier: int, gradients: int
-) -> list[dict[str, float]]:
+) -> Phases:
     """Bytes at three moments: the forward pass of a block, the head, and the backward pass of a
     trained block; of the blocks that need most. Blocks that keep something have moments of their
     own: while they run forward and backward, others still keep theirs.
@@ -331,17 +354,11 @@ def staged_phases(
     is_wide = any(adapts_widest(each) for each, _, count in parts if count)
     table = coefficients.backward_lora if is_wide else coefficients.backward
     tiled = is_tiled(workload, rows, tokens)
-    if tiled and plan.engine == "streamed":  # the weights of a block stay for all of its tiles
-        reading = plan.resident, plan.blocks_ahead
-        counted = weights_bytes(facts, plan.engine, False, coefficients, *reading)
-        stay = facts.bytes_of_last(plan.resident)
-        read = facts.neighbours_bytes(1 + plan.blocks_ahead, plan.resident)
-        more = min(read, facts.blocks_bytes - stay) + stay + facts.rest_bytes - counted
+    if tiled and plan.engine == "streamed":
+        more = held_by_tiles_bytes(facts, plan, coefficients)
         forward, backward = forward + more, backward + more
     is_cut = tiled and not plan.kept.linear and not workload.score_head  # in tiles at the head
-    together = hidden * min(1.0, HEAD_ROWS / n)  # hidden states that meet the head at once
-    rest = hidden if is_cut else 2 * (hidden - together)  # and their cotangents
-    head = head_bytes(workload, n, is_cut) + coefficients.head["hidden"] * together + rest
+    head = staged_head_bytes(workload, n, hidden, is_cut)
     kept, blocks = plan.kept, training.blocks
     linear = kept.linear  # the last blocks, which also need other work; `lean` are those before
     lean = {"inputs": blocks - 1 - linear, "kept": kept_bytes(facts, kept, rows, tokens, linear)}
@@ -391,6 +408,25 @@ def staged_phases(
         work = max(kept_backward_bytes(each, rows, tokens) for each in later)
         found += [backward_at(place, work, 0) for place in {0, linear - 1}]
     return found
+
+
+def staged_head_bytes(workload: Workload, targets: int, hidden: int, is_cut: bool) -> float:
+    """Bytes at the head, with the hidden states; hidden: bytes of those. is_cut: as in
+    `head_bytes`."""
+    together = hidden * min(1.0, HEAD_ROWS / targets)  # hidden states that meet the head at once
+    rest = hidden if is_cut else 2 * (hidden - together)  # and their cotangents
+    table = workload.process.coefficients.head
+    return head_bytes(workload, targets, is_cut) + table["hidden"] * together + rest
+
+
+def held_by_tiles_bytes(facts: ModelFacts, plan: Plan, coefficients: Coefficients) -> int:
+    """Bytes of weights beside those that `weights_bytes` counts, of a streamed plan: the weights of
+    a block stay for all of its tiles."""
+    reading = plan.resident, plan.blocks_ahead
+    counted = weights_bytes(facts, plan.engine, False, coefficients, *reading)
+    stay = facts.bytes_of_last(plan.resident)
+    read = facts.neighbours_bytes(1 + plan.blocks_ahead, plan.resident)
+    return min(read, facts.blocks_bytes - stay) + stay + facts.rest_bytes - counted
 
 
 def head_bytes(workload: Workload, targets: int, is_cut: bool = False) -> float:
@@ -444,7 +480,7 @@ def soft_phase(
 
 def forward_phases(
     workload: Workload, plan: Plan, rows: int, tokens: int, predicts: bool = True
-) -> list[dict[str, float]]:
+) -> Phases:
     """Bytes of an evaluation: in a block, and at the head with losses and maybe predictions, which
     cost a staged engine more, and a fused one nothing more."""
     facts, coefficients = workload.facts, workload.process.coefficients

@@ -219,27 +219,30 @@ def is_convolution(name: str, shape: tuple[int, ...]) -> bool:
 
 def windows_of(config: Mapping[str, Any], blocks: int) -> list[int]:
     """For each block, how many tokens its attention reaches back; 0 for all of them."""
-    types, pattern = config.get("layer_types"), config.get("sliding_window_pattern")
     kind = str(config.get("model_type"))
     window = whole(config, "sliding_window", "window_size", "attention_window_size")
     window = max(0, window) or (DEFAULT_WINDOW if kind in PATTERNS else 0)
     if not window or kind == "gemma2":  # mlx-lm's Gemma 2 has no window
         return [0] * blocks
+    return [window if slides else 0 for slides in sliding(config, kind, blocks)]
+
+
+def sliding(config: Mapping[str, Any], kind: str, blocks: int) -> list[bool]:
+    """For each block, whether its attention has a window; kind: the model_type."""
+    types, pattern = config.get("layer_types"), config.get("sliding_window_pattern")
     if isinstance(types, list) and len(types) >= blocks:
-        slides = [str(each).startswith(("sliding", "local")) for each in types[:blocks]]
-    elif isinstance(config.get("hybrid_layer_pattern"), list):
+        return [str(each).startswith(("sliding", "local")) for each in types[:blocks]]
+    if isinstance(config.get("hybrid_layer_pattern"), list):
         slides = [bool(each) for each in config["hybrid_layer_pattern"]][:blocks]
-        slides += [False] * (blocks - len(slides))
-    elif isinstance(pattern, str) and pattern:
-        slides = [pattern[i % len(pattern)] == "L" for i in range(blocks)]
-    elif kind == "gpt_oss":
-        slides = [i % 2 == 0 for i in range(blocks)]
-    elif kind in PATTERNS or isinstance(pattern, int):
+        return slides + [False] * (blocks - len(slides))
+    if isinstance(pattern, str) and pattern:
+        return [pattern[i % len(pattern)] == "L" for i in range(blocks)]
+    if kind == "gpt_oss":
+        return [i % 2 == 0 for i in range(blocks)]
+    if kind in PATTERNS or isinstance(pattern, int):
         every = pattern if isinstance(pattern, int) and pattern > 0 else PATTERNS.get(kind, 1)
-        slides = [(i + 1) % every != 0 for i in range(blocks)]
-    else:
-        slides = [False] * blocks
-    return [window if each else 0 for each in slides]
+        return [(i + 1) % every != 0 for i in range(blocks)]
+    return [False] * blocks
 
 
 DEFAULT_WINDOW = 512

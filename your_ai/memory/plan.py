@@ -495,16 +495,34 @@ def choose(
     """
     every = options(workload)
     if not every:
-        process = replace(workload.process, most_buffers=UNLIMITED)
-        without = replace(workload, process=process)
-        if found := [buffers_of(workload, option.plan) for option in options(without)]:
-            raise DoesNotFit(too_many(workload, min(found)), sys.maxsize)
-        raise UserError(
-            f"--plan {workload.engine}: this model's weights are converted on load, so they "
-            "cannot be streamed; convert it with `mlx_lm.convert` first, or use --plan staged"
-        )
+        raise no_option(workload)
     if kept is not None and (again := chosen_again(workload, every, kept, limit_bytes, level)):
         return again
+    fitting = fitting_options(workload, every, limit_bytes)
+    place = every.index(fitting[0])
+    first = with_more_kept(workload, fitting[0], lambda option: option.needed_bytes <= limit_bytes)
+    ladder = descending([first, *every[place:]])
+    level = min(level, len(ladder) - 1)
+    above = [o for o in every[:place] if o.needed_bytes > first.needed_bytes]
+    larger = ladder[level - 1] if level else (above[-1] if above else None)
+    smaller = ladder[level + 1] if level + 1 < len(ladder) else None
+    return Choice(ladder[level], level, smaller, larger)
+
+
+def no_option(workload: Workload) -> UserError:
+    """The error if a workload has no plan, whatever the limit."""
+    process = replace(workload.process, most_buffers=UNLIMITED)
+    without = replace(workload, process=process)
+    if found := [buffers_of(workload, option.plan) for option in options(without)]:
+        return DoesNotFit(too_many(workload, min(found)), sys.maxsize)
+    return UserError(
+        f"--plan {workload.engine}: this model's weights are converted on load, so they "
+        "cannot be streamed; convert it with `mlx_lm.convert` first, or use --plan staged"
+    )
+
+
+def fitting_options(workload: Workload, every: list[Option], limit_bytes: int) -> list[Option]:
+    """Those that fit into the limit and can begin, if any; at least one. Raises DoesNotFit."""
     fitting = [option for option in every if option.needed_bytes <= limit_bytes]
     if workload.soft is None:  # else nothing is measured before the first step
         begins = [option for option in fitting if can_begin(workload, option, limit_bytes)]
@@ -516,14 +534,7 @@ def choose(
         least = min(every, key=lambda option: option.needed_bytes)
         least_bytes = min([least.needed_bytes, *(size for _, size in others)])
         raise DoesNotFit(refusal(workload, least, least_bytes, limit_bytes), least_bytes)
-    place = every.index(fitting[0])
-    first = with_more_kept(workload, fitting[0], lambda option: option.needed_bytes <= limit_bytes)
-    ladder = descending([first, *every[place:]])
-    level = min(level, len(ladder) - 1)
-    above = [o for o in every[:place] if o.needed_bytes > first.needed_bytes]
-    larger = ladder[level - 1] if level else (above[-1] if above else None)
-    smaller = ladder[level + 1] if level + 1 < len(ladder) else None
-    return Choice(ladder[level], level, smaller, larger)
+    return fitting
 
 
 def chosen_again(
