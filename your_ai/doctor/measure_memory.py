@@ -6,7 +6,6 @@ weights in a process of its own, and prints one peak per line as JSON.
 
 from __future__ import annotations
 
-import gc
 import json
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from your_ai.gates.console import echo_json
 from your_ai.gates.programs import python_module
 from your_ai.gates.text import counted
 from your_ai.hub.find import store
-from your_ai.memory import budget, coefficients
+from your_ai.memory import allocator, budget, coefficients
 from your_ai.memory.calibration import FAR, Shape
 from your_ai.memory.coefficients import Fitted
 from your_ai.memory.estimate import estimate
@@ -150,8 +149,7 @@ def measure_engine(
 
     cases: kinds and shapes of peaks, instead of those that are usually measured.
     """
-    gc.collect()
-    mx.clear_cache()
+    allocator.free()
     mx.set_cache_limit(0)
     empty_bytes = mx.get_active_memory()
     opened = open_model(folder, dtype)

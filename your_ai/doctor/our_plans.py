@@ -150,7 +150,7 @@ class RolloutSteps:
         """Do a step; return (mean reward, seconds, tokens)."""
         began = time.perf_counter()
         texts = self.generated(next(self.counter))
-        mx.clear_cache()
+        allocator.free(collect=False)
         rewards = np.array([contest_reward(completion) for _, completion in texts])
         advantages = advantages_of(rewards.reshape(len(self.prompts), -1), "group").reshape(-1)
         lengths = np.array([len(completion) for _, completion in texts])
@@ -163,7 +163,7 @@ class RolloutSteps:
         order = np.argsort(-examples.lengths, kind="stable")
         batches = list(micro_batches(examples, order, self.rows_at, edges))
         one_update(self.engine, self.update, self.gradients, batches, self.contest)
-        mx.clear_cache()
+        allocator.free(collect=False)
         return float(rewards.mean()), time.perf_counter() - began, int(lengths.sum())
 
     def generated(self, step: int) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -20,6 +20,7 @@ from your_ai.engine.spill import Spilled
 from your_ai.engine.staged import FusedAboveCache, Staged
 from your_ai.engine.weights import FileTensor, Streamed, put_layers, stream, stream_vocabulary
 from your_ai.errors import UserError
+from your_ai.memory import allocator
 from your_ai.memory.workload import NOTHING, Kept
 from your_ai.nets.attention import replace_attention
 from your_ai.nets.block_calls import Unsplittable
@@ -102,16 +103,12 @@ def build_engine(
         )
     if packing:
         check_packing(model, found, longest)
-    if parts is None and plan == "streamed":
-        raise UserError(f"--plan streamed: {NO_PARTS} ({found.reason}); train with --plan fused")
-    if parts is None and plan == "staged":
-        notices.append(f"--plan staged: {NO_PARTS} ({found.reason}); training with --plan fused")
+    if parts is None:
+        notices += notices_without_parts(plan, make_store is not None, found.reason)
         plan = "fused"
     neftune = neftune_of(model, halves.trunk if parts is None else parts.embed, neftune_alpha)
     store = None
-    if make_store is not None and parts is None:
-        notices.append(f"--prefix-cache: {NO_PARTS} ({found.reason}); training without it")
-    elif make_store is not None and parts is not None:
+    if make_store is not None and parts is not None:
         store = make_store(parts.features(first_trained(parts.blocks)))
     if store is not None and plan == "fused":
         joined = FusedAboveCache(
@@ -129,6 +126,19 @@ def build_engine(
         neftune=neftune, kept=kept,
     )  # fmt: skip
     return Built(staged.engine(), plan, tuple(notices), store)
+
+
+def notices_without_parts(plan: str, has_store: bool, reason: str) -> list[str]:
+    """What a model does without that cannot be split into blocks. Raises UserError if it cannot do
+    without the plan."""
+    if plan == "streamed":
+        raise UserError(f"--plan streamed: {NO_PARTS} ({reason}); train with --plan fused")
+    notices = []
+    if plan == "staged":
+        notices.append(f"--plan staged: {NO_PARTS} ({reason}); training with --plan fused")
+    if has_store:
+        notices.append(f"--prefix-cache: {NO_PARTS} ({reason}); training without it")
+    return notices
 
 
 def split_and_loaded(
@@ -172,7 +182,7 @@ def load(model: nn.Module) -> None:
     for block in model.layers:
         compute_magnitudes(block)
         mx.eval(block.parameters())
-        mx.clear_cache()
+        allocator.free(collect=False)
     mx.eval(model.parameters())
 
 

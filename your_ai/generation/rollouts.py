@@ -20,6 +20,7 @@ import numpy as np
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 
 from your_ai.engine.weights import last_position_only
+from your_ai.memory import allocator
 from your_ai.memory.sizes import PREFILL_TOKENS
 
 MOST_CACHED = 128 << 20  # bytes of freed buffers
@@ -142,7 +143,7 @@ def prefill(model: nn.Module, tokens: np.ndarray) -> list[Any]:
         part = mx.array(tokens[None, start : start + PREFILL_TOKENS].astype(np.int32))
         model(part, cache=cache)  # logits are lazy: nothing computes them
         mx.eval([c.state for c in cache])
-    mx.clear_cache()
+    allocator.free(collect=False)
     return cache
 
 
@@ -214,7 +215,7 @@ def run_wave(
         following = advance(tokens, position + 1) if position + 1 < longest else None
         position += 1
         if mx.get_cache_memory() > MOST_CACHED:  # arrays grow, so old buffers fit few new ones
-            mx.clear_cache()
+            allocator.free(collect=False)
         keep = []
         for place, (row, token) in enumerate(zip(active, np.array(tokens).tolist(), strict=True)):
             found[row].append(token)

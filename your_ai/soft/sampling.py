@@ -17,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from your_ai.engine.weights import last_position_only
 from your_ai.generation.rollouts import MOST_CACHED, batched, groups_heads, prefill
+from your_ai.memory import allocator
 from your_ai.nets.gumbel import Drawn, NoisePlaces, Noisy, draw
 from your_ai.nets.head import HeadRows
 from your_ai.soft.roles import Network, Sampled, SoftRows, SoftSettings
@@ -114,7 +115,7 @@ def run(
             )
             mx.eval(tokens[-1], means[-1], rows, ended)
             if mx.get_cache_memory() > MOST_CACHED:
-                mx.clear_cache()
+                allocator.free(collect=False)
             if ended.all().item():
                 break
     found = np.array(mx.stack(tokens, axis=1))

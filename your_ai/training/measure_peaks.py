@@ -103,7 +103,7 @@ def peak_of(trainer: Trainer, shape: Shape, log: events.EventLog) -> MicroBatchP
         batch = replace(batch, given=batch.weights)
     allocator.return_freed_buffers()
     mx.set_cache_limit(0)  # cached buffers would add to the peak; `allocator.set_limits` resets it
-    mx.clear_cache()
+    allocator.free(collect=False)
     mx.reset_peak_memory()
     with unchanged(trainer.built.store):
         mx.eval(trainer.engine.add_gradients(batch, 1.0, 0, trainer.gradients))

@@ -32,6 +32,7 @@ from your_ai.generation.rollouts import (
     complete,
     sampler_of,
 )
+from your_ai.memory import allocator
 from your_ai.nets import model
 from your_ai.objectives.grpo import (
     GRPO,
@@ -362,7 +363,7 @@ class RolloutSource:
         """Note the time and the peak of a phase, and free what it left."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
         self.peaks[phase] = max(self.peaks.get(phase, 0), mx.get_peak_memory())
-        mx.clear_cache()
+        allocator.free(collect=False)
         mx.reset_peak_memory()
 
     # -- measure
