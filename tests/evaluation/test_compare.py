@@ -20,7 +20,7 @@ from your_ai.evaluation.custom_metric import Metric
 from your_ai.evaluation.dataset_scores import scored
 from your_ai.evaluation.rows import choose_file
 from your_ai.generation import generate, samples
-from your_ai.memory.budget import budget_of, budget_of_evaluation, process_here
+from your_ai.memory.budget import budget_of, budget_of_evaluation, limit_of, process_here
 from your_ai.memory.facts import facts_of
 from your_ai.memory.plan import options
 from your_ai.memory.workload import DataSizes, workload_of
@@ -266,14 +266,13 @@ def test_evaluation_fits_into_a_limit_too_small_for_training(run):
     lengths = compared(run).rows.trained.lengths
     training = training_of(found.adapter, config, 3)
     args = (training, found.base, mx.float32, lengths, 2)
-    least = min(
-        option.needed_bytes for option in options(budget_of_evaluation(*args, None).workload)
-    )
+    every = options(budget_of_evaluation(*args, limit_of(None)).workload)
+    least = min(option.needed_bytes for option in every)
     limit_gb = (least + 1) / 1e9
     data = DataSizes(lengths=tuple(lengths))
     workload = workload_of(config, facts_of(found.base, 4), data, process_here())
     with pytest.raises(UserError, match="nothing fits into"):
-        budget_of(replace(config, max_memory=limit_gb), workload, mx.float32)
+        budget_of(config, workload, mx.float32, limit_of(limit_gb))
     assert compared(run, max_memory_gb=limit_gb).plan.startswith("streamed, micro-batches of 1 x ")
     with pytest.raises(UserError, match="evaluating does not fit into"):
         compared(run, max_memory_gb=(least - 1) / 1e9)

@@ -180,4 +180,6 @@ def test_the_memory_of_the_program_is_part_of_the_limit(trained, tmp_path, progr
     tool = script(programs, "llama-quantize", "exit 1")
     with pytest.raises(UserError, match="exit status 1"):
         written(trained, tmp_path / "m.gguf", "q6_k", tool, max_memory_gb=2.0)
-    assert given == [("quantizing", 8 * 768 * 32, 2.0)]  # the embedding, twice in float32
+    [(doing, size_bytes, limit)] = given
+    assert (doing, limit.limit_bytes) == ("quantizing", 2 * 10**9)
+    assert size_bytes == 8 * 768 * 32  # the embedding, twice in float32

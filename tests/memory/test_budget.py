@@ -22,6 +22,7 @@ from your_ai.memory.budget import (
     process_here,
     python_bytes,
     row_limit,
+    run_limit,
 )
 from your_ai.memory.estimate import Training, weights_bytes
 from your_ai.memory.estimate_generation import RolloutSizes, generation_bytes, rollout_phases
@@ -51,7 +52,8 @@ def facts(tiny_model) -> ModelFacts:
 def found(tiny_model, level: int = 0, **settings) -> Budget:
     config = TrainConfig(**settings)
     facts = facts_of(tiny_model, 4, config.quantize)
-    return budget_of(config, asked_by(config, facts, (64, 256)), mx.float32, level)
+    workload = asked_by(config, facts, (64, 256))
+    return budget_of(config, workload, mx.float32, run_limit(config), level)
 
 
 def asked_by(config: TrainConfig, facts: ModelFacts, lengths=(64,), **sizes) -> Workload:
@@ -64,7 +66,7 @@ def asked_by(config: TrainConfig, facts: ModelFacts, lengths=(64,), **sizes) -> 
 
 def test_memory_left_by_reading_rows_does_not_count_as_python(monkeypatch):
     python_bytes.cache_clear()
-    assert row_limit(1000, 1.0) == RowLimit(row_bytes=1000, room_bytes=GB - HELD)
+    assert row_limit(1000, limit_of(1.0)) == RowLimit(row_bytes=1000, room_bytes=GB - HELD)
     monkeypatch.setattr(probe, "process_bytes", lambda: 9 * HELD)
     assert python_bytes() == HELD + LATER_BYTES
 
@@ -135,7 +137,7 @@ def test_only_a_prefix_cache_in_memory_is_counted(facts, kind, kept):
     config = TrainConfig(prefix_cache=kind)
     workload = asked_by(config, facts, prefix_tokens=1000)
     assert workload.prefix_bytes == kept
-    budget = budget_of(config, workload, mx.float32)
+    budget = budget_of(config, workload, mx.float32, run_limit(config))
     assert budget.choice.option.estimate.components["prefix cache"] == kept
 
 
@@ -195,7 +197,7 @@ def test_estimate_depends_on_the_compute_dtype(tiny_model):
     config = TrainConfig()
     workloads = [asked_by(config, facts_of(tiny_model, size)) for size in (2, 4)]
     sizes = [
-        budget_of(config, workload, mx.float32).choice.option.estimate.mlx_bytes
+        budget_of(config, workload, mx.float32, run_limit(config)).choice.option.estimate.mlx_bytes
         for workload in workloads
     ]
     assert sizes[0] < sizes[1]
@@ -326,7 +328,7 @@ TRAINING = Training(blocks=2, rank=4, targets=("q_proj",))
 
 
 def evaluated(tiny_model, max_memory_gb=None, **options) -> Budget:
-    args = (TRAINING, tiny_model, mx.float32, [64, 256, 64], 4, max_memory_gb)
+    args = (TRAINING, tiny_model, mx.float32, [64, 256, 64], 4, limit_of(max_memory_gb))
     return budget_of_evaluation(*args, **options)
 
 

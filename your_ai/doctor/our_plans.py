@@ -37,7 +37,7 @@ from your_ai.errors import RunError, UserError
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.generation.rollouts import RolloutPrompt, complete, sampler_of
 from your_ai.memory import allocator
-from your_ai.memory.budget import budget_of, process_here
+from your_ai.memory.budget import budget_of, process_here, run_limit
 from your_ai.memory.estimate_kept import everything
 from your_ai.memory.facts import facts_of
 from your_ai.memory.plan import (
@@ -229,7 +229,7 @@ def prepare_ours(contest: Contest, contender: str, beside: Steps | None = None) 
     if plan == "auto" or contest.max_memory is not None:
         asked = dataclasses.replace(contest.train_config(plan), spill=spill)
         workload = workload_of(asked, facts, sizes, process_here())
-        budget = budget_of(asked, workload, opened.dtype)
+        budget = budget_of(asked, workload, opened.dtype, run_limit(asked))
         chosen = budget.choice.option
         wanted, estimate = chosen.plan, chosen.estimate
         rows_at: RowsAt = partial(wanted.rows, batch_size=contest.rows)

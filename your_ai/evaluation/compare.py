@@ -41,7 +41,7 @@ from your_ai.generation.generate import Sampling, answer_room
 from your_ai.generation.samples import MOST_TOGETHER, sampled
 from your_ai.hub.find import fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
-from your_ai.memory.budget import budget_of_evaluation, row_limit
+from your_ai.memory.budget import budget_of_evaluation, limit_of, row_limit
 from your_ai.memory.plan import Budget, choose
 from your_ai.memory.workload import RolloutSizes, Training, words
 from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
@@ -131,7 +131,8 @@ def compare(
     """
     config, folder = run.config, run.base
     doing = "repacking the model" if config.quantize is None else "quantizing the model"
-    for step in make_copy(folder, config.quantize, request.max_memory_gb):
+    memory = limit_of(request.max_memory_gb)
+    for step in make_copy(folder, config.quantize, memory):
         yield EvaluationProgress(doing, step.done_bytes, step.total_bytes)
     folder = place_of_copy(folder, config.quantize)
     yield EvaluationProgress(f"reading {Path(file_of_first_row(path)).name}")
@@ -139,7 +140,7 @@ def compare(
     opened = open_model(folder, dtype)
     network, tokenizer = opened.network, opened.tokenizer()
     tokenized_by = tokenizer_fingerprint(fingerprint(run.base), tokenizer.eos_token_ids)
-    limit = row_limit(config.max_row_bytes, request.max_memory_gb)
+    limit = row_limit(config.max_row_bytes, memory)
     vocabulary = vocabulary_of(network)
     kind: Kind = config.row_kind if config.row_kind in ("answers", "rated") else "any"
     is_reward = config.objective == REWARD
@@ -165,7 +166,7 @@ def compare(
         dtype,
         sorted({*rows.trained.lengths, *rows.answers.lengths}),
         request.batch_size,
-        request.max_memory_gb,
+        memory,
         can_stream=opened.can_stream,
         score_head=is_reward,
     )

@@ -32,8 +32,9 @@ from your_ai.evaluation.compare import hold, training_of
 from your_ai.gates.text import counted
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.memory import allocator
-from your_ai.memory.budget import budget_of_evaluation, row_limit
+from your_ai.memory.budget import budget_of_evaluation, limit_of, row_limit
 from your_ai.memory.facts import facts_of
+from your_ai.memory.limit import MemoryLimit
 from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.nets import model, saved_adapter
 from your_ai.nets.saved_adapter import Trained
@@ -185,9 +186,9 @@ def check_reward_run(run: Trained, label: str) -> None:
         )
 
 
-def weights_of(run: Trained, max_memory_gb: float | None = None) -> Path:
+def weights_of(run: Trained, limit: MemoryLimit | None = None) -> Path:
     """The folder with the weights that the run trained with, quantized now if it is missing."""
-    return model_folder(run.base, run.config.quantize, max_memory_gb)
+    return model_folder(run.base, run.config.quantize, limit)
 
 
 def put_reward_model(opened: Opened, run: Trained) -> None:
@@ -207,9 +208,10 @@ def load_reward_model(
     Raises UserError if the run is not a reward model, or does not fit.
     """
     check_reward_run(run, "score")
-    config, folder = run.config, weights_of(run, max_memory_gb)
+    limit = limit_of(max_memory_gb)
+    config, folder = run.config, weights_of(run, limit)
     opened = open_model(folder, model.compute_dtype(config.dtype))
-    encoder = encoder_of(run, opened, opened.tokenizer(), max_memory_gb)
+    encoder = encoder_of(run, opened, opened.tokenizer(), limit)
     blocks = len(opened.network.layers)
     budget = budget_of_evaluation(
         training_of(run.adapter, config, blocks),
@@ -217,7 +219,7 @@ def load_reward_model(
         opened.dtype,
         [config.max_seq_length],
         batch_size,
-        max_memory_gb,
+        limit,
         can_stream=opened.can_stream,
         score_head=True,
     )
@@ -230,11 +232,9 @@ def load_reward_model(
     return RewardModel(run.folder.name, encoder, engine, rows_at, config.max_seq_length, positions)
 
 
-def encoder_of(
-    run: Trained, opened: Opened, tokenizer: Any, max_memory_gb: float | None = None
-) -> Encoder:
-    limit = row_limit(run.config.max_row_bytes, max_memory_gb)
-    return Encoder(tokenizer, True, vocabulary_of(opened.network), limit, "rated")
+def encoder_of(run: Trained, opened: Opened, tokenizer: Any, limit: MemoryLimit) -> Encoder:
+    rows = row_limit(run.config.max_row_bytes, limit)
+    return Encoder(tokenizer, True, vocabulary_of(opened.network), rows, "rated")
 
 
 def engine_of(opened: Opened, plan: str) -> Engine:

@@ -30,7 +30,7 @@ from your_ai.memory.budget import coefficients_here, limit_of, python_bytes, row
 from your_ai.memory.estimate import weights_bytes
 from your_ai.memory.estimate_generation import generation_bytes
 from your_ai.memory.facts import ModelFacts, facts_of
-from your_ai.memory.limit import rounded_up
+from your_ai.memory.limit import MemoryLimit, rounded_up
 from your_ai.memory.sample import in_gb
 from your_ai.memory.sizes import PREFILL_TOKENS
 from your_ai.nets.model import check_positions, compute_dtype
@@ -127,18 +127,19 @@ def difference(trained: Trained, fused: Path, max_memory_gb: float | None = None
     max_memory_gb: limit of the process; if the models are larger, they are read from disk block
     by block. Raises UserError if that does not fit either, or if the run's data is gone.
     """
+    limit = limit_of(max_memory_gb)
     source = base_of(trained, max_memory_gb)
     dtype = compute_dtype(trained.config.dtype)
     models = [open_model(folder, dtype) for folder in (source, source, fused)]
     networks = [opened.network for opened in models]
     base, tokenizer = networks[0], models[0].tokenizer()
-    path, examples = examples_of(trained, base, tokenizer, max_memory_gb)
+    path, examples = examples_of(trained, base, tokenizer, limit)
     chosen = choose(examples)
     streamable = all(opened.can_stream for opened in models)
     facts = [facts_of(folder, dtype.size) for folder in (source, fused)]
     longest = int(examples.lengths[chosen].max())
     check_positions(base, longest, f"{path}: --max-seq-length {trained.config.max_seq_length}")
-    room = hold(facts, trained.adapter, longest, max_memory_gb, streamable)
+    room = hold(facts, trained.adapter, longest, limit.limit_bytes, streamable)
 
     if not room.streams:
         networks[1].update(base.parameters())  # share the weights of the base
@@ -170,7 +171,7 @@ def difference(trained: Trained, fused: Path, max_memory_gb: float | None = None
 
 
 def examples_of(
-    trained: Trained, network: nn.Module, tokenizer: Any, max_memory_gb: float | None
+    trained: Trained, network: nn.Module, tokenizer: Any, memory: MemoryLimit
 ) -> tuple[Path, Examples]:
     """Return the run's validation file, or else another of its files, and the rows in it."""
     config = trained.config
@@ -178,7 +179,7 @@ def examples_of(
         raise UserError(f"{trained.folder.path}: has no data")
     splits = find_splits(config).files
     name = next(name for name in SPLITS if name in splits)
-    limit = row_limit(config.max_row_bytes, max_memory_gb)
+    limit = row_limit(config.max_row_bytes, memory)
     masked = config.mask_prompt or name == "test"
     return splits[name], load_examples(
         splits[name],
@@ -205,15 +206,15 @@ def hold(
     facts: list[ModelFacts],
     adapter: Adapter,
     tokens: int,
-    max_memory_gb: float | None,
+    limit: int,
     streamable: bool,
 ) -> DifferenceRoom:
     """Set MLX's memory limit and choose how to run the models.
 
-    facts: of the base and the fused model; tokens: of the longest row. Raises UserError if one
+    facts: of the base and the fused model; tokens: of the longest row; limit: of the memory, in
+    bytes. Raises UserError if one
     such row does not fit.
     """
-    limit = limit_of(max_memory_gb).limit_bytes
     coefficients = coefficients_here()
     row = max(generation_bytes(found, tokens, coefficients) for found in facts)
     position = LOGITS_HELD * 4 * max(found.vocabulary for found in facts)

@@ -33,6 +33,7 @@ from mlx_lm.utils import get_total_parameters
 
 from your_ai.errors import UserError
 from your_ai.files import sha256
+from your_ai.memory.budget import limit_of
 from your_ai.modelfiles import unfinished
 from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.modelfiles.repack import MLX_PARTS
@@ -75,7 +76,7 @@ class Change:
 
 def base_of(trained: Trained, max_memory_gb: float | None = None) -> Path:
     """The folder with the weights used in training: a copy if it was quantized or repacked."""
-    return model_folder(trained.base, trained.config.quantize, max_memory_gb)
+    return model_folder(trained.base, trained.config.quantize, limit_of(max_memory_gb))
 
 
 def fused_lazily(
@@ -367,7 +368,8 @@ def fuse(
     lazy = fused_lazily(trained, to, dtype, max_memory_gb)
     settings = [*(sha256(adapter / name) for name in (ADAPTERS, ADAPTER_CONFIG)), to, dtype]
     work = work_of(target)
-    yield from write_model(lazy, source, work, settings, max_memory_gb, False, replaces=force)
+    limit = limit_of(max_memory_gb)
+    yield from write_model(lazy, source, work, settings, limit, replaces=force)
 
 
 def interrupted_message(target: Path) -> str:

@@ -30,6 +30,7 @@ from your_ai.export.gguf_tokenizer import add_tokenizer
 from your_ai.export.names import check_dense
 from your_ai.files import TEMPORARY, sync
 from your_ai.memory import allocator
+from your_ai.memory.budget import limit_of
 from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.modelfiles.shards import WriteProgress, compute, hold_memory
 from your_ai.modelfiles.targets import write_error
@@ -136,7 +137,7 @@ def write_model(
     allocator.free()
     largest = max(tensor.array.nbytes + tensor.work_bytes for tensor in tensors)
     needed = lazy.input_bytes + largest + PARTS_HELD * PART_BYTES
-    hold_memory("exporting", needed, max_memory_gb, force=False)
+    hold_memory("exporting", needed, limit_of(max_memory_gb))
     check_disk(target, int(disk_share * sum(tensor.written_bytes for tensor in tensors)))
     with writing(target, described, draft) as writer:
         add_source(writer, trained, "model")

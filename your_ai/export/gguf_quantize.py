@@ -22,6 +22,7 @@ from your_ai.export import gguf
 from your_ai.files import sync
 from your_ai.gates.programs import begun, end
 from your_ai.gates.text import shown
+from your_ai.memory.budget import limit_of
 from your_ai.modelfiles.shards import WriteProgress, hold_memory
 from your_ai.modelfiles.targets import write_error
 from your_ai.nets.saved_adapter import Trained
@@ -126,7 +127,7 @@ def check_memory(wide: Path, max_memory_gb: float | None) -> None:
     from gguf import GGUFReader
 
     largest = max(int(tensor.n_elements) for tensor in GGUFReader(wide).tensors)
-    hold_memory("quantizing", 2 * VALUE_BYTES * largest, max_memory_gb, force=False)
+    hold_memory("quantizing", 2 * VALUE_BYTES * largest, limit_of(max_memory_gb))
 
 
 def run_tool(tool: Path, source: Path, result: Path, kind: str) -> Iterator[WriteProgress]:

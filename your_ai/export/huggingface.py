@@ -18,6 +18,7 @@ from your_ai.errors import UserError
 from your_ai.export.fused_weights import AUTO, DEQUANTIZED, base_of, fused_lazily
 from your_ai.export.names import STACKS_EXPERTS, TRANSFORMERS, check_names, classifier_of
 from your_ai.files import sha256
+from your_ai.memory.budget import limit_of
 from your_ai.modelfiles import unfinished
 from your_ai.modelfiles.shards import Lazy, WriteProgress, write_model
 from your_ai.modelfiles.unfinished import Work
@@ -62,7 +63,7 @@ def write(
     sums = [sha256(trained.adapter.folder / name) for name in names]
     source, settings = base_of(trained, max_memory_gb), [*sums, dtype]
     yield from write_model(
-        lazy, source, work_of(target), settings, max_memory_gb, False, replaces=force
+        lazy, source, work_of(target), settings, limit_of(max_memory_gb), replaces=force
     )
 
 

@@ -32,7 +32,7 @@ from your_ai.gates.token_ids import EMBEDDINGS, HEADS, check_ids, rows_of, vocab
 from your_ai.gates.untrusted import read_json
 from your_ai.generation.rollouts import Sampler, keys_at, sampler_of, seed_keys
 from your_ai.hub.find import find_model
-from your_ai.memory.budget import WavePlan, limit_generation, plan_waves
+from your_ai.memory.budget import WavePlan, limit_generation, limit_of, plan_waves
 from your_ai.memory.facts import facts_of
 from your_ai.memory.sizes import PREFILL_TOKENS
 from your_ai.memory.workload import RolloutSizes
@@ -248,7 +248,7 @@ def load_for(
     if adapter is not None:
         check_generates(adapter)
     dtype = compute_dtype(config.dtype)
-    base = model_folder(base, config.quantize, max_memory_gb)
+    base = model_folder(base, config.quantize, limit_of(max_memory_gb))
     opened = open_model(base, dtype)
     model, tokenizer = opened.network, opened.tokenizer()
     check_answers(model, tokenizer, base)

@@ -69,6 +69,14 @@ def limit_of(max_memory_gb: float | None, force: bool = False, processes: int = 
     return find_limit(probe.machine(), max_memory_gb, force, processes)
 
 
+def run_limit(config: TrainConfig) -> MemoryLimit:
+    """The limit of the training process of a run. Raises UserError as `limit_of` does.
+
+    It depends on the memory that is free now, so it is derived once, and passed on.
+    """
+    return limit_of(config.max_memory, config.force, config.processes)
+
+
 @cache
 def python_bytes() -> int:
     """Memory of this process without a model.
@@ -83,14 +91,13 @@ def empty_bytes() -> int | None:
     return python_bytes() - LATER_BYTES if python_bytes.cache_info().currsize else None
 
 
-def row_limit(max_row_bytes: int, max_memory_gb: float | None, force: bool = False) -> RowLimit:
+def row_limit(max_row_bytes: int, limit: MemoryLimit) -> RowLimit:
     """The maximum length of a row of data, so that reading stays under the limit.
 
     Call it before reading data: it measures `python_bytes`, which must not include the data.
     """
     python_bytes()
-    limit = limit_of(max_memory_gb, force).limit_bytes
-    return RowLimit(max_row_bytes, limit - (probe.process_bytes() or 0))
+    return RowLimit(max_row_bytes, limit.limit_bytes - (probe.process_bytes() or 0))
 
 
 def process_here() -> ProcessFacts:
@@ -115,10 +122,11 @@ def budget_of(
     config: TrainConfig,
     workload: Workload,
     dtype: mx.Dtype,
+    limit: MemoryLimit,
     level: int = 0,
     past: PriorPlans | None = None,
 ) -> Budget:
-    """The budget of a run, with the largest adapters that fit.
+    """The budget of a run inside `limit`, with the largest adapters that fit.
 
     Where rank or blocks are automatic, `training` of its workload has those that were chosen. Every
     plan is tried before smaller adapters: a plan costs time, but does not change what is learned.
@@ -127,7 +135,6 @@ def budget_of(
     Raises DoesNotFit if nothing fits.
     """
     past = past or PriorPlans()
-    limit = limit_of(config.max_memory, config.force, config.processes)
 
     def budget_with(asked: Workload) -> Budget:
         path = measurements.file_of(store() / "measured", measured_key(config, asked, dtype))
@@ -194,7 +201,7 @@ def budget_of_evaluation(
     dtype: mx.Dtype,
     lengths: Sequence[int],
     batch_size: int,
-    max_memory_gb: float | None,
+    limit: MemoryLimit,
     *,
     engine: str = "auto",
     can_stream: bool = True,
@@ -207,7 +214,6 @@ def budget_of_evaluation(
     score_head: whether it is a reward model.
     The other arguments are as in `workload_of`. Raises UserError if nothing fits.
     """
-    limit = limit_of(max_memory_gb)
     workload = Workload(
         facts=facts_of(folder, dtype.size),
         training=training,

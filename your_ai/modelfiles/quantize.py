@@ -23,6 +23,8 @@ from your_ai.errors import UserError, first_line
 from your_ai.hub.awq_gptq import packing_of
 from your_ai.hub.check import check_model
 from your_ai.hub.config_values import GROUP_SIZE
+from your_ai.memory.budget import limit_of
+from your_ai.memory.limit import MemoryLimit
 from your_ai.modelfiles import unfinished
 from your_ai.modelfiles.shards import (
     Lazy,
@@ -55,7 +57,8 @@ def quantize(
     """
     if os.path.lexists(target):
         raise UserError(f"{target}: exists; choose another name, or remove it first")
-    yield from quantize_into(source, target, bits, group_size, max_memory_gb, force, waits=False)
+    limit = limit_of(max_memory_gb, force)
+    yield from quantize_into(source, target, bits, group_size, limit, waits=False)
 
 
 def interrupted_message(target: Path) -> str:
@@ -157,8 +160,7 @@ def quantize_into(
     target: Path,
     bits: int,
     group_size: int,
-    max_memory_gb: float | None,
-    force: bool,
+    limit: MemoryLimit,
     waits: bool,
 ) -> Iterator[WriteProgress]:
     """Like `quantize`, but without a check of the target.
@@ -167,4 +169,4 @@ def quantize_into(
     """
     lazy = lazy_model(source, bits, group_size)
     work, settings = work_of(target), [bits, group_size]
-    yield from write_model(lazy, source, work, settings, max_memory_gb, force, waits=waits)
+    yield from write_model(lazy, source, work, settings, limit, waits=waits)

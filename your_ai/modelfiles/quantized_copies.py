@@ -22,6 +22,8 @@ from your_ai.errors import UserError
 from your_ai.hub.check import check_model
 from your_ai.hub.config_values import GROUP_SIZE
 from your_ai.hub.find import fingerprint, store
+from your_ai.memory.budget import limit_of
+from your_ai.memory.limit import MemoryLimit
 from your_ai.modelfiles.quantize import RECORD, check_source, quantize_into, work_of
 from your_ai.modelfiles.repack import is_repacked, repacked_model
 from your_ai.modelfiles.shards import WriteProgress, write_model
@@ -52,11 +54,12 @@ def place_of_copy(source: Path, bits: int | None) -> Path:
 
 
 def make_copy(
-    source: Path, bits: int | None, max_memory_gb: float | None = None, force: bool = False
+    source: Path, bits: int | None, limit: MemoryLimit | None = None
 ) -> Iterator[WriteProgress]:
     """Make the copy of a model, if it needs one, unless a complete one exists.
 
-    bits: quantize to so many bits; None repacks an AWQ or GPTQ model. Waits if another process is
+    bits: quantize to so many bits; None repacks an AWQ or GPTQ model. limit: of the memory of this
+    process; by default what the machine has. Waits if another process is
     making it. Deletes copies that no run has used for a month. Raises the same errors as
     `quantize`.
     """
@@ -68,20 +71,18 @@ def make_copy(
     delete_unused(target.parent, but=target)
     if use(target):
         return
+    limit = limit or limit_of(None)
     if bits is not None:
-        yield from quantize_into(source, target, bits, GROUP_SIZE, max_memory_gb, force, waits=True)
+        yield from quantize_into(source, target, bits, GROUP_SIZE, limit, waits=True)
     else:
         work = Work(target, "repacking", RECORD)
-        yield from write_model(
-            repacked_model(source), source, work, REPACKED, max_memory_gb, force, waits=True
-        )
+        lazy = repacked_model(source)
+        yield from write_model(lazy, source, work, REPACKED, limit, waits=True)
 
 
-def model_folder(
-    source: Path, bits: int | None, max_memory_gb: float | None = None, force: bool = False
-) -> Path:
+def model_folder(source: Path, bits: int | None, limit: MemoryLimit | None = None) -> Path:
     """The folder that a model is loaded from: a copy, made if needed, or `source` itself."""
-    for _ in make_copy(source, bits, max_memory_gb, force):
+    for _ in make_copy(source, bits, limit):
         pass
     return place_of_copy(source, bits)
 

@@ -36,9 +36,9 @@ from your_ai.gates.untrusted import links_outside
 from your_ai.hub.check import INDEX, check_model
 from your_ai.hub.find import fingerprint
 from your_ai.memory import allocator
-from your_ai.memory.budget import limit_of, python_bytes
+from your_ai.memory.budget import python_bytes
 from your_ai.memory.facts import entries_of
-from your_ai.memory.limit import rounded_up
+from your_ai.memory.limit import MemoryLimit, rounded_up
 from your_ai.memory.sample import in_gb
 from your_ai.modelfiles.targets import check_target, write_error
 from your_ai.modelfiles.unfinished import Work, check_disk, finished_shards, locked, write_record
@@ -115,8 +115,7 @@ def write_model(
     source: Path,
     work: Work,
     settings: list[Any],
-    max_memory_gb: float | None,
-    force: bool,
+    limit: MemoryLimit,
     *,
     waits: bool = False,
     replaces: bool = False,
@@ -124,7 +123,7 @@ def write_model(
     """Write a model derived from the one in `source` to the target; continues interrupted work.
 
     settings: everything the result depends on, except `source`.
-    force: allow a memory limit above the memory of the machine.
+    limit: of the memory of this process.
     waits: wait for another process that does the same work, and use its result.
     replaces: replace an existing target once the new one is complete.
 
@@ -137,7 +136,7 @@ def write_model(
     sizes = {name: array.nbytes for name, array in lazy.arrays.items()}
     shards = cut(sizes)
     needed_bytes = lazy.input_bytes + largest_shard(lazy.arrays)
-    hold_memory(work.doing, needed_bytes, max_memory_gb, force)
+    hold_memory(work.doing, needed_bytes, limit)
     try:
         check_disk(target, sum(sizes.values()) - work.written_bytes)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -196,17 +195,16 @@ def process_bytes_of(needed_bytes: int) -> int:
     return python_bytes() + int((1 + WORK_MARGIN) * needed_bytes)
 
 
-def hold_memory(doing: str, needed_bytes: int, max_memory_gb: float | None, force: bool) -> None:
+def hold_memory(doing: str, needed_bytes: int, limit: MemoryLimit) -> None:
     """Apply the memory limit to MLX. Raises UserError if Python and `needed_bytes` exceed it."""
-    limit = limit_of(max_memory_gb, force).limit_bytes
     needed_bytes = process_bytes_of(needed_bytes)
-    if needed_bytes > limit:
-        least = in_gb(rounded_up(needed_bytes))
+    if needed_bytes > limit.limit_bytes:
+        least, most = in_gb(rounded_up(needed_bytes)), in_gb(limit.limit_bytes)
         raise UserError(
-            f"--max-memory: {doing} this model needs at least {least}, more than {in_gb(limit)}; "
+            f"--max-memory: {doing} this model needs at least {least}, more than {most}; "
             "raise --max-memory, or close other programs"
         )
-    allocator.set_limits(limit, needed_bytes, python_bytes())
+    allocator.set_limits(limit.limit_bytes, needed_bytes, python_bytes())
 
 
 def write_shards(

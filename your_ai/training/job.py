@@ -23,6 +23,7 @@ from your_ai.errors import UserError
 from your_ai.files import sha256
 from your_ai.gates.text import counted
 from your_ai.hub.find import fingerprint, store
+from your_ai.memory.limit import MemoryLimit
 from your_ai.memory.workload import StepSizes
 from your_ai.nets import model
 from your_ai.nets.tokenizer import end_notes
@@ -140,10 +141,13 @@ class ResolvedJob(Job):
     config: Resolved
 
 
-def job_of(config: TrainConfig, base: Path, opened: Opened, log: events.EventLog) -> Job:
+def job_of(
+    config: TrainConfig, base: Path, opened: Opened, log: events.EventLog, limit: MemoryLimit
+) -> Job:
     """Read the rows, and decide what depends on them. Raises UserError.
 
-    base: the folder of the model as it was downloaded; opened: as it is trained.
+    base: the folder of the model as it was downloaded; opened: as it is trained; limit: of the
+    memory of this process.
     """
     network, tokenizer = opened.network, opened.tokenizer()
     model.adapted_layers(network, config)  # checks the settings of the adapters
@@ -151,7 +155,7 @@ def job_of(config: TrainConfig, base: Path, opened: Opened, log: events.EventLog
     runs = reward_runs(config, files)
     for text in end_notes(opened.folder, tokenizer):
         log.write(events.Notice(text=text))
-    data = read_data(config, network, tokenizer, files, log.write)
+    data = read_data(config, network, tokenizer, files, log.write, limit)
     rows = len(data.examples["train"]) // objective_of(config).rows_together
     sized = defaults.sized(config, rows, "valid" in data.examples)
     schedule = schedule_of(sized, data)

@@ -17,9 +17,10 @@ from your_ai.gates.text import size_text
 from your_ai.generation.generate import ANSWER_TOKENS
 from your_ai.hub.find import fingerprint
 from your_ai.memory import allocator
-from your_ai.memory.budget import PriorPlans, budget_of, plan_of, process_here
+from your_ai.memory.budget import PriorPlans, budget_of, plan_of, process_here, run_limit
 from your_ai.memory.calibration import valid_measurements
 from your_ai.memory.facts import facts_of
+from your_ai.memory.limit import MemoryLimit
 from your_ai.memory.plan import Budget, Option, choose, front_points
 from your_ai.memory.workload import DataSizes, RewardModelSizes, words, workload_of
 from your_ai.modelfiles.quantize import quantized_lazily
@@ -37,15 +38,20 @@ from your_ai.training.run_data import RunData, check_splits, read_data, rollouts
 
 
 def budget_of_job(
-    job: Job, opened: Opened, level: int = 0, past: PriorPlans | None = None, joined: bool = False
+    job: Job,
+    opened: Opened,
+    limit: MemoryLimit,
+    level: int = 0,
+    past: PriorPlans | None = None,
+    joined: bool = False,
 ) -> Budget:
-    """The limit and the plan of a run. Raises UserError if nothing fits.
+    """The plan of a run inside `limit`. Raises UserError if nothing fits.
 
     level: the number of faster plans that fit but are skipped. joined: one of several ranks.
     """
     sizes = [run.sizes(opened.folder, opened.dtype.size) for run in job.reward_runs]
     return budget_of_run(
-        job.config, opened.folder, opened.dtype, job.data, opened.can_stream, level, past,
+        job.config, opened.folder, opened.dtype, job.data, limit, opened.can_stream, level, past,
         reward_models=sizes, joined=joined,
     )  # fmt: skip
 
@@ -55,6 +61,7 @@ def budget_of_run(
     folder: Path,
     dtype: mx.Dtype,
     data: RunData,
+    limit: MemoryLimit,
     can_stream: bool,
     level: int = 0,
     past: PriorPlans | None = None,
@@ -62,7 +69,7 @@ def budget_of_run(
     reward_models: Sequence[RewardModelSizes] = (),
     joined: bool = False,
 ) -> Budget:
-    """The limit and the plan of a run on `data`. Raises UserError if nothing fits.
+    """The plan of a run on `data` inside `limit`. Raises UserError if nothing fits.
 
     before_bytes: peak memory of the process before it trains. reward_models: those that score.
     joined: as in `workload_of`.
@@ -85,7 +92,7 @@ def budget_of_run(
         reward_models=tuple(reward_models),
         joined=joined,
     )
-    return budget_of(config, workload, dtype, level, past)
+    return budget_of(config, workload, dtype, limit, level, past)
 
 
 def planned_budget(
@@ -103,6 +110,7 @@ def planned_budget(
     """
     if seq_len is not None and seq_len < 1:
         raise UserError(f"--seq-len {seq_len}: must be at least 1")
+    limit = run_limit(config)
     dtype, before_bytes = model.compute_dtype(config.dtype), 0
     if not needs_copy(folder, config.quantize):
         opened = open_model(folder, dtype)
@@ -130,7 +138,7 @@ def planned_budget(
             if isinstance(event, events.Notice):
                 on_note(event.text)
 
-        data = read_data(config, network, tokenizer, fingerprint(folder), tell)
+        data = read_data(config, network, tokenizer, fingerprint(folder), tell, limit)
         rows = len(data.examples["train"]) // objective_of(config).rows_together
         config = defaults.sized(config, rows, "valid" in data.examples)
     else:
@@ -149,6 +157,7 @@ def planned_budget(
         folder,
         dtype,
         data,
+        limit,
         streamable,
         before_bytes=before_bytes,
         reward_models=sizes,

@@ -17,6 +17,8 @@ from your_ai.gates.text import model_name, now_and_then, size_text
 from your_ai.hub.check import check_model
 from your_ai.hub.find import find_model
 from your_ai.memory import allocator
+from your_ai.memory.budget import run_limit
+from your_ai.memory.limit import MemoryLimit
 from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.modelfiles.shards import WriteProgress
 from your_ai.nets import model
@@ -61,10 +63,11 @@ def prepare(
     ranks: this process among those that train together.
     on_fit: is called once a plan fits, before anything is loaded.
     """
-    planned, opened, rewards = read_job(config, log, folder)
+    limit = run_limit(config)
+    planned, opened, rewards = read_job(config, log, folder, limit)
     network = opened.network
     past = past_of(log, planned.config, level)
-    budget = budget_of_job(planned, opened, level, past, joined=ranks.size > 1)
+    budget = budget_of_job(planned, opened, limit, level, past, joined=ranks.size > 1)
     on_fit()
 
     beside = networks_beside(planned, opened)
@@ -106,7 +109,7 @@ def prepare(
 
 
 def read_job(
-    config: TrainConfig, log: events.EventLog, folder: Path
+    config: TrainConfig, log: events.EventLog, folder: Path, limit: MemoryLimit
 ) -> tuple[Job, Opened, Rewards | None]:
     """What the run is to do, its model without weights, and what rewards its completions."""
     found = check_splits(config)
@@ -114,8 +117,8 @@ def read_job(
     config = with_reward_loss(config, found)
     rewards = rewards_of(config, log, folder)
     base = find_model(config.model)
-    opened = opened_for(config, base, log)
-    return job_of(config, base, opened, log), opened, rewards
+    opened = opened_for(config, base, log, limit)
+    return job_of(config, base, opened, log, limit), opened, rewards
 
 
 def tell(log: events.EventLog, *texts: str) -> None:
@@ -134,7 +137,7 @@ def choices(job: ResolvedJob, adapted: int, blocks: int, limit: str) -> list[str
     return found + defaults.words(job.asked, job.config, job.rows, job.steps, blocks, limit)
 
 
-def opened_for(config: TrainConfig, base: Path, log: events.EventLog) -> Opened:
+def opened_for(config: TrainConfig, base: Path, log: events.EventLog, limit: MemoryLimit) -> Opened:
     """The model in `base`, quantized or repacked first if needed."""
     check_model(base)
     dtype = model.compute_dtype(config.dtype)
@@ -142,10 +145,10 @@ def opened_for(config: TrainConfig, base: Path, log: events.EventLog) -> Opened:
     if dtype != mx.float32 and mx.default_device().type == mx.cpu:
         text = "half precision is many times slower on the CPU; use --dtype float32"
         log.write(events.Notice(text=text))
-    return open_model(copied(base, config, log), dtype)
+    return open_model(copied(base, config, log, limit), dtype)
 
 
-def copied(base: Path, config: TrainConfig, log: events.EventLog) -> Path:
+def copied(base: Path, config: TrainConfig, log: events.EventLog, limit: MemoryLimit) -> Path:
     """The folder that the model is loaded from: a copy, if it needs one, is made now.
 
     Reports progress, and says where the copy of an AWQ or GPTQ model is.
@@ -160,7 +163,7 @@ def copied(base: Path, config: TrainConfig, log: events.EventLog) -> Path:
 
     report = now_and_then(lambda text: log.write(events.Stage(text=text)), text_of)
     try:
-        for progress in make_copy(base, bits, config.max_memory, config.force):
+        for progress in make_copy(base, bits, limit):
             if not has_notice:
                 size, place = size_text(progress.total_bytes), place_of_copy(base, bits)
                 text = f"AWQ or GPTQ weights are repacked for MLX once, {size} of disk: {place}"

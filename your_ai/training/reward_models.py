@@ -29,6 +29,7 @@ from your_ai.evaluation.reward_model import (
 )
 from your_ai.files import sha256
 from your_ai.hub.find import fingerprint, tokenizer_fingerprint
+from your_ai.memory.budget import limit_of
 from your_ai.memory.facts import facts_of
 from your_ai.memory.workload import Plan, RewardModelSizes
 from your_ai.nets.model import learned_positions
@@ -116,7 +117,7 @@ def scorer_of(run: RewardRun, opened: Opened, plan: Plan, batch_size: int) -> Sc
     engine = "streamed" if plan.engine == "streamed" and opened.can_stream else plan.engine
     model = RewardModel(
         run.name,
-        encoder_of(trained, opened, opened.tokenizer()),
+        encoder_of(trained, opened, opened.tokenizer(), limit_of(None)),
         engine_of(opened, engine),
         partial(plan.rows, batch_size=batch_size),
         trained.config.max_seq_length,

@@ -33,6 +33,7 @@ from your_ai.generation.generate import answer_room
 from your_ai.hub.find import store, tokenizer_fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import row_limit
+from your_ai.memory.limit import MemoryLimit
 from your_ai.nets import model
 from your_ai.rewards.builtin import check_expected
 from your_ai.rewards.names import needs_expected, parse_rewards, reward_texts
@@ -197,16 +198,18 @@ def read_data(
     tokenizer: Any,
     files: dict[str, str],
     write: Callable[[events.Event], None],
+    memory: MemoryLimit,
 ) -> RunData:
     """The tokenized rows of --data, for `train` and `plan`.
 
     files: the checksums of the model's files.
     write: receives events about progress and shortened rows.
+    memory: the limit of this process.
 
     Raises UserError for rows that cannot be trained.
     """
     splits = check_splits(config).files
-    limit = row_limit(config.max_row_bytes, config.max_memory, config.force)
+    limit = row_limit(config.max_row_bytes, memory)
     vocabulary = vocabulary_of(network)
     encoder = Encoder(tokenizer, config.mask_prompt, vocabulary, limit, config.row_kind)
     samples = samples_of(config, splits, encoder, network)
