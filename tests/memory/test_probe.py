@@ -9,6 +9,7 @@ import os
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 
-from your_ai.memory import probe
+from your_ai.memory import allocator, probe
 from your_ai.memory.limit import detect
 from your_ai.memory.probe import Group, Highest, Sampler
 from your_ai.memory.sample import MemorySample
@@ -93,37 +94,12 @@ def test_machine_reports_plausible_memory():
     assert 0 < here.available_bytes <= here.ram_bytes
 
 
-# MLX, newer and older
-
-
-def older(**functions: Callable[[], object]) -> SimpleNamespace:
-    """A release of MLX that has its gauges only in mx.metal."""
-    return SimpleNamespace(metal=SimpleNamespace(**functions))
-
-
-def test_gauges_of_older_mlx_are_found_in_mx_metal():
-    assert probe.mlx_bytes("get_active_memory", older(get_active_memory=lambda: 7)) == 7
-
-
-def test_newer_gauge_is_preferred():
-    both = older(get_active_memory=lambda: 7)
-    both.get_active_memory = lambda: 9
-    assert probe.mlx_bytes("get_active_memory", both) == 9
-
-
-@pytest.mark.parametrize(
-    "mlx",
-    [SimpleNamespace(), older(), older(get_active_memory=raises)],
-    ids=["neither name", "no gauge", "a gauge that fails"],
-)
-def test_missing_or_failing_mlx_gauge_gives_none(mlx):
-    assert probe.mlx_bytes("get_active_memory", mlx) is None
+# MLX
 
 
 @pytest.mark.parametrize("missing", ["get_active_memory", "get_peak_memory", "get_cache_memory"])
 def test_failing_mlx_gauge_does_not_affect_the_others(monkeypatch, missing):
     monkeypatch.setattr(probe.mx, missing, raises)
-    monkeypatch.setattr(probe.mx.metal, missing, raises)
     name = missing.removeprefix("get_").removesuffix("_memory") + "_bytes"
     assert unreadable(probe.read()) == (name,)
 
@@ -135,26 +111,20 @@ METAL = {
 }
 
 
-def test_working_set_comes_from_metal():
-    mlx = SimpleNamespace(device_info=lambda: METAL)
-    assert probe.working_set_bytes(mlx) == 48 * GIB
-
-
-def test_limit_of_buffers_comes_from_metal_and_other_devices_have_none():
-    assert probe.most_buffers(SimpleNamespace(device_info=lambda: METAL)) == 499_000
-    assert probe.most_buffers() is None
-
-
-def test_device_info_of_older_mlx_is_found_in_mx_metal():
-    assert probe.working_set_bytes(older(device_info=lambda: METAL)) == 48 * GIB
+def test_working_set_and_limit_of_buffers_come_from_metal(monkeypatch):
+    assert probe.most_buffers() is None  # of other devices
+    monkeypatch.setattr(probe.mx, "device_info", lambda: METAL)
+    assert probe.working_set_bytes() == 48 * GIB
+    assert probe.most_buffers() == 499_000
 
 
 @pytest.mark.parametrize(
     "device_info",
     [lambda: {"device_name": "Apple M1"}, lambda: {"max_recommended_working_set_size": 0}, raises],
 )
-def test_missing_working_set_gives_none(device_info):
-    assert probe.working_set_bytes(SimpleNamespace(device_info=device_info)) is None
+def test_missing_working_set_gives_none(monkeypatch, device_info):
+    monkeypatch.setattr(probe.mx, "device_info", device_info)
+    assert probe.working_set_bytes() is None
 
 
 # A card, recorded on an NVIDIA H200
@@ -433,21 +403,17 @@ def test_machine_reports_the_smallest_container_limit(tmp_path, monkeypatch):
 def gauges(monkeypatch) -> dict[str, int]:
     """Simulated values of a sampler's gauges, which tests change.
 
-    looks: the number of readings. cleared: how often the cache was cleared.
+    looks: the number of readings.
     """
-    shown = {"process": 10, "active": 3, "cache": 2, "looks": 0, "cleared": 0}
+    shown = {"process": 10, "active": 3, "cache": 2, "looks": 0}
 
     def process() -> int:
         shown["looks"] += 1
         return shown["process"]
 
-    def clear() -> None:
-        shown["cleared"] += 1
-
     monkeypatch.setattr(probe, "process_bytes", process)
     monkeypatch.setattr(probe.mx, "get_active_memory", lambda: shown["active"])
     monkeypatch.setattr(probe.mx, "get_cache_memory", lambda: shown["cache"])
-    monkeypatch.setattr(probe.mx, "clear_cache", clear)
     return shown
 
 
@@ -517,37 +483,25 @@ def test_sampler_thread_ends_without_waiting():
     assert time.perf_counter() - began < 5
 
 
-@pytest.mark.parametrize("name", ["get_active_memory", "get_cache_memory", "clear_cache"])
+@pytest.mark.parametrize("name", ["get_active_memory", "get_cache_memory"])
 def test_failing_gauges_do_not_end_the_sampler_thread(gauges, monkeypatch, name):
-    with Sampler(every_s=0.001, panic_bytes=1) as sampler:
+    with Sampler(every_s=0.001) as sampler:
         with monkeypatch.context() as patch:
             patch.setattr(probe.mx, name, raises)
-            patch.setattr(probe.mx.metal, name, raises)
             time.sleep(0.05)
-        cleared = sampler.cleared
-        wait_until(lambda: sampler.cleared > cleared)
+        sampler.highest()
+        looks = gauges["looks"]
+        wait_until(lambda: gauges["looks"] > looks + 1)
 
 
 def test_sampler_reports_unreadable_gauges_as_none(gauges, monkeypatch):
     monkeypatch.setattr(probe, "process_bytes", lambda: None)
     monkeypatch.setattr(probe.mx, "get_cache_memory", raises)
-    monkeypatch.setattr(probe.mx.metal, "get_cache_memory", raises)
-    assert Sampler(panic_bytes=1).highest() == Highest(process_bytes=None, mlx_bytes=None)
+    assert Sampler().highest() == Highest(process_bytes=None, mlx_bytes=None)
 
 
-@pytest.mark.parametrize(
-    ("process", "cache", "panic_bytes", "cleared"),
-    [(11, 2, 10, 1), (10, 2, 10, 0), (11, 0, 10, 0), (11, 2, None, 0)],
-)
-def test_sampler_clears_the_cache_only_above_panic_bytes(
-    gauges, process, cache, panic_bytes, cleared
-):
-    sampler = Sampler(panic_bytes=panic_bytes)
-    show(gauges, sampler, process=process, cache=cache)
-    assert (sampler.cleared, gauges["cleared"]) == (cleared, cleared)
-
-
-def test_clearing_the_cache_does_not_change_an_evaluation():
+def test_freeing_memory_from_a_thread_does_not_change_an_evaluation():
+    """As the guard does."""
     matrix = mx.random.normal((128, 128), key=mx.random.key(0))
 
     def work() -> float:
@@ -556,11 +510,22 @@ def test_clearing_the_cache_does_not_change_an_evaluation():
             x = mx.tanh(x @ matrix)
         return x.sum().item()
 
-    expected = work()
-    with Sampler(every_s=0.0005, panic_bytes=1) as sampler:
-        found = {work() for _ in range(20)}
+    expected, freed = work(), 0
+    done = threading.Event()
+
+    def free() -> None:
+        nonlocal freed
+        while not done.wait(0.0005):
+            allocator.free(collect=False)
+            freed += 1
+
+    thread = threading.Thread(target=free)
+    thread.start()
+    found = {work() for _ in range(20)}
+    wait_until(lambda: freed)
+    done.set()
+    thread.join()
     assert found == {expected}
-    assert sampler.cleared > 0
 
 
 def test_one_reading_is_fast():

@@ -7,7 +7,6 @@ Values of Linux come from files, under folders that are arguments.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
@@ -18,7 +17,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -100,29 +98,24 @@ def gauge(read: Callable[[], int | None]) -> int | None:
 # MLX
 
 
-def mlx_bytes(name: str, mlx: ModuleType = mx) -> int | None:
-    """Read a memory gauge of MLX by name; older releases have it in mx.metal."""
-    return gauge(lambda: (getattr(mlx, name, None) or getattr(mlx.metal, name))())
+def mlx_bytes(name: str) -> int | None:
+    """Read a memory gauge of MLX by name."""
+    return gauge(lambda: getattr(mx, name)())
 
 
-def working_set_bytes(mlx: ModuleType = mx) -> int | None:
+def working_set_bytes() -> int | None:
     """The maximum that Metal recommends for a process; None on other devices."""
-    return of_device("max_recommended_working_set_size", mlx)
+    return of_device("max_recommended_working_set_size")
 
 
-def most_buffers(mlx: ModuleType = mx) -> int | None:
+def most_buffers() -> int | None:
     """How many buffers Metal allows a process at once; None on other devices."""
-    return of_device("resource_limit", mlx)
+    return of_device("resource_limit")
 
 
-def of_device(name: str, mlx: ModuleType) -> int | None:
-    """A number that MLX knows about the device; older releases have it in mx.metal."""
-
-    def find() -> int | None:
-        info = getattr(mlx, "device_info", None) or mlx.metal.device_info
-        return info().get(name) or None
-
-    return gauge(find)
+def of_device(name: str) -> int | None:
+    """A number that MLX knows about the device."""
+    return gauge(lambda: int(mx.device_info().get(name, 0)) or None)
 
 
 # The process
@@ -351,14 +344,11 @@ class Highest:
 class Sampler:
     """Reads memory from a thread every `every_s` seconds, also while MLX evaluates.
 
-    It reads three counters and evaluates nothing. If the process uses more than `panic_bytes`,
-    it clears MLX's cache; `cleared` counts how often.
+    It reads three counters and evaluates nothing.
     """
 
-    def __init__(self, every_s: float = 0.05, panic_bytes: int | None = None) -> None:
+    def __init__(self, every_s: float = 0.05) -> None:
         self.every_s = every_s
-        self.panic_bytes = panic_bytes
-        self.cleared = 0
         self._process: int | None = None
         self._mlx: int | None = None
         self._lock = threading.Lock()
@@ -382,19 +372,13 @@ class Sampler:
         return found
 
     def look(self) -> None:
-        """Read the gauges once; clear the cache if needed."""
+        """Read the gauges once."""
         active, cache = mlx_bytes("get_active_memory"), mlx_bytes("get_cache_memory")
         process = process_bytes()
         held = None if active is None or cache is None else active + cache
         with self._lock:
             self._process = most(self._process, process)
             self._mlx = most(self._mlx, held)
-        if self.panic_bytes is None or process is None or process <= self.panic_bytes:
-            return
-        if cache != 0:  # if it cannot be read, it may be more than 0
-            with contextlib.suppress(Exception):
-                mx.clear_cache()
-                self.cleared += 1
 
     def _watch(self) -> None:
         while not self._stopped.wait(self.every_s):
