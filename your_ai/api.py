@@ -6,13 +6,15 @@ Importing it is quick; MLX is loaded by what needs it. Errors that are the calle
 
 from __future__ import annotations
 
+import functools
+import inspect
 import io
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+import typing
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from your_ai.config import (
     ADAPTER_SETTINGS,
@@ -23,6 +25,14 @@ from your_ai.config import (
     defaults,
     resumed,
 )
+from your_ai.config.requests import (
+    EvaluateRequest,
+    GenerateRequest,
+    ReportRequest,
+    RunLike,
+    ScoreRequest,
+)
+from your_ai.config.setting import settings_of
 from your_ai.errors import RunError, UserError, explain
 from your_ai.gates.console import echo_error, open_console
 from your_ai.gates.paths import missing_text
@@ -33,11 +43,8 @@ from your_ai.session import new_run
 
 if TYPE_CHECKING:
     from your_ai.dashboard.history import RunHistory
-    from your_ai.evaluation.compare import EvaluationProgress
     from your_ai.generation.generate import Answerer
     from your_ai.nets.saved_adapter import Trained
-
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,149 @@ class RunMemory:
     peak_bytes: int | None
     """The most that the training process held."""
     limit_bytes: int | None
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+def of_request(request: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable[P, T]]:
+    """Make a function of the fields of a request out of one that gets the request.
+
+    The help of the fields becomes part of its documentation.
+    """
+
+    def of_fields(function: Callable[[R], T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def called(*arguments: P.args, **named: P.kwargs) -> T:
+            return function(request(*arguments, **named))
+
+        kinds = typing.get_type_hints(request)
+        returned = typing.get_type_hints(function)["return"]
+        parameters = [
+            parameter.replace(annotation=kinds[name])
+            for name, parameter in inspect.signature(request).parameters.items()
+        ]
+        called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            parameters, return_annotation=returned
+        )
+        called.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": returned}
+        known = settings_of(request).items()
+        helps = "\n".join(f"    {name}: {about.help}" for name, about in known)
+        called.__doc__ = f"{function.__doc__}\n{helps}"
+        return called
+
+    return of_fields
+
+
+@of_request(EvaluateRequest)
+def evaluate(request: EvaluateRequest) -> dict[str, Any]:
+    """Compare a run's adapter with its base model; return the content of evaluation.json.
+
+    `measures` has the value and interval of base, adapter and difference for loss, perplexity and
+    exact_match, and of a run that learns preferences, for rewards/accuracies and others
+    (docs/objectives.md). on_progress is called with an `EvaluationProgress`, on_note with what the
+    user should know. Raises UserError and RunError; EvaluationNotKept, a RunError with the results,
+    if the run's folder cannot be written.
+    """
+    from your_ai.data.lines import file_of_first_row
+    from your_ai.evaluation import record, rows, summary
+    from your_ai.evaluation.compare import Request, compare
+    from your_ai.evaluation.custom_metric import load_metric
+
+    trained = _trained(request)
+    if request.columns and request.data is None:
+        raise UserError("--columns: the run's rows have known columns; give other rows with --data")
+    config = replace(trained.config, columns=tuple(request.columns) or trained.config.columns)
+    path = rows.choose_file(None if request.data is None else str(request.data), config)
+    settings = Request(
+        batch_size=request.batch_size or defaults.batch_size(trained.config, rows=0),
+        max_memory_gb=request.max_memory,
+        metric=None if request.metric is None else load_metric(request.metric),
+        max_tokens=request.max_tokens,
+        to_show=functools.partial(summary.worst_places, trained, request.worst)
+        if request.worst
+        else None,
+    )
+    if trained.note:
+        request.on_note(trained.note)
+    request.on_note(f"evaluating on {file_of_first_row(path)}")
+    steps = compare(trained, path, settings)
+    found = _guarded(trained.folder, lambda: _last(steps, request.on_progress))
+    for text in summary.notes(found):
+        request.on_note(text)
+    measured = summary.summarize(trained, found, request)
+    record.write(trained.folder, measured)
+    return measured
+
+
+@of_request(ScoreRequest)
+def score(request: ScoreRequest) -> Iterator[dict[str, Any]]:
+    """Score rows with a reward model; yield each row with its `reward`.
+
+    Rows with an answer get `reward`, those with `chosen` and `rejected` get `reward_chosen` and
+    `reward_rejected`. rows may be the rows themselves. on_note is called with what the user should
+    know. Raises UserError and RunError.
+    """
+    from your_ai.data.sources import STDIN
+    from your_ai.evaluation.reward_model import check_reward_run, score_rows
+
+    trained = _trained(request)
+    if request.columns:
+        config = replace(trained.config, columns=tuple(request.columns))
+        trained = replace(trained, config=config)
+    check_reward_run(trained, "score")
+    rows = request.rows
+    if isinstance(rows, str | Path) and str(rows) != STDIN:
+        path = Path(rows).expanduser()
+        if path.is_dir():
+            raise UserError(f"{path}: is a folder; give a file of rows")
+        if not path.is_file():
+            raise UserError(f"{rows}: {missing_text(path, 'file')}; - is standard input")
+    if trained.note:
+        request.on_note(trained.note)
+    found = score_rows(trained, rows, request.too_long, request.batch_size, request.max_memory)
+
+    def each() -> Iterator[dict[str, Any]]:
+        while (row := _guarded(trained.folder, lambda: next(found, None))) is not None:
+            yield row
+
+    return each()
+
+
+@of_request(GenerateRequest)
+def generate(request: GenerateRequest) -> str:
+    """The answer to a prompt, or to a conversation of messages with role and content.
+
+    Raises UserError for a prompt that the model cannot take. Where run is a `Run`, the model stays
+    in memory for its next call, until `Run.unload`.
+    """
+    from your_ai.generation import generate as generation
+
+    sampling, prompt = generation.sampling_of(request), request.prompt
+    asked = (
+        generation.text_prompt(prompt, "prompt")
+        if isinstance(prompt, str)
+        else generation.parse_prompt({"messages": list(prompt)}, "prompt")
+    )
+    answerer = _run(request.run).load(request, asked.most_tokens + request.max_tokens)
+    (tokens, bounded), *_ = answerer.fit([asked], sampling)
+    return "".join(r.text for r in answerer.respond(tokens, bounded))
+
+
+@of_request(ReportRequest)
+def report(request: ReportRequest) -> Path:
+    """Write a self-contained HTML page about a run; return its path."""
+    from your_ai.dashboard.report import write_report
+    from your_ai.session.run_list import newest, rollout_samples
+
+    folder = newest() if request.run is None else folders.find(os.fspath(request.run))
+    records, _ = events.tail(folder.events)
+    page = folder.path / "report.html" if request.out is None else Path(request.out)
+    config, samples = folder.config_text("replace"), rollout_samples(folder.path)
+    write_report(records, folder.name, config, page, samples, folder.settings())
+    return page
 
 
 @dataclass
@@ -142,7 +292,9 @@ class Run:
     @property
     def adapter(self) -> Path:
         """The folder of the finished adapter, which mlx-lm loads. Raises UserError if none is."""
-        return _trained(self.path, None, None).adapter.folder
+        from your_ai.nets.saved_adapter import open_trained
+
+        return open_trained(str(self.path)).adapter.folder
 
     def resume(self, *, show: bool = True, **changes: Any) -> Run:
         """Continue from the last checkpoint; `changes`: settings that may change, as `--resume`."""
@@ -150,74 +302,31 @@ class Run:
         settings = resumed(self._folder.read_config(), changes)
         return _train(self._folder, settings, new=False, show=show)
 
-    def evaluate(self, data: str | Path | None = None, **options: Any) -> dict[str, Any]:
-        """`your_ai.evaluate` of this run."""
-        return evaluate(self, data, **options)
+    def load(self, request: GenerateRequest, room: int) -> Answerer:
+        """The model that answers a request, which stays in memory for the next until `unload`.
 
-    def generate(
-        self,
-        prompt: str | Sequence[Message],
-        *,
-        max_tokens: int = 256,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        adapter: bool = True,
-        max_memory: float | None = None,
-        checkpoint: str | None = None,
-        model: str | None = None,
-    ) -> str:
-        """The answer to a prompt, or to a conversation of messages with role and content.
-
-        adapter: use it, or the base model alone; max_memory: of this process, in GB. Raises
-        UserError for a prompt that the model cannot take. The model stays in memory for the next
-        call, until `unload`.
+        room: longest prompt and answer, in tokens, for the request's max_memory.
         """
-        from your_ai.generation import generate as generation
+        from your_ai.generation.generate import open_answerer
 
-        sampling = generation.Sampling(
-            max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
-        )
-        asked = (
-            generation.text_prompt(prompt, "prompt")
-            if isinstance(prompt, str)
-            else generation.parse_prompt({"messages": list(prompt)}, "prompt")
-        )
-        room = asked.most_tokens + max_tokens if max_memory is not None else 0
-        key = (adapter, checkpoint, model, max_memory, room)
+        room = 0 if request.max_memory is None else room
+        key = (request.adapter, request.checkpoint, request.model, request.max_memory, room)
         if key not in self._loaded:
             self.unload()  # one model at a time
-            self._loaded[key] = generation.open_answerer(
-                str(self.path),
-                room,
-                adapted=adapter,
-                checkpoint=checkpoint,
-                model=model,
-                max_memory_gb=max_memory,
-            )
-        (tokens, bounded), *_ = self._loaded[key].fit([asked], sampling)
-        return "".join(r.text for r in self._loaded[key].respond(tokens, bounded))
-
-    def score(
-        self, rows: str | Path | Iterable[dict[str, Any]], **options: Any
-    ) -> Iterator[dict[str, Any]]:
-        """The rows with the rewards that this run, a reward model, gives; see `score`."""
-        return score(self, rows, **options)
+            self._loaded[key] = open_answerer(str(self.path), room, request)
+        return self._loaded[key]
 
     def unload(self) -> None:
         """Drop the model that `generate` loaded."""
         self._loaded.clear()
 
-    def report(self, out: str | Path | None = None) -> Path:
-        """Write a self-contained HTML page about the run; its path."""
-        from your_ai.dashboard.report import write_report
-        from your_ai.session.run_list import rollout_samples
+    evaluate = evaluate
+    generate = generate
+    score = score
+    report = report
 
-        records, _ = events.tail(self._folder.events)
-        page = self.path / "report.html" if out is None else Path(out)
-        config, samples = self._folder.config_text("replace"), rollout_samples(self.path)
-        write_report(records, self.name, config, page, samples, self._folder.settings())
-        return page
+    def __fspath__(self) -> str:
+        return str(self.path)
 
     @property
     def _folder(self) -> RunFolder:
@@ -287,132 +396,19 @@ def plan(
     )
 
 
-def evaluate(
-    run: Run | str | Path,
-    data: str | Path | None = None,
-    *,
-    columns: Sequence[str] = (),
-    metric: str | None = None,
-    batch_size: int | None = None,
-    max_memory: float | None = None,
-    max_tokens: int | None = None,
-    resamples: int = 2000,
-    confidence: float = 0.95,
-    seed: int = 0,
-    worst: int = 3,
-    checkpoint: str | None = None,
-    model: str | None = None,
-    on_progress: Callable[[EvaluationProgress], object] = lambda at: None,
-    on_note: Callable[[str], object] = lambda text: None,
-) -> dict[str, Any]:
-    """Compare a run's adapter with its base model; return the content of evaluation.json.
+def _run(run: RunLike) -> Run:
+    """The run that is meant; None: the newest that is trained."""
+    from your_ai.session.run_list import newest_trained
 
-    data: a file or a folder; default: the run's own. columns: what its columns are, such as
-    ("prompt=question", "completion=answer"); default: the run's. metric: `module:function`.
-    max_memory: limit of this process, in GB. on_progress, on_note: called with the progress, and
-    with what the user should know. `measures` has the value and interval of base, adapter and
-    difference for loss, perplexity and exact_match, and of a run that learns preferences, for
-    rewards/accuracies and others (docs/objectives.md). Raises UserError and RunError;
-    EvaluationNotKept, a RunError with the results, if the run's folder cannot be written.
-    """
-    from your_ai.data.lines import file_of_first_row
-    from your_ai.evaluation import record, rows, summary
-    from your_ai.evaluation.compare import Request, compare
-    from your_ai.evaluation.custom_metric import load_metric
-
-    if not 0 < confidence < 1:
-        raise UserError(f"--confidence {confidence:g}: must be above 0 and below 1")
-    trained = _trained(_run(run).path, checkpoint, model)
-    if columns and data is None:
-        raise UserError("--columns: the run's rows have known columns; give other rows with --data")
-    config = replace(trained.config, columns=tuple(columns) or trained.config.columns)
-    path = rows.choose_file(None if data is None else str(data), config)
-    request = Request(
-        batch_size=batch_size or defaults.batch_size(trained.config, rows=0),
-        max_memory_gb=max_memory,
-        metric=None if metric is None else load_metric(metric),
-        max_tokens=max_tokens,
-        to_show=partial(summary.worst_places, trained, worst) if worst else None,
-    )
-    if trained.note:
-        on_note(trained.note)
-    on_note(f"evaluating on {file_of_first_row(path)}")
-    found = _guarded(trained.folder, lambda: _last(compare(trained, path, request), on_progress))
-    for text in summary.notes(found):
-        on_note(text)
-    settings = summary.SummarySettings(
-        resamples=resamples, confidence=confidence, seed=seed, worst=worst
-    )
-    measured = summary.summarize(trained, found, settings)
-    record.write(trained.folder, measured)
-    return measured
+    if isinstance(run, Run):
+        return run
+    return Run(newest_trained()[0].path) if run is None else load_run(os.fspath(run))
 
 
-def score(
-    run: Run | str | Path,
-    rows: str | Path | Iterable[dict[str, Any]],
-    *,
-    columns: Sequence[str] = (),
-    too_long: str = "error",
-    batch_size: int = 8,
-    max_memory: float | None = None,
-    checkpoint: str | None = None,
-    model: str | None = None,
-    on_note: Callable[[str], object] = lambda text: None,
-) -> Iterator[dict[str, Any]]:
-    """Score rows with a reward model; yield each row with its `reward`.
-
-    rows: a file, or - for standard input, or the rows themselves. Those with an answer get
-    `reward`, those with `chosen` and `rejected` get `reward_chosen` and `reward_rejected`.
-    columns: what the columns are, such as ("prompt=question", "completion=answer"); default: the
-    run's.
-    too_long: error or truncate. batch_size: rows that go through together, if they fit.
-    max_memory: limit of this process, in GB. Raises UserError and RunError.
-    """
-    from your_ai.data.sources import STDIN
-    from your_ai.evaluation.reward_model import check_reward_run, score_rows
-
-    if too_long not in ("error", "truncate"):
-        raise UserError(f"--too-long {too_long}: must be error or truncate")
-    if batch_size < 1:
-        raise UserError(f"--batch-size {batch_size}: must be at least 1")
-    if max_memory is not None and not (math.isfinite(max_memory) and max_memory > 0):
-        raise UserError(f"--max-memory {max_memory}: must be a number above 0")
-    trained = _trained(_run(run).path, checkpoint, model)
-    if columns:
-        config = replace(trained.config, columns=tuple(columns))
-        trained = replace(trained, config=config)
-    check_reward_run(trained, "score")
-    if isinstance(rows, str | Path) and str(rows) != STDIN:
-        path = Path(rows).expanduser()
-        if path.is_dir():
-            raise UserError(f"{path}: is a folder; give a file of rows")
-        if not path.is_file():
-            raise UserError(f"{rows}: {missing_text(path, 'file')}; - is standard input")
-    if trained.note:
-        on_note(trained.note)
-    found = score_rows(trained, rows, too_long, batch_size, max_memory)
-
-    def each() -> Iterator[dict[str, Any]]:
-        while (row := _guarded(trained.folder, lambda: next(found, None))) is not None:
-            yield row
-
-    return each()
-
-
-def generate(run: Run | str | Path, prompt: str | Sequence[Message], **options: Any) -> str:
-    """`Run.generate` of a run, whose model is loaded for this call."""
-    return _run(run).generate(prompt, **options)
-
-
-def _run(run: Run | str | Path) -> Run:
-    return run if isinstance(run, Run) else load_run(run)
-
-
-def _trained(path: Path, checkpoint: str | None, model: str | None) -> Trained:
+def _trained(request: EvaluateRequest | ScoreRequest) -> Trained:
     from your_ai.nets.saved_adapter import open_trained
 
-    return open_trained(str(path), checkpoint, model)
+    return open_trained(str(_run(request.run).path), request.checkpoint, request.model)
 
 
 def _settings(

@@ -10,6 +10,7 @@ import pytest
 from tests.conftest import call
 from tests.export.runs import make_run, printed
 from your_ai.commands import exporting
+from your_ai.config.requests import GGUF_KINDS
 from your_ai.errors import UserError
 from your_ai.export import gguf, gguf_quantize, huggingface
 from your_ai.nets.saved_adapter import open_trained
@@ -194,4 +195,4 @@ def test_the_type_may_be_in_capitals_as_llama_cpp_writes_it(run, monkeypatch, ca
 
 def test_the_command_takes_every_type_of_gguf_file():
     kinds = {**gguf.KINDS, **gguf_quantize.TOOL_KINDS}  # written twice: these load MLX
-    assert tuple(kinds) == exporting.GGUF_KINDS
+    assert tuple(kinds) == GGUF_KINDS

@@ -1,8 +1,9 @@
-"""A setting is declared in one place, and everything that has settings knows it."""
+"""A setting, or a field of a request, is declared in one place; all that needs it knows it."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -20,14 +21,22 @@ ADDED = """
     )
     new_file: str = setting("", "File of something new.", agents="file")
 """
+REQUEST_PLACE = "    _: KW_ONLY\n    columns"  # first in `EvaluateRequest`
+REQUEST_ADDED = """    _: KW_ONLY
+    new_share: float = setting(
+        0.5, "Share of something new.", bounds=Bounds(0, 1), tool=Tool("A new share.", Bounds(0, 1))
+    )
+    new_switch: bool = setting(False, "Something new, or not.")
+    columns"""
 ASK = """
-import dataclasses, json, typing
+import dataclasses, inspect, json, typing
 from pathlib import Path
-from your_ai import config
+import your_ai
+from your_ai import cli, config
 from your_ai.config.reading import commented_yaml
 from your_ai.config.other_programs import option_hint
 from your_ai.config.reading import resumed, to_yaml
-from your_ai.commands.options import PANEL_OF, with_settings
+from your_ai.commands.options import PANEL_OF, setting_option
 from your_ai.errors import UserError
 from your_ai.gates.yaml_files import read_yaml
 from your_ai.publish import card
@@ -40,11 +49,22 @@ def refused(**settings):
     except UserError as error:
         return str(error)
 
+def outside():
+    try:
+        your_ai.evaluate("r", new_share=2)
+    except UserError as error:
+        return str(error)
+
+def tool(name):
+    from your_ai.serving.mcp_tools import AgentTools
+    _, *found = inspect.signature(getattr(AgentTools, name)).parameters.values()
+    return {p.name: typing.get_args(p.annotation)[-1].description for p in found}
+
 run = config.TrainConfig(data="d", objective="dpo", new_width=8)
 Path("c.yaml").write_text(to_yaml(run))
 old = {n: v for n, v in dataclasses.asdict(run).items() if not n.startswith("new_")}
 print(json.dumps({
-    "help": typing.get_args(with_settings().parameters["new_width"].annotation)[1].help,
+    "help": typing.get_args(setting_option("new_width").annotation)[1].help,
     "panel": PANEL_OF["new_width"],
     "yaml": read_yaml(Path("c.yaml"))["new_width"],
     "init": commented_yaml({"data": "d", "objective": "dpo", "new_width": 8}),
@@ -56,6 +76,16 @@ print(json.dumps({
     "card": "new_width" in card.SETTINGS,
     "agents": mcp_gate.decision_of("new_file").__name__,
     "mlxlm": option_hint("train", "--thing-width", ["--new-width"]),
+    "options": {
+        o: p.help for p in cli.parser("eval").commands["eval"].params for o in p.opts
+    },
+    "python": {
+        place: {n: repr(p.default) for n, p in inspect.signature(place_of).parameters.items()}
+        for place, place_of in {"f": your_ai.evaluate, "m": your_ai.Run(Path("r")).evaluate}.items()
+    },
+    "documentation": your_ai.evaluate.__doc__,
+    "out": outside(),
+    "tool": tool("evaluate"),
 }))
 """
 
@@ -66,14 +96,21 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     folder = tmp_path_factory.mktemp("package")
     package = Path(your_ai.__file__).parent
     shutil.copytree(package, folder / "your_ai", ignore=shutil.ignore_patterns("__pycache__"))
-    path = folder / "your_ai" / "config" / "settings.py"
-    source = path.read_text()
-    assert source.count(PLACE) == 1
-    path.write_text(source.replace(PLACE, PLACE + ADDED))
+    edit(folder / "your_ai" / "config" / "settings.py", PLACE, PLACE + ADDED)
+    edit(folder / "your_ai" / "config" / "requests.py", REQUEST_PLACE, REQUEST_ADDED)
     command = [sys.executable, "-c", ASK]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def edit(path: Path, before: str, after: str) -> None:
+    source = path.read_text()
+    assert before in source
+    path.write_text(source.replace(before, after, 1))
 
 
 def test_it_is_in_the_help_in_the_panel_of_its_component(found):
@@ -99,5 +136,21 @@ def test_it_is_known_to_runs_that_are_resumed(found):
 
 def test_cards_agents_and_users_of_mlx_lm_know_it(found):
     assert found["card"]
-    assert found["agents"] == "check_file"
+    assert found["agents"] == "check_path"
     assert found["mlxlm"] == "; here it is --new-width"
+
+
+def test_what_a_command_is_asked_for_is_an_option_a_parameter_and_documentation(found):
+    assert found["options"]["--new-share"] == "Share of something new."
+    assert found["options"]["--new-switch"] == "Something new, or not."
+    assert found["python"]["f"]["new_share"] == found["python"]["m"]["new_share"] == "0.5"
+    assert "run" in found["python"]["f"]
+    assert "run" not in found["python"]["m"]  # it is the run itself
+    assert "    new_share: Share of something new.\n" in found["documentation"]
+    assert found["out"] == "--new-share 2: must be at most 1"
+
+
+def test_agents_give_what_is_offered_to_them(found):
+    pytest.importorskip("mcp")
+    assert found["tool"]["new_share"] == "A new share."
+    assert "new_switch" not in found["tool"]

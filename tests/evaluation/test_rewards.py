@@ -17,6 +17,7 @@ from tests.conftest import chat, events_of, train, write_rows
 from tests.evaluation.conftest import SETTINGS, compared
 from tests.objectives.test_pairs import make
 from your_ai.config import TrainConfig, build
+from your_ai.config.requests import EvaluateRequest
 from your_ai.data.encode import Encoder
 from your_ai.errors import UserError
 from your_ai.evaluation import show
@@ -24,7 +25,7 @@ from your_ai.evaluation.compare import Comparison, RowMeasures
 from your_ai.evaluation.custom_metric import Metric
 from your_ai.evaluation.rewards import judge, objective_name, rewarding, rewards_of
 from your_ai.evaluation.rows import load_rows
-from your_ai.evaluation.summary import SummarySettings, notes, summarize
+from your_ai.evaluation.summary import notes, summarize
 from your_ai.nets.saved_adapter import Adapter, Trained, open_trained
 from your_ai.objectives.chosen import needs_reference, objective_of
 from your_ai.objectives.dpo import DPO
@@ -49,7 +50,7 @@ OBJECTIVES = [
     TrainConfig(objective="ipo"), TrainConfig(objective="simpo"),
     TrainConfig(objective="orpo", orpo_lambda=0.7),
 ]  # fmt: skip
-SUMMARY = SummarySettings(resamples=50, confidence=0.9, seed=1, worst=2)
+SUMMARY = EvaluateRequest(resamples=50, confidence=0.9, seed=1, worst=2)
 COMPARED = (
     *("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"),
     *("logps/chosen", "logps/rejected"),

@@ -11,17 +11,18 @@ import pytest
 
 from tests.conftest import chat, write_rows
 from your_ai.config import TrainConfig
+from your_ai.config.requests import EvaluateRequest
 from your_ai.dashboard.measures import wilson
 from your_ai.data.encode import Encoder
 from your_ai.evaluation import record
 from your_ai.evaluation.compare import Comparison, RowMeasures
 from your_ai.evaluation.rows import load_rows
-from your_ai.evaluation.summary import SummarySettings, excerpt, notes, summarize
+from your_ai.evaluation.summary import excerpt, notes, summarize
 from your_ai.files import sha256
 from your_ai.nets.saved_adapter import Adapter, Trained
 from your_ai.run.folder import RunFolder
 
-SETTINGS = SummarySettings(resamples=200, confidence=0.9, seed=3, worst=2)
+SETTINGS = EvaluateRequest(resamples=200, confidence=0.9, seed=3, worst=2)
 ROWS = [
     chat("one", "a b c"),
     chat("two", "a", weight=3),

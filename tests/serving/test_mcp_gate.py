@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tests.conftest import chat, write_rows
 from your_ai.config import ABOUT, FIELDS, TYPES
 from your_ai.config import settings as declared
-from your_ai.config.setting import About
+from your_ai.config.requests import EvaluateRequest, ReportRequest
+from your_ai.config.setting import About, settings_of
 from your_ai.errors import UserError
 from your_ai.serving import mcp_gate as gates
 from your_ai.serving.mcp_gate import AgentGate, Permissions
@@ -178,7 +179,9 @@ def test_every_setting_that_is_a_text_is_decided():
     texts = {name for name, kind in TYPES.items() if gates.is_text(kind)}
     decided = {name for name, about in ABOUT.items() if about.agents is not None}
     assert texts == decided - {"force", "supervise", "wired"}
-    assert {about.agents for about in ABOUT.values()} - {None} == gates.DECISIONS.keys()
+    known = [*ABOUT.values(), *settings_of(EvaluateRequest).values()]
+    known += settings_of(ReportRequest).values()
+    assert {about.agents for about in known} - {None} == gates.DECISIONS.keys()
 
 
 def test_new_setting_that_nobody_decided_is_refused(gate, monkeypatch):

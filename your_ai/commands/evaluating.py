@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from your_ai.commands.options import (
-    CHECKPOINT,
-    COLUMNS,
-    MAX_MEMORY,
-    MODEL,
-    NEWEST,
-    columns_of,
+    JsonObject,
+    echo_note,
     names_of_runs,
     run_or_newest,
+    with_options,
 )
+from your_ai.config.requests import EvaluateRequest, ScoreRequest
 from your_ai.errors import UserError
 from your_ai.gates.console import echo, echo_error, echo_json, open_console
 from your_ai.gates.text import now_and_then
@@ -26,57 +25,15 @@ if TYPE_CHECKING:
     from your_ai.run.folder import RunFolder
 
 
-def evaluate(
-    run: Annotated[str | None, NEWEST] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="A file of rows in any form, or a folder with test or valid rows; default: the "
-            "run's own data."
-        ),
-    ] = None,
-    columns: Annotated[list[str] | None, COLUMNS] = None,
-    metric: Annotated[
-        str | None,
-        typer.Option(
-            help="Your own metric, as module:function, called with answer, expected and row; "
-            "answers are generated for it.",
-        ),
-    ] = None,
-    max_memory: Annotated[float | None, MAX_MEMORY] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Rows per batch, if they fit; default: the run's.", min=1)
-    ] = None,
-    resamples: Annotated[
-        int, typer.Option(help="Bootstrap resamples for the intervals.", min=1, max=100_000)
-    ] = 2000,
-    confidence: Annotated[float, typer.Option(help="Confidence level of the intervals.")] = 0.95,
-    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.", min=0)] = 0,
-    worst: Annotated[
-        int,
-        typer.Option(
-            help="Number of worst rows to list, with the answers of base and adapter.",
-            min=0,
-        ),
-    ] = 3,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Maximum tokens per answer; default for --metric: twice the expected answer's, "
-            "plus 128.",
-            min=1,
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    checkpoint: Annotated[str | None, CHECKPOINT] = None,
-    model: Annotated[str | None, MODEL] = None,
-) -> None:
+@with_options
+def evaluate(request: EvaluateRequest, as_json: JsonObject = False) -> None:
     """Compare a run's adapter with its base model on rows that it was not trained on."""
     from your_ai import api
     from your_ai.evaluation import show
     from your_ai.evaluation.record import EvaluationNotKept
 
-    name = run_or_newest(run)
+    name = run_or_newest(request.run)
+    request = dataclasses.replace(request, run=name, on_note=echo_note)
 
     def report(measured: dict[str, Any]) -> None:
         if as_json:
@@ -86,23 +43,7 @@ def evaluate(
 
     try:
         with show.progress_bar(open_console(stderr=True)) as update:
-            measured = api.evaluate(
-                name,
-                data,
-                columns=columns_of(columns),
-                metric=metric,
-                batch_size=batch_size,
-                max_memory=max_memory,
-                max_tokens=max_tokens,
-                resamples=resamples,
-                confidence=confidence,
-                seed=seed,
-                worst=worst,
-                checkpoint=checkpoint,
-                model=model,
-                on_progress=update,
-                on_note=lambda text: echo_error(f"note: {text}"),
-            )
+            measured = api.evaluate(**vars(dataclasses.replace(request, on_progress=update)))
     except KeyboardInterrupt:
         echo_error("interrupted: nothing of this evaluation is kept")
         raise
@@ -115,29 +56,8 @@ def evaluate(
 # `your_ai score`
 
 
-def score(
-    run: Annotated[str | None, NEWEST] = None,
-    file: Annotated[
-        str,
-        typer.Argument(
-            help="File with rows in any form that --data takes; - is standard input, with a JSON "
-            "object per line.",
-            metavar="FILE",
-        ),
-    ] = "-",
-    columns: Annotated[list[str] | None, COLUMNS] = None,
-    too_long: Annotated[
-        str,
-        typer.Option(
-            help="What to do with a row that is longer than the run's --max-seq-length: error or "
-            "truncate."
-        ),
-    ] = "error",
-    batch_size: Annotated[int, typer.Option(help="Rows per batch, if they fit.", min=1)] = 8,
-    max_memory: Annotated[float | None, MAX_MEMORY] = None,
-    checkpoint: Annotated[str | None, CHECKPOINT] = None,
-    model: Annotated[str | None, MODEL] = None,
-) -> None:
+@with_options
+def score(request: ScoreRequest) -> None:
     """Score answers with a reward model: one JSON object per line, in the order of the rows.
 
     Each is the row with its reward; of a pair, with reward_chosen and reward_rejected.
@@ -145,17 +65,8 @@ def score(
     from your_ai import api
 
     done = now_and_then(echo_error, lambda count: f"scored {count:,} rows")
-    rows = api.score(
-        run_or_newest(run),
-        file,
-        columns=columns_of(columns),
-        too_long=too_long,
-        batch_size=batch_size,
-        max_memory=max_memory,
-        checkpoint=checkpoint,
-        model=model,
-        on_note=lambda text: echo_error(f"note: {text}"),
-    )
+    request = dataclasses.replace(request, run=run_or_newest(request.run), on_note=echo_note)
+    rows = api.score(**vars(request))
     try:
         for count, row in enumerate(rows, 1):
             echo_json(row)

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from your_ai.commands.options import (
-    CHECKPOINT,
-    MAX_MEMORY,
-    MODEL,
-    NEWEST,
+    JsonObject,
+    echo_note,
     layers_done,
-    open_trained_with_note,
-    run_or_newest,
+    opened,
     show_bytes,
+    with_options,
 )
+from your_ai.config.requests import FuseRequest
 from your_ai.errors import UserError
 from your_ai.gates.console import echo, echo_error, echo_json, open_console
 from your_ai.gates.text import counted, loss_text, shortened
@@ -30,53 +29,22 @@ if TYPE_CHECKING:
     from your_ai.nets.saved_adapter import Trained
 
 
-def fuse(
-    run: Annotated[str | None, NEWEST] = None,
-    out: Annotated[
-        Path | None,
-        typer.Argument(help="The folder to write; default: RUN-fused.", metavar="OUT"),
-    ] = None,
-    to: Annotated[
-        str,
-        typer.Option(
-            help="Precision of the adapted layers of a quantized base: 4, 5, 6 or 8 bits, same "
-            "(unchanged), or auto (8 bits); other layers stay as they are. dequantized: the "
-            "whole model without quantization."
-        ),
-    ] = "auto",
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="Data type of weights that are not quantized: float32, bfloat16 or float16; auto "
-            "is the base's."
-        ),
-    ] = "auto",
-    checkpoint: Annotated[str | None, CHECKPOINT] = None,
-    model: Annotated[str | None, MODEL] = None,
-    max_memory: Annotated[float | None, MAX_MEMORY] = None,
-    force: Annotated[
-        bool,
-        typer.Option("--force", help="Replace an existing model when the new one is complete."),
-    ] = False,
-    measure: Annotated[
-        bool, typer.Option(help="Compare the result with base + adapter on rows of the run.")
-    ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+@with_options
+def fuse(request: FuseRequest, as_json: JsonObject = False) -> None:
     """Fuse a run's adapter into its base model, and measure the difference."""
 
     from your_ai.export import fused_weights as folder
 
-    trained = open_trained_with_note(run_or_newest(run), checkpoint, model)
-    out = Path(f"{trained.folder.name}-fused") if out is None else out
+    trained = opened(request)
+    out = Path(f"{trained.folder.name}-fused") if request.out is None else request.out
     console = open_console(stderr=True)
-    steps = folder.fuse(trained, out, to, dtype, max_memory, force)
+    steps = folder.fuse(trained, out, request.to, request.dtype, request.max_memory, request.force)
     try:
         show_bytes("fusing", steps, console)
     except KeyboardInterrupt:
         echo_error(folder.interrupted_message(out))
         raise
-    found = measured(trained, out, to, max_memory, console) if measure else None
+    found = measured(trained, out, request, console) if request.measure else None
     if as_json:
         values = None if found is None else dataclasses.asdict(found) | {"erased": found.erased}
         echo_json({"target": str(out), "difference": values})
@@ -88,7 +56,7 @@ def fuse(
 
 
 def measured(
-    trained: Trained, out: Path, to: str, max_memory: float | None, console: Console
+    trained: Trained, out: Path, request: FuseRequest, console: Console
 ) -> Difference | None:
     """Measure the difference between the fused model, which is complete, and base + adapter.
 
@@ -98,15 +66,15 @@ def measured(
 
     try:
         with console.status("measuring the difference"):
-            found = difference(trained, out, max_memory)
+            found = difference(trained, out, request.max_memory)
     except KeyboardInterrupt:
         echo_error(f"{out}: is complete; only the measurement was stopped")
         raise
     except UserError as error:
-        echo_error(f"note: the difference was not measured ({error})")
+        echo_note(f"the difference was not measured ({error})")
         return None
     if found.erased:
-        echo_error(f"warning: {warning_of(found, out, to)}")
+        echo_error(f"warning: {warning_of(found, out, request.to)}")
     return found
 
 
@@ -183,7 +151,7 @@ def merge(
     )
     merged = merged_run.merge(request, model, to, layers_done("merging"))
     if merged.relative_error > 0:
-        echo_error(f"note: rank {merged.rank} loses {merged.relative_error:.2%} of the merge")
+        echo_note(f"rank {merged.rank} loses {merged.relative_error:.2%} of the merge")
     run = merged.run
     echo(f"{run.path}: rank {merged.rank}; try it: your_ai generate {run.reference} --prompt ...")
 

@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import typer
 
 from your_ai.commands.options import (
-    CHECKPOINT,
-    COLUMNS,
-    MAX_MEMORY,
-    MODEL,
-    NEWEST,
+    about_option,
     columns_of,
-    open_trained_with_note,
+    echo_note,
+    opened,
     run_or_newest,
+    with_options,
 )
+from your_ai.config.requests import COLUMNS, SYSTEM, ChatRequest, GenerateRequest, RunLike
 from your_ai.errors import UserError
-from your_ai.gates.console import echo, echo_error, echo_json
+from your_ai.gates.console import echo, echo_json
 from your_ai.gates.paths import unreadable_text
 from your_ai.gates.text import quoted, shortened
 
@@ -29,17 +28,11 @@ if TYPE_CHECKING:
     from your_ai.generation.generate import Answerer, Prompt, Sampling
 
 PROMPTS_BYTES = 1 << 26
-MAX_TOKENS = typer.Option(help="Maximum tokens per answer.")
-TEMPERATURE = typer.Option(help="Sampling temperature; 0 = greedy.")
-TOP_P = typer.Option(
-    help="Nucleus sampling: draw from the most likely tokens with this total probability; 1 = all."
-)
-SEED = typer.Option(help="Sampling seed; the same seed gives the same answer.")
-SYSTEM = typer.Option(help="System prompt.")
 
 
+@with_options
 def generate(
-    run: Annotated[str | None, NEWEST] = None,
+    *,
     named: Annotated[
         str | None, typer.Option("--run", help="Same as RUN; kept for older scripts.")
     ] = None,
@@ -55,16 +48,12 @@ def generate(
             metavar="FILE",
         ),
     ] = None,
-    columns: Annotated[list[str] | None, COLUMNS] = None,
-    system: Annotated[str, SYSTEM] = "",
+    columns: Annotated[list[str] | None, about_option(COLUMNS)] = None,
+    system: Annotated[str, about_option(SYSTEM)] = "",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per line for each answer.")
     ] = False,
-    adapter: Annotated[bool, typer.Option(help="Use the adapter, or only the base model.")] = True,
-    max_tokens: Annotated[int, MAX_TOKENS] = 256,
-    temperature: Annotated[float, TEMPERATURE] = 0.0,
-    top_p: Annotated[float, TOP_P] = 1.0,
-    seed: Annotated[int, SEED] = 0,
+    request: GenerateRequest,
     num_samples: Annotated[
         int,
         typer.Option(
@@ -72,20 +61,15 @@ def generate(
             "generated together, as far as memory allows."
         ),
     ] = 1,
-    max_memory: Annotated[float | None, MAX_MEMORY] = None,
-    checkpoint: Annotated[str | None, CHECKPOINT] = None,
-    model: Annotated[str | None, MODEL] = None,
 ) -> None:
     """Answer prompts with a run's model."""
     from your_ai.generation import generate as generation
     from your_ai.generation import samples
     from your_ai.run import folder as folders
 
-    sampling = generation.Sampling(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
-    )
+    sampling = generation.sampling_of(request)
     samples.check_num_samples(num_samples, sampling)
-    name = which_run(run, named)
+    name = which_run(request.run, named)
     folders.find(name)
     asked = [
         generation.asked_with(each, system) for each in gather(prompt, prompts, columns_of(columns))
@@ -93,16 +77,13 @@ def generate(
     streamed = num_samples == len(asked) == 1 and not as_json
     answerer = generation.open_answerer(
         name,
-        asked[0].most_tokens + max_tokens
+        asked[0].most_tokens + request.max_tokens
         if streamed
-        else samples.sizes_of(asked, max_tokens, num_samples),
-        adapted=adapter,
-        checkpoint=checkpoint,
-        model=model,
-        max_memory_gb=max_memory,
+        else samples.sizes_of(asked, request.max_tokens, num_samples),
+        request,
     )
     if answerer.note:
-        echo_error(f"note: {answerer.note}")
+        echo_note(answerer.note)
     fitted = answerer.fit(asked, sampling)  # all of them, before the first answer
     try:
         if streamed:
@@ -113,7 +94,7 @@ def generate(
         raise typer.Exit(0) from None
 
 
-def which_run(run: str | None, named: str | None) -> str:
+def which_run(run: RunLike, named: str | None) -> str:
     if run is not None and named is not None and run != named:
         raise UserError(f"--run {named}: RUN says {run}; give one of them")
     return run_or_newest(run if run is not None else named)
@@ -210,25 +191,16 @@ def show(responses: Any) -> None:
     echo()
 
 
-def chat(
-    run: Annotated[str | None, NEWEST] = None,
-    system: Annotated[str, SYSTEM] = "",
-    max_tokens: Annotated[int, MAX_TOKENS] = 512,
-    temperature: Annotated[float, TEMPERATURE] = 0.0,
-    top_p: Annotated[float, TOP_P] = 1.0,
-    seed: Annotated[int, SEED] = 0,
-    max_memory: Annotated[float | None, MAX_MEMORY] = None,
-    checkpoint: Annotated[str | None, CHECKPOINT] = None,
-    model: Annotated[str | None, MODEL] = None,
-) -> None:
+@with_options
+def chat(request: ChatRequest) -> None:
     """Chat with a run's model, and compare it with its base model; /help lists the commands."""
     from your_ai.commands import talking
     from your_ai.generation import chat as chatting
-    from your_ai.generation.generate import Sampling
+    from your_ai.generation.generate import sampling_of
 
-    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    trained = open_trained_with_note(run_or_newest(run), checkpoint, model)
-    talker = chatting.open_talker(trained, sampling, max_memory)
-    conversation = chatting.Conversation(system)
+    sampling = sampling_of(request)
+    trained = opened(request)
+    talker = chatting.open_talker(trained, sampling, request.max_memory)
+    conversation = chatting.Conversation(request.system)
     talker.check(conversation)
     talking.talk(talker, conversation, talking.banner(trained))

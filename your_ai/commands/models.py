@@ -23,13 +23,17 @@ from rich.progress import (
 from rich.progress import Progress as Bars
 
 from your_ai.commands.options import (
-    MAX_MEMORY,
     CommandWithPanels,
+    JsonList,
+    JsonObject,
+    Unasked,
+    about_option,
     memory_option,
     show_bytes,
     text_of,
 )
 from your_ai.config import SFT, coerce
+from your_ai.config.requests import MAX_MEMORY
 from your_ai.errors import UserError
 from your_ai.gates.console import confirm, echo, echo_error, echo_json, open_console
 from your_ai.gates.text import counted, size_text
@@ -202,7 +206,7 @@ def find_or_fetch(name: str, console: Console, yes: bool) -> Path:
 @app.callback(invoke_without_command=True)
 def models(
     context: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+    as_json: JsonList = False,
 ) -> None:
     """List local and known models, and whether this machine can train them."""
     if context.invoked_subcommand is not None:
@@ -238,7 +242,7 @@ def verify(
 @app.command(cls=CommandWithPanels)
 def rm(
     names: Annotated[list[str], typer.Argument(help="Models in models/.", metavar="NAME...")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    yes: Unasked = False,
 ) -> None:
     """Remove models, or the files of an interrupted download."""
     from your_ai.gates.text import size_text
@@ -257,7 +261,7 @@ def quantize(
     target: Annotated[Path, typer.Argument(help="The folder to write.")],
     bits: Annotated[int, typer.Option(help="Bits per weight.")] = 4,
     group_size: Annotated[int, typer.Option(help="Quantization group size.")] = 64,
-    max_memory: Annotated[float | None, MAX_MEMORY] = None,
+    max_memory: Annotated[float | None, about_option(MAX_MEMORY)] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Allow a limit above the machine's memory.")
     ] = False,
@@ -283,7 +287,7 @@ def recommend(
     every: Annotated[
         bool, typer.Option("--all", help="Show every model that fits, not only the best.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonObject = False,
 ) -> None:
     """Recommend the best model that can be trained on this machine, with its command."""
     from your_ai.doctor import recommend as recommending
@@ -347,7 +351,7 @@ def doctor(
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Write the file of --report without asking.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonObject = False,
 ) -> None:
     """Check this machine: what is missing or risky, and the command that fixes it."""
     from your_ai.doctor import findings as examining

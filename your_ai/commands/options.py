@@ -1,22 +1,30 @@
-"""Options that commands share, and the options made from the settings in TrainConfig."""
+"""Options that are made of settings and requests, and what else commands share."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+import math
+import os
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
+from typer.models import ArgumentInfo
 
 from your_ai.config import (
     ABOUT,
     FIELDS,
     PANELS,
     TYPES,
+    TrainConfig,
     coerce,
     default_text,
     describe,
@@ -26,6 +34,19 @@ from your_ai.config import (
     parts_of,
     words_of,
 )
+from your_ai.config.requests import (
+    GIGABYTES,
+    LATEST,
+    ChatRequest,
+    ExportRequest,
+    FuseRequest,
+    PushRequest,
+    RunLike,
+    ServeRequest,
+    expanded,
+)
+from your_ai.config.setting import About, settings_of, types_of
+from your_ai.config.values import as_texts
 from your_ai.errors import UserError
 from your_ai.gates.console import echo_error, open_console
 from your_ai.gates.text import now_and_then
@@ -44,6 +65,7 @@ METAVARS = {
     "a list of names": "NAMES",
     " or ": "|",
 }
+PLAIN = (bool, int, float, str, Path)  # types of options
 PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
 
 
@@ -58,32 +80,13 @@ def names_of_runs(incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete) and NAME.fullmatch(name)]
 
 
-# For commands that use the adapter of a run.
-RUN = typer.Argument(
-    help="The run: its name in runs/, or its folder.",
-    metavar="RUN",
-    autocompletion=names_of_runs,
-)
-NEWEST = typer.Argument(
-    help="The run: its name in runs/, or its folder; default: the newest.",
-    metavar="RUN",
-    autocompletion=names_of_runs,
-)
-LATEST = typer.Argument(help="The run; default: the newest.", autocompletion=names_of_runs)
-CHECKPOINT = typer.Option(
-    help="Use this checkpoint: step-000120, best, or latest; default: the finished adapter."
-)
-MODEL = typer.Option(help="Folder of the run's model, if it was moved.")
-
-
 def text_of(name: str) -> str:
     """The help of a setting."""
     return ABOUT[name].help
 
 
-def choices_of(name: str) -> Callable[[str], list[str]] | None:
-    """What completes the value of a setting: its words; None for a setting without words."""
-    words = words_of(TYPES[name])
+def completion_of(words: Sequence[str]) -> Callable[[str], list[str]] | None:
+    """What completes a value in a shell: one of the words; None if there are none."""
 
     def completed(incomplete: str) -> list[str]:
         return [word for word in words if word.startswith(incomplete)]
@@ -106,18 +109,7 @@ def size_in_gb(text: str) -> float:
 
 def memory_option(help: str) -> Any:
     """An option for a size in GB."""
-    return typer.Option(help=help, parser=size_in_gb, metavar="GB")
-
-
-MAX_MEMORY = memory_option("Memory limit of this process, in GB.")
-# For commands that read rows of a run, or others.
-COLUMNS = typer.Option(
-    "--columns",
-    help=ABOUT["columns"].help.replace(
-        "default: guessed from their names", "default: as the run's, or guessed from their names"
-    ),
-    metavar="NAMES",
-)
+    return about_option(About(help, metavar=GIGABYTES))
 
 
 def columns_of(texts: Sequence[str] | None) -> tuple[str, ...]:
@@ -147,40 +139,132 @@ def given_settings(flags: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def option(name: str, declaration: str, kind: Any, help: str, **more: Any) -> inspect.Parameter:
-    annotation = Annotated[kind, typer.Option(declaration, help=help, **more)]
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+def with_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Make a command of a function, which gets a request, or `**flags`, from options in its place.
+
+    `flags` are the settings of `TrainConfig` that were given, not yet of their types.
+    """
+    requests, signature = expanded(function, options_of)
+    parameters = sorted(signature.parameters.values(), key=lambda p: not is_argument(p))
+    has_settings = set(FIELDS) <= signature.parameters.keys()
+
+    @functools.wraps(function)
+    def command(**given: Any) -> None:
+        for name, request in requests.items():
+            given[name] = asked(request, {n: given.pop(n) for n in settings_of(request)})
+        if has_settings:
+            given |= given_settings({name: given.pop(name) for name in FIELDS})
+        function(**given)
+
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return command
+
+
+def asked(request: Any, values: Mapping[str, Any]) -> Any:
+    """A request with the values of options; a list may have been given in several options."""
+    optional = {each.name for each in fields(request) if each.default is not MISSING}
+    given = {n: value for n, value in values.items() if value is not None or n not in optional}
+    for name, value in given.items():
+        if isinstance(value, list):
+            given[name] = as_texts(name, joined(value), flag(name))
+    return request(**given)
+
+
+def options_of(request: Any) -> Iterator[inspect.Parameter]:
+    """The arguments and options of a command for the fields of a request, or all settings."""
+    if request is TrainConfig:
+        yield from map(setting_option, FIELDS)
+        return
+    defaults = {field.name: field.default for field in fields(request)}
+    for name, about in settings_of(request).items():
+        kind, default = plain_type(types_of(request)[name]), defaults[name]
+        if default is MISSING:
+            default = None if kind == str | None else inspect.Parameter.empty
+        elif kind == list[str] | None:
+            default = None
+        names = about.option or ([flag(name)] if default is False else [])
+        yield parameter_of(name, kind, default, about_option(about, *names))
+
+
+def is_argument(parameter: inspect.Parameter) -> bool:
+    """Whether it is given by its place; in help, these come first."""
+    return any(isinstance(i, ArgumentInfo) for i in typing.get_args(parameter.annotation))
+
+
+def parameter_of(name: str, kind: Any, default: Any, info: Any) -> inspect.Parameter:
+    """A parameter of a command, which typer makes an argument or an option."""
+    only = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, only, default=default, annotation=Annotated[kind, info])
+
+
+def plain_type(kind: Any) -> Any:
+    """The type of an option for a field: a list for texts, words as they are, or one of PLAIN."""
+    kinds = typing.get_args(kind) or (kind,)
+    if typing.get_origin(kind) is Literal:
+        return kind
+    if any(typing.get_origin(each) is Sequence for each in (kind, *kinds)):
+        return list[str] | None
+    found: Any = next((each for each in kinds if each in PLAIN), str)
+    return found | None if type(None) in kinds else found
+
+
+def about_option(about: About, *names: str) -> Any:
+    """An option, or an argument, of a command."""
+    more: dict[str, Any] = {"help": about.help, "metavar": about.metavar or None}
+    if about.metavar == GIGABYTES:
+        more["parser"] = size_in_gb
+    elif about.bounds is not None:
+        most = about.bounds.most
+        more |= {"min": about.bounds.least, "max": None if math.isinf(most) else most}
+    if about.agents == "run":
+        more["autocompletion"] = names_of_runs
+    elif about.words:
+        more["autocompletion"] = completion_of(about.words)
+    return typer.Argument(**more) if about.argument else typer.Option(*names, **more)
+
+
+def setting_option(name: str) -> inspect.Parameter:
+    """The option of a setting, whose value is not read yet; None if it is not given."""
+    kind, panel = TYPES[name], PANEL_OF[name]
+    help = f"{text_of(name)}{default_text(name)}"
+    if kind is bool:
+        names = f"{flag(name)}/{negated(name)}"
+        info = typer.Option(names, help=help, rich_help_panel=panel)
+        return parameter_of(name, bool | None, None, info)
+    metavar = describe(kind)
+    for words, short in METAVARS.items():
+        metavar = metavar.replace(words, short)
+    completion = completion_of(words_of(kind))
+    info = typer.Option(
+        flag(name), help=help, metavar=metavar, autocompletion=completion, rich_help_panel=panel
     )
+    return parameter_of(name, list[str] | None if is_listed(name) else str | None, None, info)
 
 
-def with_settings(*first: inspect.Parameter) -> inspect.Signature:
-    """Return the parameters of a command that takes every setting as an option."""
-    config = option(
-        "config",
+# Options of several commands
+FileOfSettings = Annotated[
+    str | None,
+    typer.Option(
         "--config",
-        str | None,
-        "YAML file, also one of mlx-lm, or the name of a preset; command-line options override it.",
+        help="YAML file, also one of mlx-lm, or the name of a preset; command-line options "
+        "override it.",
         metavar="FILE",
-    )
-    parameters = [config, *first]
-    for name in FIELDS:
-        help = f"{text_of(name)}{default_text(name)}"
-        panel = {"rich_help_panel": PANEL_OF[name]}
-        if TYPES[name] is bool:
-            names = f"{flag(name)}/{negated(name)}"
-            parameters.append(option(name, names, bool | None, help, **panel))
-        else:
-            metavar = describe(TYPES[name])
-            for words, short in METAVARS.items():
-                metavar = metavar.replace(words, short)
-            kind = list[str] | None if is_listed(name) else str | None
-            more = {"metavar": metavar, "autocompletion": choices_of(name)}
-            parameters.append(option(name, flag(name), kind, help, **more, **panel))
-    return inspect.Signature(parameters)
+    ),
+]
+RunOrNewest = Annotated[str | None, about_option(LATEST)]
+JsonObject = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+JsonList = Annotated[bool, typer.Option("--json", help="Print one JSON list.")]
+DownloadsUnasked = Annotated[
+    bool, typer.Option("--yes", help="Download a missing model or dataset without asking.")
+]
+Unasked = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
-def run_or_newest(run: str | None) -> str:
+def echo_note(text: str) -> None:
+    echo_error(f"note: {text}")
+
+
+def run_or_newest(run: RunLike) -> str:
     """Return `run`, or else the newest run with an adapter or a checkpoint, named on stderr.
 
     Raises UserError if there is no such run.
@@ -188,20 +272,22 @@ def run_or_newest(run: str | None) -> str:
     from your_ai.session.run_list import newest_trained
 
     if run is not None:
-        return run
+        return os.fspath(run)
     folder, is_newest = newest_trained()
     which = "the newest" if is_newest else "the newest with an adapter or a checkpoint"
     echo_error(f"run: {folder.name} ({which})")
     return folder.name
 
 
-def open_trained_with_note(run: str, checkpoint: str | None, model: str | None) -> Trained:
-    """Call `open_trained`, and print its note for the user on stderr."""
+def opened(
+    request: ChatRequest | ExportRequest | FuseRequest | PushRequest | ServeRequest,
+) -> Trained:
+    """Open the run of a request, or the newest; print its note for the user on stderr."""
     from your_ai.nets.saved_adapter import open_trained
 
-    trained = open_trained(run, checkpoint, model)
+    trained = open_trained(run_or_newest(request.run), request.checkpoint, request.model)
     if trained.note:
-        echo_error(f"note: {trained.note}")
+        echo_note(trained.note)
     return trained
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from your_ai.commands.options import LATEST
+from your_ai.commands.options import JsonObject, RunOrNewest
 from your_ai.config import SOFT
 from your_ai.errors import UserError
 from your_ai.gates.console import echo_json, open_console
@@ -27,7 +27,7 @@ INDENT = 4  # cells before a text
 
 
 def rollouts(
-    run: Annotated[str | None, LATEST] = None,
+    run: RunOrNewest = None,
     step: Annotated[int | None, typer.Option(help="Training step; default: the last.")] = None,
     best: Annotated[
         bool, typer.Option("--best", help="Completions of the step, highest reward first.")
@@ -41,7 +41,7 @@ def rollouts(
             help="Maximum number of prompts, or of completions with --best or --worst.", min=1
         ),
     ] = LIMIT,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonObject = False,
 ) -> None:
     """Show the completions that a run generated for a training step, with their rewards."""
     from your_ai.run import folder as folders

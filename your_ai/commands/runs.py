@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from your_ai.commands.options import LATEST, CommandWithPanels, joined, names_of_runs
+from your_ai.commands.options import (
+    CommandWithPanels,
+    JsonList,
+    RunOrNewest,
+    Unasked,
+    joined,
+    names_of_runs,
+    with_options,
+)
+from your_ai.config.requests import ReportRequest
 from your_ai.errors import UserError
 from your_ai.gates.console import confirm, echo, echo_json, open_console
 from your_ai.gates.text import counted, size_text
@@ -21,7 +29,7 @@ app = typer.Typer(name="runs", help="List, stop or remove runs.", invoke_without
 
 
 def watch(
-    run: Annotated[str | None, LATEST] = None,
+    run: RunOrNewest = None,
     replay: Annotated[bool, typer.Option("--replay", help="Replay a run from its start.")] = False,
     speed: Annotated[float, typer.Option(help="Replay speed; 1 = real time.", min=0.01)] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="New events as JSON lines.")] = False,
@@ -51,35 +59,18 @@ def watch(
     raise typer.Exit(attach.watch(folder, open_console(), as_json=as_json))
 
 
-def report(
-    run: Annotated[str | None, LATEST] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", "-o", help="File to write; default: report.html in the run's folder."
-        ),
-    ] = None,
-) -> None:
+@with_options
+def report(request: ReportRequest) -> None:
     """Write an HTML report of a run in one file: curves, memory, plans, samples."""
-    from your_ai.dashboard import report as reporting
-    from your_ai.run import events
-    from your_ai.run import folder as folders
-    from your_ai.session import run_list
-    from your_ai.session.run_list import rollout_samples
+    from your_ai import api
 
-    folder = run_list.newest() if run is None else folders.find(run)
-    records, _ = events.tail(folder.events)
-    config = folder.config_text("replace")
-    page = folder.path / "report.html" if out is None else out
-    samples = rollout_samples(folder.path)
-    reporting.write_report(records, folder.name, config, page, samples, folder.settings())
-    echo(page)
+    echo(api.report(**vars(request)))
 
 
 @app.callback()
 def runs(
     context: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+    as_json: JsonList = False,
 ) -> None:
     """List the runs in ./runs, newest first."""
     from your_ai.session import run_list
@@ -102,7 +93,7 @@ def rm(
         list[str],
         typer.Argument(help="The runs to remove.", metavar="RUN...", autocompletion=names_of_runs),
     ],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    yes: Unasked = False,
 ) -> None:
     """Remove runs with their checkpoints and adapters."""
     from your_ai.run import folder as folders
@@ -123,7 +114,7 @@ def prune(
     older_than: Annotated[
         float, typer.Option(help="Only runs unchanged for this many days.", min=0.0)
     ] = 0.0,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    yes: Unasked = False,
 ) -> None:
     """Remove runs that died or were stopped, after asking."""
     from your_ai.run.folder import RUNS, RunFolder

@@ -7,42 +7,18 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from your_ai.commands.generating import TEMPERATURE, TOP_P
-from your_ai.commands.options import CHECKPOINT, MODEL, RUN, joined, open_trained_with_note
+from your_ai.commands.options import opened, with_options
+from your_ai.config.requests import ServeRequest
 from your_ai.errors import UserError
 from your_ai.gates.console import echo, echo_error
 
 
-def serve(
-    run: Annotated[str, RUN],
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines connect.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 = any free one.", min=0, max=65535)] = 8080,
-    max_tokens: Annotated[
-        int, typer.Option(help="Maximum tokens per answer, if a request does not set it.")
-    ] = 512,
-    temperature: Annotated[float, TEMPERATURE] = 0.0,
-    top_p: Annotated[float, TOP_P] = 1.0,
-    allowed_origins: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Web pages that may use the server, in addition to this machine's own: "
-            "http://HOST:PORT, separated by commas, or * for all.",
-            metavar="ORIGINS",
-        ),
-    ] = None,
-    checkpoint: Annotated[str | None, CHECKPOINT] = None,
-    model: Annotated[str | None, MODEL] = None,
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"],
-        typer.Option(help="info logs each request; debug also logs its contents."),
-    ] = "warning",
-) -> None:
+@with_options
+def serve(request: ServeRequest) -> None:
     """Serve a run over the OpenAI API, with mlx-lm's server."""
     from your_ai.generation.generate import Sampling
     from your_ai.nets.saved_adapter import check_generates
@@ -51,13 +27,14 @@ def serve(
     from your_ai.serving import web
     from your_ai.serving.web import Origins
 
-    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
-    named = joined(allowed_origins or ()).split(",")
-    origins = Origins(tuple(o.strip() for o in named if o.strip()))
-    trained = open_trained_with_note(run, checkpoint, model)
+    sampling = Sampling(
+        max_tokens=request.max_tokens, temperature=request.temperature, top_p=request.top_p
+    )
+    origins = Origins(tuple(request.allowed_origins))
+    trained = opened(request)
     check_generates(trained.adapter)
-    log_to_stderr(log_level)
-    with recorded_signals() as received, serving.listen(host, port) as listener:
+    log_to_stderr(request.log_level)
+    with recorded_signals() as received, serving.listen(request.host, request.port) as listener:
         provider = serving.RunProvider(trained, serving.options(sampling, origins))
         if not web.is_local(listener):
             echo_error("warning: other machines can reach the model; anyone may use it")

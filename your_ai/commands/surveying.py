@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from your_ai.commands.beginning import show_records
-from your_ai.commands.options import columns_of, rows_read, text_of
-from your_ai.config import DEMO, DEMO_DATA, TrainConfig, build, coerce, defaults
+from your_ai.commands.options import JsonObject, rows_read, with_options
+from your_ai.config import DEMO, DEMO_DATA, FIELDS, TrainConfig, build, coerce, defaults, flag
+from your_ai.config.requests import SurveyRequest
 from your_ai.data.column_hints import UnknownColumns
 from your_ai.gates.console import echo_error, echo_json, open_console
 from your_ai.gates.text import counted
@@ -22,23 +23,10 @@ BAR = 40  # characters of the longest bar
 NAMES = {"train": "training", "valid": "validation", "test": "test"}
 
 
+@with_options
 def data(
-    path: Annotated[str, typer.Argument(help=text_of("data"), metavar="DATA")],
-    model: Annotated[
-        str | None,
-        typer.Option(help="Model whose tokenizer and chat template to use; default: llama-8b."),
-    ] = None,
-    valid: Annotated[str, typer.Option(help=text_of("valid"))] = "",
-    columns: Annotated[
-        list[str] | None, typer.Option(help=text_of("columns"), metavar="NAMES")
-    ] = None,
-    prompt_template: Annotated[str, typer.Option(help=text_of("prompt_template"))] = "",
-    mask_prompt: Annotated[bool, typer.Option(help=text_of("mask_prompt"))] = True,
-    max_seq_length: Annotated[int, typer.Option(help=text_of("max_seq_length"))] = 2048,
-    too_long: Annotated[str, typer.Option(help=text_of("too_long"))] = "error",
-    objective: Annotated[str, typer.Option(help=text_of("objective"))] = "sft",
-    draw: Annotated[int, typer.Option(help="Number of rows to show.", min=0, max=1000)] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    request: SurveyRequest,
+    as_json: JsonObject = False,
     yes: Annotated[bool, typer.Option(help="Download a missing dataset without asking.")] = False,
 ) -> None:
     """Show what training would see of the data: rows, lengths, problems, and what is trained."""
@@ -46,22 +34,22 @@ def data(
     from your_ai.data import survey as surveying
     from your_ai.data.sources import checked_settings, find_splits
 
-    settings: dict[str, Any] = {"data": path, "valid": valid, "prompt_template": prompt_template}
-    settings |= {"columns": columns_of(columns)}
-    settings |= {"mask_prompt": mask_prompt, "max_seq_length": max_seq_length}
-    settings |= {"objective": coerce("objective", objective, "--objective")}
-    settings |= {"too_long": coerce("too_long", too_long, "--too-long")}
-    if model is not None:
-        settings["model"] = model
-    fetch_datasets(path, open_console(stderr=True), yes)
+    settings = {
+        name: coerce(name, value, flag(name))
+        for name, value in vars(request).items()
+        if name in FIELDS and value is not None
+    }
+    fetch_datasets(request.data, open_console(stderr=True), yes)
     try:
         config = checked_settings(build(settings, "settings"), False, rows_read())
     except UnknownColumns:
         if not as_json:
-            show_records(path)
+            show_records(request.data)
         raise
-    tokenizer, notes = tokenizer_of(config, named=model is not None)
-    found = surveying.survey(find_splits(config), config, tokenizer, draw, notes, echo_error)
+    tokenizer, notes = tokenizer_of(config, named=request.model is not None)
+    found = surveying.survey(
+        find_splits(config), config, tokenizer, request.draw, notes, echo_error
+    )
     if as_json:
         echo_json(surveying.as_json(found, config))
     else:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from your_ai.commands.models import fetch_datasets, find_or_fetch
 from your_ai.commands.options import (
-    given_settings,
+    DownloadsUnasked,
+    FileOfSettings,
+    JsonObject,
+    echo_note,
+    memory_option,
     names_of_runs,
-    option,
     rows_read,
-    size_in_gb,
-    with_settings,
+    with_options,
 )
 from your_ai.config import DEMO, TrainConfig, resumed
 from your_ai.errors import UserError
-from your_ai.gates.console import echo_error, echo_json, open_console
+from your_ai.gates.console import echo_json, open_console
 from your_ai.session import new_run
 
 if TYPE_CHECKING:
@@ -35,12 +37,24 @@ The embedded demo: {note}
 A real model on your own data: your_ai train --model llama-8b --data my-data/"""
 
 
+@with_options
 def train(
-    config: str | None,
-    resume: str | None,
-    detach: bool | None,
-    as_json: bool | None,
-    yes: bool | None,
+    config: FileOfSettings = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            help="Continue this run from its last checkpoint.",
+            metavar="RUN",
+            autocompletion=names_of_runs,
+        ),
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Leave when training has begun; the run continues.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print events as JSON lines, for programs.")
+    ] = False,
+    yes: DownloadsUnasked = False,
     **flags: Any,
 ) -> None:
     """Train LoRA adapters. Without a model and without data, trains the embedded demo."""
@@ -49,8 +63,6 @@ def train(
     from your_ai.session.ranks import launched_rank
 
     console = open_console()
-    detach, as_json = bool(detach), bool(as_json)
-    flags = given_settings(flags)
     if (rank := launched_rank()) is not None and flags.get("supervise", True):
         raise UserError("mlx.launch: give --no-supervise to train, or use --processes or --hosts")
     if rank:
@@ -71,14 +83,14 @@ def train(
         if done := already_finished(folder, settings):
             echo_note(done)
             raise typer.Exit()
-        fetch_data(settings, console, bool(yes))
+        fetch_data(settings, console, yes)
         settings = check(settings, detach)
-        find_or_fetch(settings.model, console, bool(yes))
+        find_or_fetch(settings.model, console, yes)
     else:
         settings = new_run.resolve(flags, config, on_note=echo_note)
-        fetch_data(settings, console, bool(yes))
+        fetch_data(settings, console, yes)
         settings = check(settings, detach)
-        find_or_fetch(settings.model, console, bool(yes))
+        find_or_fetch(settings.model, console, yes)
         folder = new_run.create(settings, echo_note)
         if settings.model == DEMO and settings.data in DEMO_NOTES and not as_json:
             note = DEMO_NOTE.format(note=DEMO_NOTES[settings.data])
@@ -89,10 +101,6 @@ def train(
     raise typer.Exit(
         attach.train_and_show(folder, settings, console, new=new, detach=detach, as_json=as_json)
     )
-
-
-def echo_note(text: str) -> None:
-    echo_error(f"note: {text}")
 
 
 def fetch_data(settings: TrainConfig, console: Console, yes: bool) -> None:
@@ -130,34 +138,46 @@ def check(settings: TrainConfig, detach: bool) -> TrainConfig:
     return checked_settings(settings, not is_local(settings.model), rows_read())
 
 
-train.__signature__ = with_settings(  # type: ignore[attr-defined]
-    option(
-        "resume",
-        "--resume",
-        str | None,
-        "Continue this run from its last checkpoint.",
-        metavar="RUN",
-        autocompletion=names_of_runs,
-    ),
-    option("detach", "--detach", bool | None, "Leave when training has begun; the run continues."),
-    option("as_json", "--json", bool | None, "Print events as JSON lines, for programs."),
-    option("yes", "--yes", bool | None, "Download a missing model or dataset without asking."),
-)
-
-
+@with_options
 def plan(
-    config: str | None,
-    shape: str | None,
-    bits: int | None,
-    seq_len: int | None,
-    memory: float | None,
-    front: bool | None,
-    longest: bool | None,
-    as_json: bool | None,
+    config: FileOfSettings = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="Shape from `bench`, made with random weights, instead of a model; large ones "
+            "take gigabytes on the disk.",
+            metavar="NAME",
+        ),
+    ] = None,
+    bits: Annotated[
+        int | None,
+        typer.Option(help="Bits the shape is quantized to: 4 or 8; 0 = not quantized."),
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens in every row, instead of the data.")
+    ] = None,
+    memory: Annotated[
+        float | None, memory_option("Plan for an idle Mac with this much RAM, in GB.")
+    ] = None,
+    front: Annotated[
+        bool,
+        typer.Option(
+            "--front",
+            help="Show all plans that no other beats in both memory and time, whatever the limit.",
+        ),
+    ] = False,
+    longest: Annotated[
+        bool,
+        typer.Option(
+            "--longest",
+            help="Show the longest row that fits into --max-memory, or into 8, 16, 24, 32 and 64 "
+            "GB.",
+        ),
+    ] = False,
+    as_json: JsonObject = False,
     **flags: Any,
 ) -> None:
     """Show the plan and the memory of a run, by component, without loading the model."""
-    flags = given_settings(flags)
     named = {"model": shape} if shape is not None else {}  # without a model: the demo's preset
     settings = new_run.resolve(flags | named, config, needs_data=False, on_note=echo_note)
     from your_ai.training import preview
@@ -198,40 +218,3 @@ def plan(
         echo_json(preview.front_json(budget) if front else preview.as_json(budget))
     else:
         open_console().print((preview.front_table if front else preview.table)(budget))
-
-
-plan.__signature__ = with_settings(  # type: ignore[attr-defined]
-    option(
-        "shape",
-        "--shape",
-        str | None,
-        "Shape from `bench`, made with random weights, instead of a model; large ones take "
-        "gigabytes on the disk.",
-        metavar="NAME",
-    ),
-    option(
-        "bits", "--bits", int | None, "Bits the shape is quantized to: 4 or 8; 0 = not quantized."
-    ),
-    option("seq_len", "--seq-len", int | None, "Tokens in every row, instead of the data."),
-    option(
-        "memory",
-        "--memory",
-        float | None,
-        "Plan for an idle Mac with this much RAM, in GB.",
-        parser=size_in_gb,
-        metavar="GB",
-    ),
-    option(
-        "front",
-        "--front",
-        bool | None,
-        "Show all plans that no other beats in both memory and time, whatever the limit.",
-    ),
-    option(
-        "longest",
-        "--longest",
-        bool | None,
-        "Show the longest row that fits into --max-memory, or into 8, 16, 24, 32 and 64 GB.",
-    ),
-    option("as_json", "--json", bool | None, "Print one JSON object."),
-)

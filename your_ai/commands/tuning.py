@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from your_ai.commands import training
 from your_ai.commands.models import find_or_fetch
-from your_ai.commands.options import given_settings, option, with_settings
+from your_ai.commands.options import DownloadsUnasked, FileOfSettings, echo_note, with_options
 from your_ai.config import AUTO, REWARD, TrainConfig, flag, negated, resolve
 from your_ai.errors import UserError
 from your_ai.gates.console import echo_error, echo_json, open_console
@@ -36,22 +36,38 @@ REFUSED = {  # settings that a tune cannot have, with the reason
 }
 
 
+@with_options
 def tune(
-    config: str | None,
-    trials: int | None,
-    name: str | None,
-    resume: str | None,
-    timeout: float | None,
-    as_json: bool | None,
-    yes: bool | None,
+    config: FileOfSettings = None,
+    trials: Annotated[
+        int | None,
+        typer.Option(help=f"Number of trials in all. [default: {TRIALS}]", metavar="N"),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the tune; default: made of model, data and time.")
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            help="Continue this tune, with its settings; --trials may give more trials.",
+            metavar="NAME",
+        ),
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(help="Begin no trial after this many minutes.", metavar="MINUTES"),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object at the end.")
+    ] = False,
+    yes: DownloadsUnasked = False,
     **flags: Any,
 ) -> None:
     """Find a learning rate, rank, layers and schedule: train trials, keep the best adapter."""
     require_optuna()
     from your_ai.session import tuning
 
-    console, as_json = open_console(), bool(as_json)
-    flags = given_settings(flags)
+    console = open_console()
     check_numbers(trials, timeout)
     if resume is not None:
         given = [("--config", config is not None), ("--name", name is not None)]
@@ -62,15 +78,15 @@ def tune(
             )
         folder = tuning.find_tune(resume)
     else:
-        settings = resolve(flags, config, on_note=training.echo_note)
+        settings = resolve(flags, config, on_note=echo_note)
         if "run" not in flags:  # the file may be that of a run
             settings = dataclasses.replace(settings, run="")
         if settings.samples == AUTO:  # nobody reads those of every trial
             settings = dataclasses.replace(settings, samples=0)
         check_settings(settings, flags)
-        training.fetch_data(settings, console, bool(yes))
+        training.fetch_data(settings, console, yes)
         settings = training.check(settings, detach=False)
-        find_or_fetch(settings.model, console, bool(yes))
+        find_or_fetch(settings.model, console, yes)
         folder = tuning.create_tune(settings, name or "", sorted(flags), trials or TRIALS)
     try:
         with shown(console, as_json, folder) as view:
@@ -185,33 +201,3 @@ def shown(console: Console, as_json: bool, folder: TuneFolder) -> Iterator[TuneL
     console.print(f"tune {folder.name}: {folder.path}", soft_wrap=True)
     with console.status("starting") if console.is_terminal else contextlib.nullcontext() as status:
         yield TuneLines(console, status)
-
-
-tune.__signature__ = with_settings(  # type: ignore[attr-defined]
-    option(
-        "trials",
-        "--trials",
-        int | None,
-        f"Number of trials in all. [default: {TRIALS}]",
-        metavar="N",
-    ),
-    option(
-        "name", "--name", str | None, "Name of the tune; default: made of model, data and time."
-    ),
-    option(
-        "resume",
-        "--resume",
-        str | None,
-        "Continue this tune, with its settings; --trials may give more trials.",
-        metavar="NAME",
-    ),
-    option(
-        "timeout",
-        "--timeout",
-        float | None,
-        "Begin no trial after this many minutes.",
-        metavar="MINUTES",
-    ),
-    option("as_json", "--json", bool | None, "Print one JSON object at the end."),
-    option("yes", "--yes", bool | None, "Download a missing model or dataset without asking."),
-)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import typing
-from functools import cache
 from typing import Any, Literal
 
 from your_ai.config.names import (
@@ -19,7 +17,7 @@ from your_ai.config.names import (
     flag,
 )
 from your_ai.config.optimizers import OPTIMIZERS
-from your_ai.config.setting import LARGEST, check_used, fault_of, settings_of
+from your_ai.config.setting import LARGEST, check_bounds, check_used, settings_of, types_of
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, nearest, quoted, shortened
 
@@ -37,17 +35,9 @@ NOT_WITH_ROLLOUTS: dict[str, tuple[Any, str]] = {
 }
 
 
-@cache
-def types_of(kind: type) -> dict[str, Any]:
-    """The types of the fields of a dataclass."""
-    return typing.get_type_hints(kind)
-
-
 def check(config: TrainConfig) -> None:
     """Raise UserError for a value out of range or a contradiction."""
-    for name, about in settings_of(config.__class__).items():
-        if fault := fault_of(about, getattr(config, name)):
-            raise UserError(f"{flag(name)} {fault}")
+    check_bounds(config)
     for name, kind in types_of(config.__class__).items():
         value = getattr(config, name)
         if kind in (str, tuple[str, ...]):

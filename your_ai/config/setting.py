@@ -1,8 +1,13 @@
-"""A setting is declared once: all that is known of it is in the metadata of its field."""
+"""A setting is declared once: all that is known of it is in the metadata of its field.
+
+The same is true of the requests of commands, `requests.py`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import typing
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -15,8 +20,8 @@ LARGEST = 1_000_000_000  # no setting needs a larger value
 ALWAYS: Any = object()  # of a setting that was there from the beginning
 # What a text names, for whoever decides whether an agent may set it (`serving/mcp_gate.py`).
 Reach = Literal[
-    "text", "model", "data", "file", "name", "run or path", "reward", "metric", "tracker",
-    "network", "refused",
+    "text", "model", "data", "file", "page", "name", "run", "run or path", "reward", "metric",
+    "code", "tracker", "network", "refused",
 ]  # fmt: skip
 
 
@@ -24,7 +29,7 @@ class Bounds(NamedTuple):
     """What a number may be."""
 
     least: float
-    most: float
+    most: float = math.inf
     above: bool = False
     """Whether it must be above the least."""
     under: bool = False
@@ -42,9 +47,16 @@ class Bounds(NamedTuple):
         return f"must be at most {self.most:,}" if low else f"must be at least {self.least}"
 
 
+class Tool(NamedTuple):
+    """How a tool of `mcp` offers a setting to agents."""
+
+    help: str
+    bounds: Bounds | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class About:
-    """What is known of a setting."""
+    """What is known of a setting, or of a field of a request."""
 
     help: str
     bounds: Bounds | None = None
@@ -63,20 +75,47 @@ class About:
     """Whether it decides which adapter layers a model has."""
     mlxlm: str = ""
     """Its name in mlx-lm."""
+    tool: Tool | None = None
+    """How a tool of `mcp` offers it; None: it does not."""
+    argument: bool = False
+    """Whether it is given by its place on the command line."""
+    option: tuple[str, ...] = ()
+    """Its names on the command line, if they are not made of its name."""
+    metavar: str = ""
+    """What stands for its value in the help of a command, if not its type."""
+    words: tuple[str, ...] = ()
+    """Values that a shell completes, of a text."""
 
     def used_by(self, objective: str) -> bool:
         return objective in (self.objectives or (objective,))
 
 
-def setting(default: Any, help: str, **about: Any) -> Any:
-    """A field of a dataclass of settings; about: the fields of `About`."""
-    return dataclasses.field(default=default, metadata={"about": About(help, **about)})
+def setting(default: Any, help: str | About, **about: Any) -> Any:
+    """A field of a dataclass of settings, or of a request.
+
+    help: the text, or all that is known of a field that several requests have. about: the fields
+    of `About`.
+    """
+    whole = About(help, **about) if isinstance(help, str) else help
+    return dataclasses.field(default=default, metadata=known(whole))
+
+
+def known(about: About) -> dict[str, About]:
+    """The metadata of a field, for one whose default must not hide that it is required."""
+    return {"about": about}
 
 
 @cache
 def settings_of(kind: type) -> dict[str, About]:
-    """What is known of the settings that a dataclass declares, by name."""
-    return {field.name: field.metadata["about"] for field in dataclasses.fields(kind)}
+    """What is known of the fields that a dataclass declares with `setting`, by name."""
+    fields = dataclasses.fields(kind)
+    return {f.name: f.metadata["about"] for f in fields if "about" in f.metadata}
+
+
+@cache
+def types_of(kind: type) -> dict[str, Any]:
+    """The types of the fields of a dataclass."""
+    return typing.get_type_hints(kind)
 
 
 def check_used(known: Mapping[str, About], names: Iterable[str], objective: str) -> None:
@@ -89,9 +128,11 @@ def check_used(known: Mapping[str, About], names: Iterable[str], objective: str)
             )
 
 
-def fault_of(about: About, value: Any) -> str:
-    """What is wrong with the value of a setting, in words that follow it; empty for a good one."""
-    if about.bounds is None or isinstance(value, bool) or not isinstance(value, int | float):
-        return ""
-    fault = about.bounds.fault(value)
-    return fault and f"{quoted(value)}: {fault}"
+def check_bounds(settings: Any) -> None:
+    """Raise UserError if a number of a dataclass of settings is out of its bounds."""
+    for name, about in settings_of(settings.__class__).items():
+        value = getattr(settings, name)
+        if about.bounds is None or isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if fault := about.bounds.fault(value):
+            raise UserError(f"{flag(name)} {quoted(value)}: {fault}")

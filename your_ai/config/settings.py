@@ -25,7 +25,7 @@ from your_ai.config.names import (
     SOFT,
 )
 from your_ai.config.optimizers import OptimizerName
-from your_ai.config.setting import ALWAYS, LARGEST, Bounds, setting, settings_of
+from your_ai.config.setting import ALWAYS, LARGEST, Bounds, Tool, setting, settings_of
 
 AUTO_SAMPLES = 3  # of --samples auto
 RowKind = Literal["answers", "pairs", "labels", "prompts", "rated"]
@@ -43,6 +43,7 @@ class DataSettings:
         "Model: an alias, a folder, or a Hugging Face id.",
         resumes=True,
         agents="model",
+        tool=Tool("A name such as llama-8b, a hub id OWNER/NAME, or a folder; it must be here"),
     )
     data: str = setting(
         "",
@@ -52,6 +53,7 @@ class DataSettings:
         "reads standard input.",
         resumes=True,
         agents="data",
+        tool=Tool("A file or folder of rows here, hf:OWNER/NAME, or demo."),
     )
     valid: str = setting(
         "",
@@ -88,6 +90,7 @@ class DataSettings:
         "Maximum sequence length, in tokens.",
         bounds=Bounds(2, 1 << 24),
         in_card=True,
+        tool=Tool("Tokens in a row at most.", Bounds(2)),
     )
     too_long: Literal["error", "truncate", "split"] = setting(
         "error", "What to do with a row that is longer than --max-seq-length."
@@ -114,7 +117,12 @@ class OutputSettings:
 
     PANEL: ClassVar[str] = "Validation and output"
 
-    run: str = setting("", "Name of the run; default: made of model, data and time.", agents="name")
+    run: str = setting(
+        "",
+        "Name of the run; default: made of model, data and time.",
+        agents="name",
+        tool=Tool("Name of the new run; default: made up."),
+    )
     supervise: bool = setting(
         True,
         "Train in a separate process, restarted from its checkpoint if it dies.",
@@ -211,6 +219,7 @@ class OptimizationSettings:
         bounds=Bounds(1, LARGEST),
         resumes=True,
         mlxlm="iters",
+        tool=Tool("Optimizer updates at most.", Bounds(1)),
     )
     epochs: int | Literal["auto"] | None = setting(
         AUTO,
@@ -218,6 +227,7 @@ class OptimizationSettings:
         "or as many as --max-steps needs.",
         bounds=Bounds(1, 1_000_000),
         resumes=True,
+        tool=Tool("Passes over the data at most.", Bounds(1)),
     )
     batch_size: int | Literal["auto"] = setting(
         AUTO,
@@ -225,6 +235,7 @@ class OptimizationSettings:
         "rows, or 16 from 50,000.",
         bounds=Bounds(1, 65_536),
         in_card=True,
+        tool=Tool("Rows in a micro-batch.", Bounds(1)),
     )
     grad_accumulation: int = setting(
         1,
@@ -252,6 +263,7 @@ class OptimizationSettings:
         "Peak learning rate; if not given, 1e-4 for reward and 2e-5 for others but sft.",
         bounds=Bounds(0, LARGEST, above=True),
         in_card=True,
+        tool=Tool("Peak learning rate.", Bounds(0, above=True)),
     )
     loraplus_ratio: float = setting(
         1.0,
@@ -355,6 +367,7 @@ class ObjectiveSettings:
         "tokens (soft).",
         before="sft",
         in_card=True,
+        tool=Tool("sft, dpo, ipo, simpo, orpo, kto, grpo, reward or soft."),
     )
     beta: float | None = setting(
         None,
@@ -726,6 +739,7 @@ class MemorySettings:
         "Memory limit of training, in GB; default: what this machine can give.",
         bounds=Bounds(0, LARGEST, above=True),
         resumes=True,
+        tool=Tool("Memory limit of the process in GB (10**9 bytes); default: what is free."),
     )
     force: bool = setting(
         False, "Allow a --max-memory above the machine's memory.", resumes=True, agents="refused"

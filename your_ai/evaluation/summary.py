@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from your_ai.config import REWARD
+from your_ai.config.requests import EvaluateRequest
 from your_ai.dashboard.measures import wilson
 from your_ai.errors import UserError
 from your_ai.evaluation import record, rewards
@@ -26,18 +27,7 @@ ALIKE = 1e-5
 EXCERPT_CHARACTERS = 200
 
 
-@dataclass(frozen=True, kw_only=True)
-class SummarySettings:
-    """Settings of the intervals and of the list of worst rows."""
-
-    resamples: int
-    confidence: float
-    seed: int
-    worst: int
-    """How many worst rows of each kind are listed."""
-
-
-def summarize(run: Trained, found: Comparison, settings: SummarySettings) -> dict[str, Any]:
+def summarize(run: Trained, found: Comparison, settings: EvaluateRequest) -> dict[str, Any]:
     """Return the object that is stored as evaluation.json."""
     rows, folder = found.rows, run.adapter.folder
     judged = judge(run.config, found)
@@ -120,7 +110,7 @@ def preferences(found: Comparison, judged: Judged) -> dict[str, Any]:
 
 
 def measures(
-    found: Comparison, judged: Judged | None, settings: SummarySettings
+    found: Comparison, judged: Judged | None, settings: EvaluateRequest
 ) -> dict[str, dict[str, Interval]]:
     """The means over all rows of base, adapter and their difference, by measure.
 
@@ -168,7 +158,7 @@ def are_shares(chosen: np.ndarray, *scores: np.ndarray | None) -> bool:
 
 
 def share_intervals(
-    found: dict[str, Interval], chosen: np.ndarray, settings: SummarySettings
+    found: dict[str, Interval], chosen: np.ndarray, settings: EvaluateRequest
 ) -> dict[str, Interval]:
     """The Wilson intervals of base and adapter; their difference keeps its paired bootstrap."""
     rows, confidence = int(chosen.sum()), settings.confidence
@@ -231,7 +221,7 @@ def worst_by(
 
 
 def worst_rows(
-    found: Comparison, judged: Judged | None, losses: RowLosses, settings: SummarySettings
+    found: Comparison, judged: Judged | None, losses: RowLosses, settings: EvaluateRequest
 ) -> list[dict[str, Any]]:
     """The rows of `worst_by`, each once, with what was measured and a quote of their texts."""
     is_pair = np.zeros(len(found.rows), bool) if judged is None else judged.is_pair

@@ -17,6 +17,7 @@ from mlx_lm import stream_generate
 from mlx_lm.generate import GenerationResponse
 
 from your_ai.config import TrainConfig
+from your_ai.config.requests import ChatRequest, GenerateRequest
 from your_ai.data.chat_template import ChatTemplate
 from your_ai.data.columns import layout_of
 from your_ai.data.encode import SamplePrompt, token_ids
@@ -87,6 +88,16 @@ class Sampling:
     def seed_of(self, sample: int) -> int:
         """The seed of a sample, from 0, of any prompt."""
         return derive_seed(self.seed, "sample", sample)
+
+
+def sampling_of(request: GenerateRequest | ChatRequest) -> Sampling:
+    """How answers to a request are sampled. Raises UserError."""
+    return Sampling(
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        seed=request.seed,
+    )
 
 
 @dataclass(frozen=True)
@@ -289,30 +300,21 @@ class Answerer:
         return respond(self.network, self.tokenizer, tokens, sampling)
 
 
-def open_answerer(
-    run: str,
-    room: int | RolloutSizes,
-    *,
-    adapted: bool = True,
-    checkpoint: str | None = None,
-    model: str | None = None,
-    max_memory_gb: float | None = None,
-) -> Answerer:
+def open_answerer(run: str, room: int | RolloutSizes, request: GenerateRequest) -> Answerer:
     """Load the model of a run.
 
-    room: longest prompt and answer, in tokens, for max_memory_gb; or all answers, if they are
-    generated together. adapted: with the adapter. model: the current location of the base model,
-    if it has moved. Raises UserError.
+    room: longest prompt and answer, in tokens, for the request's max_memory; or all answers, if
+    they are generated together. Raises UserError.
     """
-    if checkpoint is not None and not adapted:
+    if request.checkpoint is not None and not request.adapter:
         raise UserError("--checkpoint: no adapter is used with --no-adapter; leave one out")
     used, note = None, ""
-    if adapted:
-        trained = open_trained(run, checkpoint, model)
+    if request.adapter:
+        trained = open_trained(run, request.checkpoint, request.model)
         config, base, used, note = trained.config, trained.base, trained.adapter, trained.note
     else:
-        config, base = find_base_model(run, model)
-    network, tokenizer, together = load_for(config, base, used, max_memory_gb, room)
+        config, base = find_base_model(run, request.model)
+    network, tokenizer, together = load_for(config, base, used, request.max_memory, room)
     return Answerer(network, tokenizer, context_tokens(base), note or "", together)
 
 

@@ -30,7 +30,8 @@ from your_ai.config import (
     nearest,
 )
 from your_ai.config.mlxlm import is_mlxlm, translated
-from your_ai.config.setting import Reach
+from your_ai.config.requests import EvaluateRequest
+from your_ai.config.setting import Reach, settings_of
 from your_ai.data.hub_datasets import PREFIX
 from your_ai.errors import UserError
 from your_ai.gates.text import shown
@@ -192,10 +193,6 @@ def check_data(gate: AgentGate, label: str, text: str) -> None:
             check_path(gate, label, name)
 
 
-def check_file(gate: AgentGate, label: str, text: str) -> None:
-    check_path(gate, label, text)
-
-
 def check_name(gate: AgentGate, label: str, text: str) -> None:
     """The name of a run, which is its folder in runs/."""
     if not NAME.fullmatch(text):
@@ -256,17 +253,24 @@ def pass_text(gate: AgentGate, label: str, text: str) -> None:
     """Texts that are neither paths, nor code, nor addresses."""
 
 
-Decision = Callable[[AgentGate, str, str], None]
+def check_run(gate: AgentGate, label: str, text: str) -> None:
+    find_run(gate, text)
+
+
+Decision = Callable[[AgentGate, str, str], object]
 # By what a setting names.
 DECISIONS: dict[Reach, Decision] = {
     "text": pass_text,
     "model": check_model,
     "data": check_data,
-    "file": check_file,
+    "file": check_path,
+    "page": check_page,
     "name": check_name,
+    "run": check_run,
     "run or path": check_run_or_path,
     "reward": check_reward,
     "metric": check_metric,
+    "code": need_code,
     "tracker": check_tracker,
     "network": need_network,
     "refused": refuse,
@@ -307,12 +311,13 @@ def check_config(gate: AgentGate, config: TrainConfig, names: typing.Iterable[st
             decision_of(name)(gate, name, text)
 
 
-def check_evaluated(gate: AgentGate, config: TrainConfig, data: str | None) -> None:
+def check_evaluated(gate: AgentGate, config: TrainConfig, request: EvaluateRequest) -> None:
     """Raise UserError if an evaluation of a run would use what an agent may not name."""
-    names = [name for name in FIELDS if name not in ONLY_IN_TRAINING]
-    check_config(gate, config, (n for n in names if data is None or n not in ("data", "valid")))
-    if data is not None:
-        check_data(gate, "data", data)
+    unused = (*ONLY_IN_TRAINING, *(() if request.data is None else ("data", "valid")))
+    check_config(gate, config, (name for name in FIELDS if name not in unused))
+    for name, about in settings_of(EvaluateRequest).items():
+        if about.agents is not None and (value := getattr(request, name)) is not None:
+            DECISIONS[about.agents](gate, name, str(value))
 
 
 def check_file_of_settings(gate: AgentGate, text: str) -> None:

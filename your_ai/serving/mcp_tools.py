@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
+import inspect
 import math
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import partial
+import typing
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, TypeVar
 
 import anyio
 from anyio import to_thread
 from pydantic import BaseModel, Field
 
-from your_ai.config import FIELDS, TrainConfig, resumed
+from your_ai.config import FIELDS, TrainConfig, flag, resumed
+from your_ai.config.requests import RUN_OF_TOOLS, EvaluateRequest, ReportRequest, expanded
+from your_ai.config.setting import Tool, settings_of, types_of
 from your_ai.dashboard import view
 from your_ai.dashboard.metric_table import REWARD
 from your_ai.dashboard.state import ViewState, fold, fold_all
@@ -35,7 +39,7 @@ from your_ai.memory.limit import GB, MachineMemory, detect
 from your_ai.run import child, events
 from your_ai.run import folder as folders
 from your_ai.run.child import USER
-from your_ai.run.events import BESIDE_THE_WORK, Step
+from your_ai.run.events import BESIDE_THE_WORK, Record, Step
 from your_ai.run.folder import RUNS, RunFolder, is_running, owner
 from your_ai.serving import mcp_gate
 from your_ai.serving.mcp_gate import AgentGate
@@ -118,13 +122,50 @@ def described(text: str, **bounds: Any) -> Any:
     return Field(description=text, **bounds)
 
 
-RunName = Annotated[str, described("Name of the run, as `train` and `runs` return it.")]
+def bounded(about: Tool) -> Any:
+    """What an agent reads of a field, with its bounds."""
+    bounds: dict[str, float] = {}
+    if about.bounds is not None:
+        bounds["gt" if about.bounds.above else "ge"] = about.bounds.least
+        if about.bounds.most < math.inf:
+            bounds["le"] = about.bounds.most
+    return described(about.help, **bounds)
+
+
+def offered(request: type) -> Iterator[inspect.Parameter]:
+    """The parameters of a tool for what agents may give of a request, or of the settings."""
+    defaults = {each.name: each.default for each in fields(request)}
+    for name, about in settings_of(request).items():
+        if about.tool is None:
+            continue
+        whole = types_of(request)[name]
+        kind: Any = next((k for k in typing.get_args(whole) or (whole,) if k in (int, float)), str)
+        default = None if request is TrainConfig else defaults[name]
+        if about.agents == "run":  # a tool does not guess which
+            default = inspect.Parameter.empty
+        kind = Annotated[kind | None if default is None else kind, bounded(about.tool)]
+        only = inspect.Parameter.KEYWORD_ONLY
+        yield inspect.Parameter(name, only, default=default, annotation=kind)
+
+
+def tool(method: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., Coroutine[Any, Any, T]]:
+    """Make a tool of a method, which gets a request, or `**named` settings, from an agent."""
+    requests, signature = expanded(method, offered)
+
+    @functools.wraps(method)
+    async def called(self: AgentTools, **given: Any) -> T:
+        for name, request in requests.items():
+            known = settings_of(request).keys() & given.keys()
+            given[name] = request(**{field: given.pop(field) for field in known})
+        return await method(self, **given)
+
+    called.__signature__ = signature  # type: ignore[attr-defined]
+    return called
+
+
+RunName = Annotated[str, bounded(RUN_OF_TOOLS)]
 WaitSeconds = Annotated[
     float, described("Seconds to wait at most.", ge=0, le=LONGEST_WAIT_S, allow_inf_nan=False)
-]
-Gigabytes = Annotated[
-    float | None,
-    described("Memory limit of the process in GB (10**9 bytes); default: what is free."),
 ]
 
 
@@ -225,28 +266,12 @@ class AgentTools:
     stopping: dict[str, int] = field(default_factory=dict)
     """Runs that were asked to stop -> the process that was asked."""
 
+    @tool
     async def train(
         self,
-        model: Annotated[
-            str | None,
-            described("A name such as llama-8b, a hub id OWNER/NAME, or a folder; it must be here"),
-        ] = None,
-        data: Annotated[
-            str | None, described("A file or folder of rows here, hf:OWNER/NAME, or demo.")
-        ] = None,
         config: Annotated[
             str | None, described("A YAML file of settings here, or a preset; the others override")
         ] = None,
-        run: Annotated[str | None, described("Name of the new run; default: made up.")] = None,
-        objective: Annotated[
-            str | None, described("sft, dpo, ipo, simpo, orpo, kto, grpo, reward or soft.")
-        ] = None,
-        max_memory: Gigabytes = None,
-        max_steps: Annotated[int | None, described("Optimizer updates at most.", ge=1)] = None,
-        epochs: Annotated[int | None, described("Passes over the data at most.", ge=1)] = None,
-        batch_size: Annotated[int | None, described("Rows in a micro-batch.", ge=1)] = None,
-        learning_rate: Annotated[float | None, described("Peak learning rate.", gt=0)] = None,
-        max_seq_length: Annotated[int | None, described("Tokens in a row at most.", ge=2)] = None,
         settings: Annotated[
             dict[str, Any] | None,
             described("Other options of `your_ai train`, with _ for -, e.g. {'lora_rank': 8}."),
@@ -255,6 +280,7 @@ class AgentTools:
             str | None, described("Continue this run instead; only some settings may change.")
         ] = None,
         wait_s: WaitSeconds = 10.0,
+        **named: Any,
     ) -> StartedRun:
         """Train LoRA adapters in the background, and return the run's name.
 
@@ -262,18 +288,14 @@ class AgentTools:
         or memory is an error at once. The run goes on when the server ends; `watch` shows it.
         Without model and data, the small embedded demo is trained.
         """
-        named: dict[str, Any] = {"model": model, "data": data, "run": run, "objective": objective}
-        named |= {"max_memory": max_memory, "max_steps": max_steps, "epochs": epochs}
-        named |= {"batch_size": batch_size, "learning_rate": learning_rate}
-        named |= {"max_seq_length": max_seq_length}
         given = dict(settings or {})
         for name, value in named.items():
             if value is not None and given.setdefault(name, value) != value:
                 raise UserError(f"{name}: is given twice; leave it out of settings")
         if resume is None:
-            begin = partial(self._begin, given, config)
+            begin = functools.partial(self._begin, given, config)
         else:
-            begin = partial(self._begin_again, given, config, resume)
+            begin = functools.partial(self._begin_again, given, config, resume)
         started, limit_gb, notes = await in_thread(begin)
         begun = await in_thread(new_run.wait_until_begun, started, wait_s)
         name = started.folder.name
@@ -316,53 +338,34 @@ class AgentTools:
             await anyio.sleep(POLL_S)
         return await in_thread(stopped, found)
 
-    async def evaluate(
-        self,
-        run: RunName,
-        data: Annotated[
-            str | None,
-            described("A .jsonl file, or a folder with test or valid rows; default: the run's."),
-        ] = None,
-        max_memory: Gigabytes = None,
-        metric: Annotated[
-            str | None, described("Your own metric as module:function, if the server allows code.")
-        ] = None,
-        checkpoint: Annotated[
-            str | None, described("step-000120, best or latest; default: the finished adapter.")
-        ] = None,
-        worst: Annotated[int, described("How many of the worst rows to list.", ge=0, le=100)] = 3,
-    ) -> RunText:
+    @tool
+    async def evaluate(self, request: EvaluateRequest) -> RunText:
         """Compare a run's adapter with its base model on rows that it was not trained on.
 
         Returns when it is done, which takes seconds to hours. The measures have the value and
         confidence interval of base, adapter and difference.
         """
+        run = str(request.run)
         found = await in_thread(mcp_gate.find_run, self.gate, run)
-        await in_thread(self._check_evaluated, found, data, metric)
-        arguments = [f"--worst={worst}"]
-        for name, value in {"data": data, "metric": metric, "checkpoint": checkpoint}.items():
-            arguments += [] if value is None else [f"--{name}={value}"]
-        token = await in_thread(self._reserve, found, max_memory)
+        config = await in_thread(found.read_config)
+        await in_thread(mcp_gate.check_evaluated, self.gate, config, request)
+        token = await in_thread(self._reserve, found, request.max_memory)
         try:
-            gb = self.evaluating[token].limit_bytes
-            limited = [] if gb is None else [f"--max-memory={gb / GB}"]
-            text = await self._command("eval", found.name, *arguments, *limited)
+            if (limit_bytes := self.evaluating[token].limit_bytes) is not None:
+                request = replace(request, max_memory=limit_bytes / GB)
+            text = await self._command("eval", found.name, *arguments_of(request))
         finally:
             del self.evaluating[token]
         measured = await in_thread(record.read, found)
         measures = {} if measured is None else dict(measured.get("measures", {}))
         return RunText(run=run, text=text, path=str(record.place(found)), measures=measures)
 
-    async def report(
-        self,
-        run: RunName,
-        out: Annotated[
-            str | None, described("File to write, .html; default: report.html in the run's folder.")
-        ] = None,
-    ) -> RunText:
+    @tool
+    async def report(self, request: ReportRequest) -> RunText:
         """Write an HTML page about a run: curves, memory, plans, samples; return a summary too."""
+        run = str(request.run)
         found = await in_thread(mcp_gate.find_run, self.gate, run)
-        page = str(found.path / "report.html") if out is None else out
+        page = str(found.path / "report.html") if request.out is None else str(request.out)
         path = await in_thread(mcp_gate.check_page, self.gate, "out", page)
         await self._command("report", found.name, f"--out={path}")
         text = await in_thread(summary_of, found)
@@ -384,12 +387,7 @@ class AgentTools:
             mcp_gate.check_file_of_settings(self.gate, config)
         resolved = new_run.resolve(given, config, on_note=notes.append)
         mcp_gate.check_config(self.gate, resolved, FIELDS)
-        resolved = checked_settings(resolved, every_row=False)
-        find_model(resolved.model)
-        with self.starting():
-            resolved = self._with_share(resolved)
-            started = new_run.start(new_run.create(resolved), resolved, new=True)
-        return started, resolved.max_memory, notes
+        return *self._start(resolved, None), notes
 
     def _begin_again(self, given: dict[str, Any], config: str | None, run: str) -> Begun:
         """Check and continue a run."""
@@ -406,18 +404,21 @@ class AgentTools:
             raise UserError(f"run {found.name}: is running; watch it, or stop it first")
         if done:
             raise UserError(done)
+        return *self._start(settings, found), []
+
+    def _start(
+        self, settings: TrainConfig, found: RunFolder | None
+    ) -> tuple[BackgroundRun, float | None]:
+        """Start a new run, or one that is resumed; return it with its memory limit in GB."""
         settings = checked_settings(settings, every_row=False)
         find_model(settings.model)
         with self.starting():
-            settings = self._with_share(settings)
-            self.stopping.pop(found.name, None)
-            started = new_run.start(found, settings, new=False)
-        return started, settings.max_memory, []
-
-    def _with_share(self, settings: TrainConfig) -> TrainConfig:
-        asked_gb, processes = settings.max_memory, settings.processes
-        share = share_gb(memory_here(), self._users(), asked_gb, processes)
-        return settings if share is None else replace(settings, max_memory=share)
+            asked_gb, processes = settings.max_memory, settings.processes
+            share = share_gb(memory_here(), self._users(), asked_gb, processes)
+            settings = settings if share is None else replace(settings, max_memory=share)
+            folder = new_run.create(settings) if found is None else found
+            self.stopping.pop(folder.name, None)
+            return new_run.start(folder, settings, new=found is None), settings.max_memory
 
     def _users(self) -> list[MemoryUser]:
         """What works in this folder now."""
@@ -461,11 +462,6 @@ class AgentTools:
             return
         self.stopping[found.name] = run_list.stop(found)
 
-    def _check_evaluated(self, found: RunFolder, data: str | None, metric: str | None) -> None:
-        mcp_gate.check_evaluated(self.gate, found.read_config(), data)
-        if metric is not None:
-            mcp_gate.need_code(self.gate, "metric", metric)
-
     async def _command(self, *arguments: str) -> str:
         """What a command of your_ai prints. It ends with this call. Raises its error."""
         process = subprocess.Popen(
@@ -487,6 +483,16 @@ class AgentTools:
             last = errors[-1] if errors else f"it ended with status {process.returncode}"
             raise (UserError if process.returncode == USER else RunError)(last)
         return output.decode(errors="replace").strip()
+
+
+def arguments_of(request: Any) -> list[str]:
+    """The options of a command for a request: of what is not as by default."""
+    values = {each.name: (getattr(request, each.name), each.default) for each in fields(request)}
+    return [
+        f"{flag(name)}={value}"
+        for name, (value, default) in values.items()
+        if value != default and name != "run"
+    ]
 
 
 # What tools return of a run
@@ -512,34 +518,46 @@ def watched(found: RunFolder, last: int) -> WatchedRun:
     """The present state of a run, with so many of its last events."""
     running = is_running(found)  # before the events, so that a run that ends has its last
     records, _ = events.tail(found.events)
+    state, lines = with_lines(records)
+    now = run_list.state_of(found, running, state, [each.event for each in records])
+    return WatchedRun(
+        run=found.name,
+        state=now,
+        phase=state.doing_text if running else now,
+        steps=total.steps if (total := state.step or state.started) else None,
+        seconds_left=run_list.number(state.seconds_left) if running else None,
+        memory_bytes=state.gauges.process_bytes if running and state.gauges else None,
+        peak_bytes=state.highest_bytes,
+        limit_bytes=state.limit.limit_bytes if state.limit else None,
+        checkpoint=newest_checkpoint(found),
+        adapter=str(found.adapter) if found.adapter.is_dir() else None,
+        error=reason_of_death(found, state) if now == "died" else "",
+        last_events=lines[len(lines) - last :] if last else [],
+        **measured_of(state),
+    )
+
+
+def with_lines(records: Sequence[Record]) -> tuple[ViewState, list[str]]:
+    """The state after all records, and lines of the last of them, without steps."""
     state, lines = fold_all(ViewState(), records[:-LAST_RECORDS]), []
     for each in records[-LAST_RECORDS:]:
         state = fold(state, each)
         line = None if isinstance(each.event, Step) else view.event_line(each.event, state)
         lines += [] if line is None else [message_line(line)]
-    now = run_list.state_of(found, running, state, [each.event for each in records])
-    step, validation, gauges = state.step, state.validation, state.gauges
-    best, total = state.best_validation, step or state.started
-    return WatchedRun(
-        run=found.name,
-        state=now,
-        phase=state.doing_text if running else now,
-        step=step.step if step else None,
-        steps=total.steps if total else None,
-        loss=run_list.number(step.loss) if step else None,
-        reward=run_list.number(step.metrics.get(REWARD)) if step else None,
-        seconds_left=run_list.number(state.seconds_left) if running else None,
-        memory_bytes=gauges.process_bytes if running and gauges else None,
-        peak_bytes=state.highest_bytes,
-        limit_bytes=state.limit.limit_bytes if state.limit else None,
-        validation_step=validation.step if validation else None,
-        validation_loss=run_list.number(validation.loss) if validation else None,
-        best_validation_loss=run_list.number(best.loss) if best else None,
-        checkpoint=newest_checkpoint(found),
-        adapter=str(found.adapter) if found.adapter.is_dir() else None,
-        error=reason_of_death(found, state) if now == "died" else "",
-        last_events=lines[len(lines) - last :] if last else [],
-    )
+    return state, lines
+
+
+def measured_of(state: ViewState) -> dict[str, Any]:
+    """What the last step and the validations measured, by the names of `WatchedRun`."""
+    step, validation, best = state.step, state.validation, state.best_validation
+    return {
+        "step": step.step if step else None,
+        "loss": run_list.number(step.loss) if step else None,
+        "reward": run_list.number(step.metrics.get(REWARD)) if step else None,
+        "validation_step": validation.step if validation else None,
+        "validation_loss": run_list.number(validation.loss) if validation else None,
+        "best_validation_loss": run_list.number(best.loss) if best else None,
+    }
 
 
 def newest_checkpoint(found: RunFolder) -> str | None:
