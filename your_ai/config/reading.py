@@ -34,7 +34,6 @@ from your_ai.config.settings import (
     ADAPTER_SETTINGS,
     ADDED,
     FIELDS,
-    RESUMABLE,
     TrainConfig,
     is_used,
 )
@@ -123,6 +122,9 @@ def there(name: str) -> bool:
     return os.path.exists(os.path.expanduser(name))
 
 
+# Takes the values of --from and --model (None if not given), and returns the settings that the run
+# takes over from the adapter.
+SettingsOfAdapter = Callable[[str, str | None], Mapping[str, Any]]
 OFTEN_CHANGED = ("epochs", "max_steps", "max_memory", "plan")  # of a run that is resumed
 LENGTHS = {"max_steps", "epochs"}
 DEMO_PRESETS = {  # by kind of row
@@ -173,12 +175,11 @@ def resolve(
     preset: str | None,
     needs_data: bool = True,
     on_note: Callable[[str], object] = lambda text: None,
-    settings_of_adapter: Callable[[str, str | None], Mapping[str, Any]] | None = None,
+    settings_of_adapter: SettingsOfAdapter | None = None,
 ) -> TrainConfig:
     """Return the settings of a new run: defaults, then the preset, then the flags.
 
-    settings_of_adapter: takes the values of --from and --model (None if not given), and returns the
-        settings that the run takes over from the adapter.
+    settings_of_adapter: None refuses --from.
 
     Uses a preset of the demo if no preset and no data are given, and no model or the demo's model:
     the one whose rows the objective trains.
@@ -187,41 +188,24 @@ def resolve(
     Raises UserError if the preset or a flag contradicts the adapter at --from, and for a setting of
     another objective, also if its value is the default.
     """
-    settings: dict[str, Any] = {}
-    if preset is not None:
-        path = find_preset(preset)
-        settings = found_beside(read_yaml(path), path.parent)
-        replaced = {*flags, *(["resume_adapter_file"] if "from_adapter" in flags else [])}
-        check_there({n: v for n, v in settings.items() if n not in replaced}, path)
-        if is_mlxlm(settings):
-            translation = translated(settings, str(path))
-            settings = translation.settings
-            for text in translation.notes:
-                on_note(text)
-        build(settings, str(path))  # so that an error about a key names the file
+    settings = {} if preset is None else settings_in(preset, flags, on_note)
     chosen = () if is_whole(settings) else settings
     settings = settings | {name: coerce(name, value, flag(name)) for name, value in flags.items()}
     given = [name for name in {**dict.fromkeys(chosen), **flags} if settings[name] is not None]
     source = build(settings, "settings").from_adapter
-    if source and settings_of_adapter is None:
-        raise UserError(f"{flag('from_adapter')} {source}: only works with train and plan")
-    if source and settings_of_adapter is not None:
-        taken = settings_of_adapter(source, settings.get("model"))
-        check_agreement(source, build(settings, "settings"), settings.keys(), taken)
-        free = {name for name in ADAPTER_SETTINGS if settings.get(name) in (None, AUTO)}
-        kept = {name: value for name, value in settings.items() if name not in free}
-        settings = {**taken, **kept, "from_adapter": taken["from_adapter"]}
+    if source:
+        if settings_of_adapter is None:
+            raise UserError(f"{flag('from_adapter')} {source}: only works with train and plan")
+        settings = of_adapter(settings, source, settings_of_adapter)
     if preset is None and settings.get("model", DEMO) == DEMO and "data" not in settings:
-        kind = build(settings, "settings").row_kind
-        demo = read_yaml(find_preset(DEMO_PRESETS[kind]))
+        name = DEMO_PRESETS[build(settings, "settings").row_kind]
+        demo = read_yaml(find_preset(name))
         if not source and demo.get("from_adapter") and settings_of_adapter is not None:
             # as if it had been named, so that its adapter decides what the others do
-            return resolve(flags, DEMO_PRESETS[kind], needs_data, on_note, settings_of_adapter)
+            return resolve(flags, name, needs_data, on_note, settings_of_adapter)
         settings = demo | settings
-    if (objective := settings.get("objective", SFT)) != SFT:
-        rate = LEARNING_RATES.get(objective, PREFERENCE_LEARNING_RATE)
-        settings = {"learning_rate": rate} | settings
-    config = build(settings, "settings")
+    rate = default_of("learning_rate", settings.get("objective", SFT))
+    config = build({"learning_rate": rate} | settings, "settings")
     check_used(ABOUT, given, config.objective)
     if needs_data and not config.data:
         raise UserError(
@@ -229,6 +213,37 @@ def resolve(
             "train.jsonl"
         )
     return config
+
+
+def settings_in(
+    preset: str, flags: Mapping[str, Any], on_note: Callable[[str], object]
+) -> dict[str, Any]:
+    """The settings in a preset or a file, those of mlx-lm translated, with paths that are there.
+
+    flags: replace settings of the file, which are not checked. Raises UserError, with the file.
+    """
+    path = find_preset(preset)
+    settings = found_beside(read_yaml(path), path.parent)
+    replaced = {*flags, *(["resume_adapter_file"] if "from_adapter" in flags else [])}
+    check_there({n: v for n, v in settings.items() if n not in replaced}, path)
+    if is_mlxlm(settings):
+        translation = translated(settings, str(path))
+        settings = translation.settings
+        for text in translation.notes:
+            on_note(text)
+    build(settings, str(path))  # so that an error about a key names the file
+    return settings
+
+
+def of_adapter(
+    settings: Mapping[str, Any], source: str, settings_of_adapter: SettingsOfAdapter
+) -> dict[str, Any]:
+    """The settings, and what the run takes over from the adapter at `source`."""
+    taken = settings_of_adapter(source, settings.get("model"))
+    check_agreement(source, build(settings, "settings"), settings.keys(), taken)
+    free = {name for name in ADAPTER_SETTINGS if settings.get(name) in (None, AUTO)}
+    kept = {name: value for name, value in settings.items() if name not in free}
+    return {**taken, **kept, "from_adapter": taken["from_adapter"]}
 
 
 def is_whole(settings: Mapping[str, Any]) -> bool:
@@ -325,24 +340,16 @@ def resumed(saved: TrainConfig, flags: Mapping[str, Any]) -> TrainConfig:
             f"on --resume; start a new run, with --from {saved.run or 'RUN'} from its adapter"
         )
     check_used(ABOUT, (name for name in flags if flags[name] is not None), objective)
-    changes: dict[str, Any] = {}
-    if len(limits := flags.keys() & LENGTHS) == 1:
-        (other,) = LENGTHS - limits
-        changes = {} if getattr(saved, other) == AUTO else {other: None}
-    ways = {name for name in RANK_WAYS if flags.get(name)}
-    if len(ways) == 1 or (not ways and flags.get("supervise") is False):
-        changes |= {name: FIELDS[name].default for name in RANK_WAYS if name not in ways}
-        if not ways & {"hosts", "hostfile"}:
-            changes["sync"] = FIELDS["sync"].default
+    changes = replaced_limits(saved, flags) | replaced_ranks(flags)
     for name, value in flags.items():
         value = coerce(name, value, flag(name))
         if value in (getattr(saved, name), in_effect(saved, name)):
             continue
-        if name not in RESUMABLE:
+        if not ABOUT[name].resumes:
             began = as_text(in_effect(saved, name))
             begin = f", with --from {saved.run or 'RUN'} from its adapter"
             begin = "" if name in ADAPTER_SETTINGS else begin  # the adapter has the same
-            may = [flag(n) for n in flags if n in RESUMABLE] or map(flag, OFTEN_CHANGED)
+            may = [flag(n) for n in flags if ABOUT[n].resumes] or map(flag, OFTEN_CHANGED)
             raise UserError(
                 f"{flag(name)} {as_text(value)}: the run started with {began}, which "
                 f"cannot change on --resume (these may: {', '.join(may)}); leave it out, or start "
@@ -350,6 +357,24 @@ def resumed(saved: TrainConfig, flags: Mapping[str, Any]) -> TrainConfig:
             )
         changes[name] = value
     return dataclasses.replace(saved, **changes)
+
+
+def replaced_limits(saved: TrainConfig, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The limit in steps or epochs that a new one of the other kind replaces."""
+    if len(flags.keys() & LENGTHS) != 1:
+        return {}
+    (other,) = LENGTHS - flags.keys()
+    return {} if getattr(saved, other) == AUTO else {other: None}
+
+
+def replaced_ranks(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The choice of processes or hosts that another, or none with --no-supervise, replaces."""
+    ways = {name for name in RANK_WAYS if flags.get(name)}
+    if len(ways) > 1 or (not ways and flags.get("supervise") is not False):
+        return {}
+    left = [name for name in RANK_WAYS if name not in ways]
+    left += [] if ways & {"hosts", "hostfile"} else ["sync"]
+    return {name: FIELDS[name].default for name in left}
 
 
 # Write the chosen settings of a new run as a commented YAML file, for `train --config`

@@ -960,7 +960,6 @@ FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 TYPES = {name: kind for name, kind in typing.get_type_hints(TrainConfig).items() if name in FIELDS}
 
 ABOUT = settings_of(TrainConfig)
-RESUMABLE = tuple(name for name, about in ABOUT.items() if about.resumes)
 # Settings that old runs do not have, with the values that they trained with.
 ADDED = {name: about.before for name, about in ABOUT.items() if about.before is not ALWAYS}
 # Settings that decide which adapter layers a model has.
