@@ -1,13 +1,15 @@
-"""The settings of a run.
+"""The settings of a run, and the requests of commands about one.
 
 `names.py` has values with a meaning; `settings.py` declares the settings, with all that is known of
-each (`setting.py`); `checks.py` checks what they say together;
-`values.py` converts values to their types; `reading.py` reads them from YAML, presets and flags;
-`mlxlm.py` translates files of mlx-lm; `defaults.py` chooses those that are automatic.
+each (`setting.py`); `requests.py` declares what other commands are asked for in the same way;
+`checks.py` checks what settings say together; `values.py` converts values to their types;
+`reading.py` reads them from YAML, presets and flags; `mlxlm.py` translates files of mlx-lm;
+`defaults.py` chooses those that are automatic.
 """
 
+# ruff: noqa: F401 (these are for other packages)
 from your_ai.config import defaults
-from your_ai.config.checks import check, has_default
+from your_ai.config.checks import has_default
 from your_ai.config.names import (
     ALL_LINEAR,
     AUTO,
@@ -43,7 +45,6 @@ from your_ai.config.settings import (
     FIELDS,
     OBJECTIVES_WITH,
     PANELS,
-    RESUMABLE,
     TYPES,
     Resolved,
     TrainConfig,
@@ -53,52 +54,3 @@ from your_ai.config.settings import (
 )
 from your_ai.config.values import coerce, describe, gigabytes, parts_of, words_of
 from your_ai.gates.text import nearest
-
-__all__ = [
-    "ABOUT",
-    "ADAPTER_SETTINGS",
-    "ADDED",
-    "ALL_LINEAR",
-    "AUTO",
-    "BETAS",
-    "DEMO",
-    "DEMO_DATA",
-    "EXACT_MATCH",
-    "FIELDS",
-    "FOLDER",
-    "GENERATING",
-    "GRPO",
-    "LOSS",
-    "NONE",
-    "OBJECTIVES_WITH",
-    "PANELS",
-    "RESUMABLE",
-    "REWARD",
-    "REWARD_METRICS",
-    "SFT",
-    "SOFT",
-    "TYPES",
-    "Resolved",
-    "TrainConfig",
-    "as_text",
-    "build",
-    "check",
-    "coerce",
-    "default_text",
-    "defaults",
-    "describe",
-    "find_preset",
-    "flag",
-    "gigabytes",
-    "has_default",
-    "is_due",
-    "is_used",
-    "last_step",
-    "nearest",
-    "negated",
-    "parts_of",
-    "resolve",
-    "resumed",
-    "to_yaml",
-    "words_of",
-]
