@@ -102,6 +102,10 @@ class Chosen:
     """What it sets; nothing for a default that `train` chooses."""
     note: str = ""
     """What was found out about it, for the user."""
+    look: DataLook | None = None
+    """Of data: what was found in the rows; None for a dataset that is not here."""
+    objective: str | None = None
+    """Of data: the objective, if it was asked for with the columns."""
 
 
 @dataclass(frozen=True)
@@ -212,27 +216,6 @@ def answered(
 
     columns: the value of --columns; where it is empty and needed, the user is asked for it.
     """
-    found: list[DataLook] = []
-    objectives = [given["objective"]]
-
-    def read_data(text: str) -> Chosen:
-        name = checked_text("data", text)
-        try:
-            answer, seen = look_into(name, columns, given["objective"])
-        except UnknownColumns as unknown:
-            if not asker.interactive or columns:
-                raise
-            objectives[0], chosen = ask_columns(name, unknown, given["objective"])
-            answer, seen = look_into(name, chosen, objectives[0])
-        found[:] = [] if seen is None else [seen]
-        return answer
-
-    def seen() -> DataLook | None:
-        return found[0] if found else None
-
-    def about_objective() -> tuple[str, str]:
-        default = SFT if (data := seen()) is None else data.objective
-        return ABOUT_OBJECTIVE, default
 
     def about_memory() -> tuple[str, str]:
         gb = f"{room_for(None).limit.limit_bytes / 1e9:.1f}"
@@ -242,12 +225,18 @@ def answered(
     about_data = "Data (a file, a folder, or hf:OWNER/NAME)"
     about_run = "Name of the run (auto: made of model, data and time)"
     model = asker("model", lambda: (about_model, recommended(given)), given["model"], read_model)
-    data = asker("data", lambda: (about_data, data_here()), given["data"], read_data)
+    data = asker(
+        "data",
+        lambda: (about_data, data_here()),
+        given["data"],
+        lambda text: read_data(text, columns, given["objective"], asker.interactive),
+    )
+    likely = SFT if data.look is None else data.look.objective
     objective = asker(
         "objective",
-        about_objective,
-        objectives[0],
-        lambda text: read_objective(text, data.settings, seen()),
+        lambda: (ABOUT_OBJECTIVE, likely),
+        data.objective or given["objective"],
+        lambda text: read_objective(text, data),
     )
     memory = asker("max_memory", about_memory, given["max_memory"], read_memory)
     run = asker("run", lambda: (about_run, AUTO), given["run"], read_run)
@@ -315,10 +304,20 @@ def read_model(text: str) -> Chosen:
     return Chosen({"model": name})
 
 
-def look_into(
-    name: str, columns: Sequence[str], objective: str | None
-) -> tuple[Chosen, DataLook | None]:
-    """The answer, and what was found; None for a dataset that is not here.
+def read_data(text: str, columns: Sequence[str], objective: str | None, asks: bool) -> Chosen:
+    """The data; its columns are asked for if they are needed and not given, and if `asks`."""
+    name = checked_text("data", text)
+    try:
+        return look_into(name, columns, objective)
+    except UnknownColumns as unknown:
+        if not asks or columns:
+            raise
+        objective, chosen = ask_columns(name, unknown, objective)
+        return replace(look_into(name, chosen, objective), objective=objective)
+
+
+def look_into(name: str, columns: Sequence[str], objective: str | None) -> Chosen:
+    """The data, and what was found in it.
 
     objective: what the rows are for, where their columns do not tell. Raises UserError.
     """
@@ -333,7 +332,7 @@ def look_into(
     try:
         found = look(name, None, rows_read(), columns)
     except MissingDataset:
-        return Chosen(settings, "not on this machine; train asks to download it"), None
+        return Chosen(settings, "not on this machine; train asks to download it")
     except UnknownColumns:
         if objective is not None:
             look(name, coerce("objective", objective, "--objective"), rows_read(), columns)
@@ -345,7 +344,7 @@ def look_into(
     for noticed in found.notes:
         echo(f"  data: {noticed}")
     kind = "embedded data" if name in DEMO_DATA else form_of_source(name)
-    return Chosen(settings, f"{kind}: {note}"), found
+    return Chosen(settings, f"{kind}: {note}", look=found)
 
 
 def from_anywhere(data: str) -> str:
@@ -372,16 +371,14 @@ def form_of_source(name: str) -> str:
     return ", ".join(dict.fromkeys(form_of(file) for file in files))
 
 
-def read_objective(text: str, data: Mapping[str, Any], seen: DataLook | None) -> Chosen:
-    """The objective, checked with the rows; with rewards, also a first one, or a reward model.
-
-    data: the settings data and columns.
-    """
+def read_objective(text: str, data: Chosen) -> Chosen:
+    """The objective, checked with the rows; with rewards, also a first one, or a reward model."""
     from your_ai.data.look import look
 
-    name = coerce("objective", text, "--objective")
+    name, seen = coerce("objective", text, "--objective"), data.look
     if seen is not None and name != seen.objective:
-        seen = look(data["data"], name, rows_read(), data.get("columns", ()))
+        columns = data.settings.get("columns", ())
+        seen = look(data.settings["data"], name, rows_read(), columns)
     if name == SOFT:
         run = reward_model_here()
         against = f"run:{whole_path(str(run.path))}"  # so that the file works in any folder
