@@ -395,6 +395,19 @@ def call(*arguments: object) -> int:
     return stopped.value.code or 0
 
 
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The line on stderr of a command that must fail with status 2, and print nothing else.
+
+    `train` may say before what it reads.
+    """
+    assert call(*arguments) == 2
+    output, error = capsys.readouterr()
+    assert output == "" or arguments[0] == "train"
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    return error
+
+
 def train(config: TrainConfig) -> RunFolder:
     """Train a new run in this process."""
     run = folder.create(config)

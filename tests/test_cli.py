@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import conftest
 from tests.conftest import call, chat, events_of, make_model, write_rows
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
@@ -21,15 +22,9 @@ ADAPTER = Path("runs/first/adapter/adapters.safetensors")
 
 
 def refused(capsys, *arguments: object) -> str:
-    """Return the one line on stderr of a command that must fail with status 2 and write nothing.
-
-    What trains does so in this process.
-    """
+    """`refused` of a command that must write nothing; what trains does so in this process."""
     here = ["--no-supervise"] if arguments[0] == "train" else []
-    assert call(arguments[0], *here, *arguments[1:]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
+    error = conftest.refused(capsys, arguments[0], *here, *arguments[1:])
     assert not os.path.exists("runs")
     return error
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import call, chat_prompt, write_rows
+from tests.conftest import call, chat_prompt, refused, write_rows
 from tests.generation.test_generate import Parrot, train_in
 from your_ai.commands import generating
 from your_ai.errors import UserError
@@ -42,15 +42,6 @@ def answers_of(run: RunFolder, *texts: str, adapted: bool = True) -> list[str]:
     network, tokenizer = generation.load_run(open_trained(str(run.path)), adapted)
     prompts = [chat_prompt(tokenizer, text) for text in texts]
     return ["".join(generation.stream(network, tokenizer, p, 6)) for p in prompts]
-
-
-def refused(capsys, *arguments: object) -> str:
-    assert call("generate", *arguments) == 2
-    out, error = capsys.readouterr()
-    assert out == ""
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    return error
 
 
 def test_standard_input_is_one_prompt(run, capsys, stdin):
@@ -138,7 +129,7 @@ def test_samples_are_the_same_under_any_memory_limit(run, capsys, monkeypatch):
 
 
 def test_a_memory_limit_that_is_too_small_for_samples_is_refused(run, capsys):
-    error = refused(capsys, run.path, "--prompt", "a", *SAMPLES, "--max-memory", "0.01")
+    error = refused(capsys, "generate", run.path, "--prompt", "a", *SAMPLES, "--max-memory", "0.01")
     assert "--max-memory 0.01: generating with this model needs at least" in error
 
 
@@ -153,7 +144,7 @@ def test_no_adapter_uses_the_base_model(run, capsys, tmp_path):
 
 def test_bad_prompt_lines_are_reported_before_the_model_is_loaded(run, capsys):
     write_rows(Path("p.jsonl"), [{"prompt": "good"}, {"text": "bad"}])
-    error = refused(capsys, run.path, "--prompts", "p.jsonl", "--model", "nowhere")
+    error = refused(capsys, "generate", run.path, "--prompts", "p.jsonl", "--model", "nowhere")
     assert "p.jsonl:2: has no prompt" in error
 
 
@@ -179,7 +170,7 @@ def test_bad_prompt_lines_are_reported_before_the_model_is_loaded(run, capsys):
 )
 def test_invalid_input_is_refused(run, capsys, arguments, message):
     with pytest.raises(AssertionError, match=message):
-        raise AssertionError(refused(capsys, run.path, *arguments))
+        raise AssertionError(refused(capsys, "generate", run.path, *arguments))
 
 
 def test_without_a_name_the_newest_run_answers(run, capsys):
@@ -193,12 +184,13 @@ def test_without_a_name_the_newest_run_answers(run, capsys):
 
 
 def test_without_a_name_and_without_runs_it_is_refused(capsys):
-    assert "no runs in runs; start one: your_ai train" in refused(capsys, "--prompt", "a")
+    error = refused(capsys, "generate", "--prompt", "a")
+    assert "no runs in runs; start one: your_ai train" in error
 
 
 def test_empty_standard_input_is_refused(run, capsys, stdin):
     stdin(b"\n")
-    assert "stdin: is empty" in refused(capsys, run.path)
+    assert "stdin: is empty" in refused(capsys, "generate", run.path)
 
 
 def test_too_long_prompt_is_named(demo_tokenizer):

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.conftest import call
+from tests.conftest import call, refused
 from tests.run.test_rollout_files import RECORD
 from your_ai.config import TrainConfig
 from your_ai.run.folder import RunFolder, create
@@ -89,27 +89,21 @@ def test_json_has_the_records(run, capsys):
     assert [record["completion"] for record in found["rollouts"]] == ["answer 00", "answer 01"]
 
 
-def refused(capsys, *options: object) -> str:
-    assert call("rollouts", *options) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    return error
-
-
 def test_what_cannot_be_shown_is_named_in_one_line(run, capsys):
-    assert "no run named missing" in refused(capsys, "missing")
-    assert "no rollouts of step 2; the nearest: 1 and 3" in refused(capsys, "r", "--step", 2)
-    assert "no rollouts of step 9; the nearest: 3" in refused(capsys, "r", "--step", 9)
-    assert "give one of them" in refused(capsys, "r", "--best", "--worst")
+    assert "no run named missing" in refused(capsys, "rollouts", "missing")
+    assert "no rollouts of step 2; the nearest: 1 and 3" in refused(
+        capsys, "rollouts", "r", "--step", 2
+    )
+    assert "no rollouts of step 9; the nearest: 3" in refused(capsys, "rollouts", "r", "--step", 9)
+    assert "give one of them" in refused(capsys, "rollouts", "r", "--best", "--worst")
     path = rollout_file(run.path, 3)
     path.write_bytes(path.read_bytes()[:-9])
-    assert "step-000003.jsonl.gz: is damaged" in refused(capsys, "r")
+    assert "step-000003.jsonl.gz: is damaged" in refused(capsys, "rollouts", "r")
     path.unlink()
     path.mkdir()
-    assert "is damaged" in refused(capsys, "r")
+    assert "is damaged" in refused(capsys, "rollouts", "r")
 
 
 def test_a_run_without_rollouts_is_refused(own_folder, capsys):
     create(TrainConfig(model="models/m", data="data", run="plain"))
-    assert "runs/plain: has no rollouts; only a run" in refused(capsys, "plain")
+    assert "runs/plain: has no rollouts; only a run" in refused(capsys, "rollouts", "plain")

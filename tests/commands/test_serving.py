@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from tests.conftest import call
+from tests.conftest import refused
 from tests.generation.test_generate import train_in
 from your_ai.run.folder import RunFolder
 
@@ -14,20 +14,12 @@ def run(tmp_path_factory, tiny_model) -> RunFolder:
     return train_in(tmp_path_factory.mktemp("runs"), tiny_model)
 
 
-def refused(capsys, *arguments: object) -> str:
-    assert call("serve", *arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    return error
-
-
 def test_port_in_use_is_refused(run, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert f"--port {port}: is in use" in refused(capsys, run.path, "--port", port)
+        assert f"--port {port}: is in use" in refused(capsys, "serve", run.path, "--port", port)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +36,8 @@ def test_port_in_use_is_refused(run, capsys):
     ],
 )
 def test_invalid_input_is_refused(run, capsys, arguments, message):
-    assert message in refused(capsys, run.path, *arguments)
+    assert message in refused(capsys, "serve", run.path, *arguments)
 
 
 def test_missing_run_is_refused(capsys):
-    assert "no run named nope" in refused(capsys, "nope")
+    assert "no run named nope" in refused(capsys, "serve", "nope")
