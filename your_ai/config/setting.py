@@ -94,10 +94,18 @@ def setting(default: Any, help: str | About, **about: Any) -> Any:
     """A field of a dataclass of settings, or of a request.
 
     help: the text, or all that is known of a field that several requests have. about: the fields
-    of `About`.
+    of `About`. What only some objectives use is in cards, and came later: older runs trained with
+    its default. Both are so unless they are given.
     """
+    if about.get("objectives"):
+        about = {"before": default, "in_card": True} | about
     whole = About(help, **about) if isinstance(help, str) else help
     return dataclasses.field(default=default, metadata=known(whole))
+
+
+def changeable(default: Any, help: str, **about: Any) -> Any:
+    """A setting that may change when a run is resumed."""
+    return setting(default, help, resumes=True, **about)
 
 
 def known(about: About) -> dict[str, About]:

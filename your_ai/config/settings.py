@@ -25,7 +25,7 @@ from your_ai.config.names import (
     SOFT,
 )
 from your_ai.config.optimizers import OptimizerName
-from your_ai.config.setting import ALWAYS, LARGEST, Bounds, Tool, setting, settings_of
+from your_ai.config.setting import ALWAYS, LARGEST, Bounds, Tool, changeable, setting, settings_of
 
 AUTO_SAMPLES = 3  # of --samples auto
 RowKind = Literal["answers", "pairs", "labels", "prompts", "rated"]
@@ -38,28 +38,25 @@ class DataSettings:
 
     PANEL: ClassVar[str] = "Model and data"
 
-    model: str = setting(
+    model: str = changeable(
         "llama-8b",
         "Model: an alias, a folder, or a Hugging Face id.",
-        resumes=True,
         agents="model",
         tool=Tool("A name such as llama-8b, a hub id OWNER/NAME, or a folder; it must be here"),
     )
-    data: str = setting(
+    data: str = changeable(
         "",
         "Training data: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, .md), or a "
         "folder with train.jsonl (and valid.jsonl, test.jsonl); several separated by commas, each "
         "with =SHARE for how often its rows are used; hf:OWNER/NAME is a dataset of the hub; - "
         "reads standard input.",
-        resumes=True,
         agents="data",
         tool=Tool("A file or folder of rows here, hf:OWNER/NAME, or demo."),
     )
-    valid: str = setting(
+    valid: str = changeable(
         "",
         "Validation data: a file, none, or folder for that in --data; default: that in --data, or "
         "else 2% of the rows are held out (20 to 500 rows).",
-        resumes=True,
         before=FOLDER,
         agents="data",
     )
@@ -71,10 +68,9 @@ class DataSettings:
         before=(),
         agents="text",
     )
-    prompt_template: str = setting(
+    prompt_template: str = changeable(
         "",
         "File with a Jinja template that makes the prompt from the columns of a row.",
-        resumes=True,
         agents="file",
     )
     from_adapter: str = setting(
@@ -95,11 +91,10 @@ class DataSettings:
     too_long: Literal["error", "truncate", "split"] = setting(
         "error", "What to do with a row that is longer than --max-seq-length."
     )
-    max_row_bytes: int = setting(
+    max_row_bytes: int = changeable(
         16_000_000,
         "Maximum size of a row in a data file, in bytes; larger rows are refused.",
         bounds=Bounds(1, 1 << 32),
-        resumes=True,
     )
     packing: bool = setting(
         False, "Pack short rows into one sequence; attention stays within each row.", in_card=True
@@ -123,61 +118,48 @@ class OutputSettings:
         agents="name",
         tool=Tool("Name of the new run; default: made up."),
     )
-    supervise: bool = setting(
+    supervise: bool = changeable(
         True,
         "Train in a separate process, restarted from its checkpoint if it dies.",
-        resumes=True,
         agents="refused",
     )
-    allow_sleep: bool = setting(
+    allow_sleep: bool = changeable(
         False,
         "Let a Mac go to sleep while it trains; by default training keeps it awake.",
-        resumes=True,
         before=False,
     )
-    notify: bool = setting(
+    notify: bool = changeable(
         True,
         "Show a notification of the system when a run ends that took more than a minute or is "
         "detached.",
-        resumes=True,
         before=True,
     )
-    report_to: tuple[str, ...] = setting(
+    report_to: tuple[str, ...] = changeable(
         (),
         "Trackers to send events to, separated by commas: wandb, swanlab, tensorboard.",
-        resumes=True,
         agents="tracker",
     )
-    push_to: str = setting(
+    push_to: str = changeable(
         "",
         "Push the finished adapter to this repo on the hub, ORG/NAME; a new repo is private.",
-        resumes=True,
         agents="network",
     )
-    eval_every: int | Literal["auto"] = setting(
+    eval_every: int | Literal["auto"] = changeable(
         AUTO,
         "Steps between validations; 0 = only at the end; auto: from 10 to 100, more the more rows "
         "there are.",
         bounds=Bounds(0, LARGEST),
-        resumes=True,
         mlxlm="steps_per_eval",
     )
-    save_every: int = setting(
-        100,
-        "Steps between checkpoints; 0 = only at the end.",
-        bounds=Bounds(0, LARGEST),
-        resumes=True,
+    save_every: int = changeable(
+        100, "Steps between checkpoints; 0 = only at the end.", bounds=Bounds(0, LARGEST)
     )
-    keep: int = setting(
-        3,
-        "Number of checkpoints to keep, besides the best one.",
-        bounds=Bounds(1, 1_000_000),
-        resumes=True,
+    keep: int = changeable(
+        3, "Number of checkpoints to keep, besides the best one.", bounds=Bounds(1, 1_000_000)
     )
-    keep_best: bool = setting(
+    keep_best: bool = changeable(
         True,
         "Use the checkpoint with the best validation as the result, not the last.",
-        resumes=True,
         before=False,
     )
     best_metric: str = setting(
@@ -188,23 +170,19 @@ class OutputSettings:
         before=LOSS,
         agents="metric",
     )
-    patience: int = setting(
+    patience: int = changeable(
         0,
         "Stop after this many validations without a better one; 0 = never.",
         bounds=Bounds(0, LARGEST),
-        resumes=True,
         before=0,
     )
-    samples: int | Literal["auto"] = setting(
+    samples: int | Literal["auto"] = changeable(
         AUTO,
         "Number of prompts to answer before and after training, from the test rows, or else from "
         "the held-out rows; auto: 3, if answers are trained and the weights are in memory.",
         bounds=Bounds(0, 1_000_000),
-        resumes=True,
     )
-    exact_match: bool = setting(
-        False, "Measure exact match on the test rows before and after.", resumes=True
-    )
+    exact_match: bool = changeable(False, "Measure exact match on the test rows before and after.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,20 +191,18 @@ class OptimizationSettings:
 
     PANEL: ClassVar[str] = "Optimization"
 
-    max_steps: int | None = setting(
+    max_steps: int | None = changeable(
         None,
         "Stop after this many steps (optimizer updates).",
         bounds=Bounds(1, LARGEST),
-        resumes=True,
         mlxlm="iters",
         tool=Tool("Optimizer updates at most.", Bounds(1)),
     )
-    epochs: int | Literal["auto"] | None = setting(
+    epochs: int | Literal["auto"] | None = changeable(
         AUTO,
         "Stop after this many passes over the data; auto: 1 to 50, fewer the more rows there are, "
         "or as many as --max-steps needs.",
         bounds=Bounds(1, 1_000_000),
-        resumes=True,
         tool=Tool("Passes over the data at most.", Bounds(1)),
     )
     batch_size: int | Literal["auto"] = setting(
@@ -375,48 +351,27 @@ class ObjectiveSettings:
         "scale of mean log-probabilities (simpo); default: 0.1, or 2 with simpo.",
         bounds=Bounds(1e-6, LARGEST),
         objectives=("dpo", "ipo", "simpo", "kto"),
-        before=None,
-        in_card=True,
     )
     label_smoothing: float = setting(
         0.0,
         "Share of preferences that are taken to be wrong, for dpo and simpo.",
         bounds=Bounds(0, 0.5, under=True),
         objectives=("dpo", "simpo"),
-        before=0.0,
-        in_card=True,
     )
     simpo_gamma: float = setting(
         0.5,
         "Margin between the two answers that simpo wants.",
         bounds=Bounds(0, LARGEST),
         objectives=("simpo",),
-        before=0.5,
-        in_card=True,
     )
     orpo_lambda: float = setting(
-        0.1,
-        "Weight of the odds ratio in orpo.",
-        bounds=Bounds(0, LARGEST),
-        objectives=("orpo",),
-        before=0.1,
-        in_card=True,
+        0.1, "Weight of the odds ratio in orpo.", bounds=Bounds(0, LARGEST), objectives=("orpo",)
     )
     kto_desirable_weight: float = setting(
-        1.0,
-        "Weight of good answers in kto.",
-        bounds=Bounds(0, LARGEST),
-        objectives=("kto",),
-        before=1.0,
-        in_card=True,
+        1.0, "Weight of good answers in kto.", bounds=Bounds(0, LARGEST), objectives=("kto",)
     )
     kto_undesirable_weight: float = setting(
-        1.0,
-        "Weight of bad answers in kto.",
-        bounds=Bounds(0, LARGEST),
-        objectives=("kto",),
-        before=1.0,
-        in_card=True,
+        1.0, "Weight of bad answers in kto.", bounds=Bounds(0, LARGEST), objectives=("kto",)
     )
     sft_weight: float = setting(
         0.0,
@@ -424,31 +379,23 @@ class ObjectiveSettings:
         "objective other than sft.",
         bounds=Bounds(0, LARGEST),
         objectives=("dpo", "ipo", "simpo", "orpo", "kto"),
-        before=0.0,
-        in_card=True,
     )
     reference: Literal["start", "none"] = setting(
         "start",
         "Reference of dpo and ipo: the model as the run starts, or none.",
         objectives=("dpo", "ipo"),
-        before="start",
-        in_card=True,
     )
     reward_loss: Literal["auto", "pairs", "scores"] = setting(
         AUTO,
         "Loss of a reward model: of a chosen and a rejected answer (pairs: Bradley-Terry), or of "
         "an answer with a score (scores: squared error); auto: what the rows are.",
         objectives=(REWARD,),
-        before=AUTO,
-        in_card=True,
     )
     center_rewards: float = setting(
         0.0,
         "Weight of the squared sum of the scores of a pair, which centers them at 0.",
         bounds=Bounds(0, LARGEST),
         objectives=(REWARD,),
-        before=0.0,
-        in_card=True,
     )
     reward: tuple[str, ...] = setting(
         (),
@@ -456,209 +403,146 @@ class ObjectiveSettings:
         "json_fields, regex:PATTERN, length:TOKENS, contains:TEXT, judge, run:RUN (a "
         "reward model), or your own as module:function.",
         objectives=GENERATING,
-        before=(),
         agents="reward",
-        in_card=True,
     )
     reward_model: str = setting(
         "",
         "Reward model that soft trains against, as run:RUN; --reward then is only shown.",
         objectives=(SOFT,),
-        before="",
         agents="reward",
-        in_card=True,
     )
     soft_credit: str = setting(
         "exact",
         "How far back gradients go through sampled tokens in soft: exact, a number of tokens, or "
         "the relative error (below 1) at which they end.",
         objectives=(SOFT,),
-        before="exact",
         agents="text",
-        in_card=True,
     )
     straight_through: bool = setting(
         True,
         "In soft, sample tokens, and relax only their gradient; relaxed: weighted means of token "
         "embeddings go forward, too.",
         objectives=(SOFT,),
-        before=True,
-        in_card=True,
     )
     temperature_end: float | None = setting(
         None,
         "Temperature at the last step of soft, which it changes to linearly.",
         bounds=Bounds(0.01, 100),
         objectives=(SOFT,),
-        before=None,
-        in_card=True,
     )
     rollouts: int = setting(
         8,
         "Completions of each prompt, which are compared with each other.",
         bounds=Bounds(2, 4096),
         objectives=(GRPO,),
-        before=8,
-        in_card=True,
     )
     prompts_per_step: int = setting(
         4,
         "Prompts of which each step trains the completions.",
         bounds=Bounds(1, 65_536),
         objectives=GENERATING,
-        before=4,
-        in_card=True,
     )
     max_new_tokens: int = setting(
-        256,
-        "Maximum tokens of a completion.",
-        bounds=Bounds(1, 1 << 24),
-        objectives=GENERATING,
-        before=256,
-        in_card=True,
+        256, "Maximum tokens of a completion.", bounds=Bounds(1, 1 << 24), objectives=GENERATING
     )
     temperature: float = setting(
         1.0,
         "Temperature that completions are sampled with; in soft, of the relaxation.",
         bounds=Bounds(0.01, 100),
         objectives=GENERATING,
-        before=1.0,
-        in_card=True,
     )
     top_p: float = setting(
         1.0,
         "Sample from the most likely tokens whose total probability is this; 1 = all.",
         objectives=(GRPO,),
-        before=1.0,
-        in_card=True,
     )
     top_k: int = setting(
         0,
         "Sample from this many of the most likely tokens; 0 = all.",
         bounds=Bounds(0, LARGEST),
         objectives=(GRPO,),
-        before=0,
-        in_card=True,
     )
     updates_per_batch: int = setting(
-        1,
-        "Steps that train the same completions.",
-        bounds=Bounds(1, 1000),
-        objectives=(GRPO,),
-        before=1,
-        in_card=True,
+        1, "Steps that train the same completions.", bounds=Bounds(1, 1000), objectives=(GRPO,)
     )
     clip_low: float = setting(
         0.2,
         "A token that became less likely by more than this share is not pushed further.",
         bounds=Bounds(0, 1),
         objectives=(GRPO,),
-        before=0.2,
-        in_card=True,
     )
     clip_high: float = setting(
         0.2,
         "A token that became more likely by more than this share is not pushed further.",
         bounds=Bounds(0, LARGEST),
         objectives=(GRPO,),
-        before=0.2,
-        in_card=True,
     )
     kl_beta: float = setting(
         0.0,
         "Weight of the KL divergence from the model as the run starts; 0 = none.",
         bounds=Bounds(0, LARGEST),
         objectives=GENERATING,
-        before=0.0,
-        in_card=True,
     )
     kl: Literal["reverse", "k3"] = setting(
         "reverse",
         "Estimate of the KL divergence: one with the gradient of the reverse KL, or k3 as in the "
         "first papers.",
         objectives=(GRPO,),
-        before="reverse",
-        in_card=True,
     )
     advantage: Literal["group", "dr", "rloo"] = setting(
         "group",
         "How much better than the others a completion is: reward - mean of its prompt's, divided "
         "by their standard deviation (group) or not (dr), or reward - mean of the others (rloo).",
         objectives=(GRPO,),
-        before="group",
-        in_card=True,
     )
     importance: Literal["token", "sequence"] = setting(
         "token",
         "Clip the ratio of each token, or that of the completion (GSPO).",
         objectives=(GRPO,),
-        before="token",
-        in_card=True,
     )
     loss_normalization: Literal["dapo", "grpo", "dr"] = setting(
         "dapo",
         "All tokens of a step weigh the same (dapo), all completions do (grpo), or tokens do, "
         "divided by --max-new-tokens (dr).",
         objectives=(GRPO,),
-        before="dapo",
-        in_card=True,
     )
     mask_truncated: bool = setting(
-        False,
-        "Leave completions out that were cut off at --max-new-tokens.",
-        objectives=(GRPO,),
-        before=False,
-        in_card=True,
+        False, "Leave completions out that were cut off at --max-new-tokens.", objectives=(GRPO,)
     )
     judge_model: str = setting(
-        "",
-        "Model that judges, for --reward judge.",
-        objectives=GENERATING,
-        before="",
-        agents="network",
-        in_card=True,
+        "", "Model that judges, for --reward judge.", objectives=GENERATING, agents="network"
     )
-    judge_url: str = setting(
+    judge_url: str = changeable(
         "",
         "Base URL of the judge, which speaks OpenAI's protocol; default: OpenAI's own.",
         objectives=GENERATING,
-        resumes=True,
-        before="",
         agents="network",
+        in_card=False,
     )
     judge_rubric: str = setting(
         "",
         "YAML file with what the judge looks for; default: a general one.",
         objectives=GENERATING,
-        before="",
         agents="file",
+        in_card=False,
     )
-    judge_concurrency: int = setting(
+    judge_concurrency: int = changeable(
         4,
         "Questions that the judge is asked at the same time.",
         bounds=Bounds(1, 256),
         objectives=GENERATING,
-        resumes=True,
-        before=4,
-        in_card=True,
     )
-    judge_max_calls: int | None = setting(
+    judge_max_calls: int | None = changeable(
         None,
         "Maximum number of questions to the judge in a run; then its rewards are missing.",
         bounds=Bounds(1, LARGEST),
         objectives=GENERATING,
-        resumes=True,
-        before=None,
-        in_card=True,
     )
-    judge_timeout_s: float = setting(
+    judge_timeout_s: float = changeable(
         60.0,
         "How long to wait for an answer of the judge before it is asked again, in seconds.",
         bounds=Bounds(0.01, 3600),
         objectives=GENERATING,
-        resumes=True,
-        before=60.0,
-        in_card=True,
     )
 
 
@@ -734,77 +618,65 @@ class MemorySettings:
 
     PANEL: ClassVar[str] = "Memory"
 
-    max_memory: float | None = setting(
+    max_memory: float | None = changeable(
         None,
         "Memory limit of training, in GB; default: what this machine can give.",
         bounds=Bounds(0, LARGEST, above=True),
-        resumes=True,
         tool=Tool("Memory limit of the process in GB (10**9 bytes); default: what is free."),
     )
-    force: bool = setting(
-        False, "Allow a --max-memory above the machine's memory.", resumes=True, agents="refused"
+    force: bool = changeable(
+        False, "Allow a --max-memory above the machine's memory.", agents="refused"
     )
-    reload_interval: int = setting(
+    reload_interval: int = changeable(
         0,
         "Reload the weights of the adapted layers every N steps; 0 = only when memory is low.",
         bounds=Bounds(0, LARGEST),
-        resumes=True,
     )
-    reload_at: float = setting(
+    reload_at: float = changeable(
         0.70,
         "Fraction of the limit above which memory is freed early.",
         bounds=Bounds(0, 1, above=True),
-        resumes=True,
     )
-    clear_cache_every: int | None = setting(
+    clear_cache_every: int | None = changeable(
         None,
         "Clear MLX's cache every N steps; default: 10, or 5 with a limit below 10 GB; 0 = never.",
         bounds=Bounds(0, LARGEST),
-        resumes=True,
     )
-    leak_threshold_mb: float = setting(
+    leak_threshold_mb: float = changeable(
         50.0,
         "Growth per step, in MB, that counts as a memory leak.",
         bounds=Bounds(0, LARGEST, above=True),
-        resumes=True,
     )
-    leak_warmup: int = setting(
-        5,
-        "Number of steps before the check for memory leaks begins.",
-        bounds=Bounds(0, LARGEST),
-        resumes=True,
+    leak_warmup: int = changeable(
+        5, "Number of steps before the check for memory leaks begins.", bounds=Bounds(0, LARGEST)
     )
-    wired: bool = setting(
+    wired: bool = changeable(
         False,
         "Keep MLX's buffers in RAM up to the limit, so that macOS swaps none; from macOS 15.",
-        resumes=True,
         before=False,
-        agents="refused",  # other programs get less memory
+        agents="refused",
     )
-    plan: Literal["auto", "fused", "staged", "streamed"] = setting(
+    plan: Literal["auto", "fused", "staged", "streamed"] = changeable(
         "auto",
         "How gradients are computed; every plan gives the same gradients. fused: one graph, "
         "fastest. staged: one block at a time, recomputed in the backward pass as far as its "
         "outputs do not fit, with the vocabulary on disk. streamed: staged, with the weights "
         "on disk that do not fit. auto: the fastest that fits.",
-        resumes=True,
     )
-    spill: bool = setting(
+    spill: bool = changeable(
         False,
         "Offload the states of the optimizer to disk, beside the block inputs and gradients; not "
         "with --plan fused.",
-        resumes=True,
     )
     prefix_cache: Literal["off", "memory", "disk"] = setting(
         "off",
         "Cache the activations below the first adapted block, so that those blocks run only once "
         "for each text: in memory, or on disk in the run's folder.",
     )
-    prefix_cache_folder: str = setting(
+    prefix_cache_folder: str = changeable(
         "",
         "Folder for --prefix-cache disk that runs share, one at a time; it is kept at the end. "
         "Default: in the run's folder.",
-        resumes=True,
         before="",
         agents="file",
     )
@@ -826,34 +698,28 @@ class RankSettings:
 
     PANEL: ClassVar[str] = "Several processes or machines"
 
-    processes: int = setting(
+    processes: int = changeable(
         1,
         "Train on this many processes of this machine, each under --max-memory.",
         bounds=Bounds(1, 256),
-        resumes=True,
     )
-    hosts: tuple[str, ...] = setting(
+    hosts: tuple[str, ...] = changeable(
         (),
         "Train on these machines, separated by commas, this one first; see docs/machines.md.",
-        resumes=True,
         agents="refused",
     )
-    hostfile: str = setting(
+    hostfile: str = changeable(
         "",
         "Train on the machines in this JSON file, in the format of mlx.launch.",
-        resumes=True,
         agents="refused",
     )
-    sync: Literal["off", "data", "all"] = setting(
-        "off",
-        "Copy the data (data), or data and model (all), to the other hosts with rsync first.",
-        resumes=True,
+    sync: Literal["off", "data", "all"] = changeable(
+        "off", "Copy the data (data), or data and model (all), to the other hosts with rsync first."
     )
-    heartbeat_timeout_s: float = setting(
+    heartbeat_timeout_s: float = changeable(
         30.0,
         "A process that is not heard of for so long is lost, in seconds; then all restart.",
         bounds=Bounds(2, 86_400),
-        resumes=True,
     )
 
 
