@@ -95,16 +95,11 @@ def of_request(request: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable
         def called(*arguments: P.args, **named: P.kwargs) -> T:
             return function(request(*arguments, **named))
 
-        kinds = typing.get_type_hints(request)
         returned = typing.get_type_hints(function)["return"]
-        parameters = [
-            parameter.replace(annotation=kinds[name])
-            for name, parameter in inspect.signature(request).parameters.items()
-        ]
-        called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            parameters, return_annotation=returned
-        )
-        called.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": returned}
+        signature = inspect.signature(request, eval_str=True).replace(return_annotation=returned)
+        kinds = {name: each.annotation for name, each in signature.parameters.items()}
+        called.__signature__ = signature  # type: ignore[attr-defined]
+        called.__annotations__ = kinds | {"return": returned}
         known = settings_of(request).items()
         helps = "\n".join(f"    {name}: {about.help}" for name, about in known)
         called.__doc__ = f"{function.__doc__}\n{helps}"

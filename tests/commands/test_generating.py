@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import call, chat_prompt, refused, write_rows
-from tests.generation.test_generate import Parrot, train_in
+from tests.generation.test_generate import Parrot
 from your_ai.commands import generating
 from your_ai.errors import UserError
 from your_ai.generation import generate as generation
@@ -21,11 +21,6 @@ from your_ai.nets.saved_adapter import open_trained
 from your_ai.run.folder import RunFolder
 
 SHORT = ("--max-tokens", 6)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory, tiny_model) -> RunFolder:
-    return train_in(tmp_path_factory.mktemp("runs"), tiny_model)
 
 
 @pytest.fixture

@@ -5,13 +5,6 @@ import socket
 import pytest
 
 from tests.conftest import refused
-from tests.generation.test_generate import train_in
-from your_ai.run.folder import RunFolder
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory, tiny_model) -> RunFolder:
-    return train_in(tmp_path_factory.mktemp("runs"), tiny_model)
 
 
 def test_port_in_use_is_refused(run, capsys):

@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from tests.conftest import call
-from tests.generation.test_generate import train_in
 from tests.terminal import on_terminal
 from your_ai.gates.text import printable
 from your_ai.generation import chat as chatting
@@ -14,11 +13,6 @@ from your_ai.generation.chat import Conversation
 from your_ai.generation.generate import Sampling
 from your_ai.nets.saved_adapter import open_trained
 from your_ai.run.folder import RunFolder
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory, tiny_model) -> RunFolder:
-    return train_in(tmp_path_factory.mktemp("runs"), tiny_model)
 
 
 @pytest.fixture

@@ -214,8 +214,13 @@ def test_code_is_run_only_if_it_was_allowed(started):
     assert not failed, found
 
 
-@pytest.mark.parametrize("name", ["zz", "../r", "/etc", "", "r\0", "r/adapter", "linked"])
-@pytest.mark.parametrize("tool", ["watch", "stop", "evaluate", "report", "train"])
+@pytest.mark.parametrize(
+    ("tool", "name"),
+    [
+        *(("watch", name) for name in ("zz", "../r", "/etc", "", "r\0", "r/adapter", "linked")),
+        *((tool, "linked") for tool in ("stop", "evaluate", "report", "train")),
+    ],
+)
 def test_run_that_is_not_there_names_those_that_are(started, tmp_path_factory, tool, name):
     for there in ("r", "other"):
         (RUNS / there).mkdir(parents=True)
