@@ -58,6 +58,12 @@ def test_names_are_no_paths(project, text):
     resolve({}, str(project / "my.yaml"), needs_data=False)
 
 
+def test_a_comma_in_the_name_of_a_file_separates_nothing(project):
+    (project / "a, b.csv").touch()
+    (project / "my.yaml").write_text("data: a, b.csv\n")
+    assert resolve({}, str(project / "my.yaml")).data == str(project / "a, b.csv")
+
+
 def test_a_path_that_a_flag_replaces_need_not_be_there(project):
     (project / "my.yaml").write_text("data: nowhere\nmodel: demo\n")
     assert resolve({"data": "demo"}, str(project / "my.yaml")).data == "demo"

@@ -71,12 +71,7 @@ def check_there(settings: Mapping[str, Any], file: Path) -> None:
     if os.path.abspath(file.parent) == os.getcwd():
         return  # one place; the error of what is not there names it
     for name in PATHS:
-        value = settings.get(name)
-        parts = value.split(",") if name in LISTS and isinstance(value, str) else [value]
-        for part in parts:
-            if not isinstance(part, str) or there(part := part.strip()):
-                continue
-            path = part.rpartition("=")[0] or part if name in LISTS else part
+        for path in (p.strip() for p, _ in paths_in(name, settings.get(name), file.parent)):
             is_name = name in NAMES and not path.startswith(".") and path.count("/") < 2
             if path in WORDS or path.startswith(("hf:", "~", "/")) or is_name or there(path):
                 continue
@@ -92,22 +87,22 @@ def found_beside(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """
     found = dict(settings)
     for name in PATHS:
-        value = settings.get(name)
-        if not isinstance(value, str):
-            continue
-        text = whole_path(value, folder)
-        if text == value and name in LISTS and not there(value):
-            text = ",".join(part_of_list(part, folder) for part in value.split(","))
-        found[name] = text
+        if parts := paths_in(name, settings.get(name), folder):
+            found[name] = ",".join(f"{whole_path(path, folder)}{share}" for path, share in parts)
     return found
 
 
-def part_of_list(part: str, folder: Path) -> str:
-    """`PATH` or `PATH=SHARE`, with the whole path if it is only found in `folder`."""
-    name, separator, share = part.strip().rpartition("=")
-    if not separator or there(part.strip()):
-        return whole_path(part.strip(), folder)
-    return f"{whole_path(name, folder)}={share}"
+def paths_in(name: str, value: Any, folder: Path) -> list[tuple[str, str]]:
+    """The paths in the value of a setting, each with its `=SHARE`; none if it is no text."""
+    if not isinstance(value, str):
+        return []
+    if name not in LISTS or there(value) or whole_path(value, folder) != value:
+        return [(value, "")]
+    parts = []
+    for part in map(str.strip, value.split(",")):
+        path, separator, share = part.rpartition("=")
+        parts.append((part, "") if not path or there(part) else (path, separator + share))
+    return parts
 
 
 def whole_path(name: str, folder: Path) -> str:
