@@ -262,16 +262,13 @@ def test_exact_match_is_independent_of_prompt_masking(capsys, options):
     assert capsys.readouterr().out.splitlines()[-1] == masked
 
 
-def test_data_with_only_zero_weights_is_refused(capsys, own_folder, tiny_model):
+def test_rows_with_only_zero_weights_are_refused(capsys, own_folder, tiny_model):
+    train = ("train", "--model", tiny_model, "--data", "d")
     write_rows(own_folder / "d" / "train.jsonl", [chat("a", "b", weight=0)])
-    error = refused(capsys, "train", "--model", tiny_model, "--data", "d")
-    assert "every row has weight 0" in error
-
-
-def test_validation_rows_with_only_zero_weights_are_refused(capsys, own_folder, tiny_model):
+    assert "every row has weight 0" in refused(capsys, *train)
     write_rows(own_folder / "d" / "train.jsonl", [chat("a", "b")])
     write_rows(own_folder / "d" / "valid.jsonl", [chat("a", "b", weight=0)])
-    error = refused(capsys, "train", "--model", tiny_model, "--data", "d")
+    error = refused(capsys, *train)
     assert "d/valid.jsonl: every validation row has weight 0: there is nothing to measure" in error
 
 

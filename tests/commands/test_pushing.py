@@ -90,17 +90,8 @@ def test_invalid_arguments_are_refused_in_one_line(hub, account, finished, capsy
 
 def test_failed_push_prints_the_complete_command_to_repeat_it(hub, account, finished, capsys):
     hub.faults["commit"] = Fault(statuses=[500])
-    given = [
-        "push",
-        str(finished.path),
-        REPO,
-        "--public",
-        "--message",
-        "a try",
-        "--checkpoint",
-        "2",
-    ]
-    status, _, error = call(capsys, *given)
+    options = ("--public", "--message", "a try", "--checkpoint", "2")
+    status, _, error = call(capsys, "push", str(finished.path), REPO, *options)
     assert status == 1
     assert f"your_ai push {finished.path} {REPO} --checkpoint 2 --message 'a try' --public" in error
 
@@ -184,14 +175,7 @@ def test_supervisor_pushes_only_a_finished_run(
     ],
 )
 def test_invalid_push_to_is_refused_before_training(
-    hub,
-    account,
-    preset,
-    capsys,
-    monkeypatch,
-    repo,
-    token,
-    word,
+    hub, account, preset, capsys, monkeypatch, repo, token, word
 ):
     monkeypatch.setenv("HF_TOKEN", token)
     status, _, error = call(capsys, *preset, "--push-to", repo)
@@ -201,13 +185,7 @@ def test_invalid_push_to_is_refused_before_training(
     assert not RUNS.exists()
 
 
-def test_push_to_also_works_without_a_supervisor(
-    hub,
-    account,
-    preset,
-    capsys,
-    monkeypatch,
-):
+def test_push_to_also_works_without_a_supervisor(hub, account, preset, capsys, monkeypatch):
     asked = []
 
     def push_finished(folder, repo, received):

@@ -50,7 +50,7 @@ OBJECTIVES = [
     TrainConfig(objective="ipo"), TrainConfig(objective="simpo"),
     TrainConfig(objective="orpo", orpo_lambda=0.7),
 ]  # fmt: skip
-SUMMARY = EvaluateRequest(resamples=50, confidence=0.9, seed=1, worst=2)
+SUMMARY = EvaluateRequest("r", resamples=50, confidence=0.9, seed=1, worst=2)
 COMPARED = (
     *("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"),
     *("logps/chosen", "logps/rejected"),

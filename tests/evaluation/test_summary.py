@@ -22,7 +22,7 @@ from your_ai.files import sha256
 from your_ai.nets.saved_adapter import Adapter, Trained
 from your_ai.run.folder import RunFolder
 
-SETTINGS = EvaluateRequest(resamples=200, confidence=0.9, seed=3, worst=2)
+SETTINGS = EvaluateRequest("r", resamples=200, confidence=0.9, seed=3, worst=2)
 ROWS = [
     chat("one", "a b c"),
     chat("two", "a", weight=3),
