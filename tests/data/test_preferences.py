@@ -192,7 +192,7 @@ def test_a_pair_becomes_two_texts_whose_answers_are_trained(own_folder, demo_tok
     prompts = [found[i].tokens[~found[i].trained] for i in (0, 1)]
     assert np.array_equal(*prompts)
     assert found.weights.tolist() == [2, 2]
-    assert (found.tally.rows, found.tally.examples, found.labels) == (1, 2, None)
+    assert (found.tally.rows, found.tally.examples, found.columns) == (1, 2, {})
 
 
 def test_of_a_pair_that_is_too_long_both_answers_are_dropped(own_folder, demo_tokenizer):
@@ -244,7 +244,7 @@ def test_labels_are_kept_with_the_texts(own_folder, demo_tokenizer):
     rows = [{"prompt": f"p{c}", "completion": c, "label": c == "good"} for c in ("good", "bad")]
     for _ in range(2):  # encoded, then from the cache
         found = load(own_folder, demo_tokenizer, rows, "labels")
-        assert found.labels.tolist() == [True, True, False, False]
+        assert found.columns["labels"].tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize("label", [True, 1, 1.0, "1", "1.0", "true", "True", "TRUE"])

@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from your_ai.data.target_columns import COLUMNS
 from your_ai.engine.tiled_head import in_order, target_parts
 from your_ai.memory.sizes import tiles_of
 from your_ai.objectives.objective import Targets
@@ -26,7 +27,7 @@ def rows_of_targets(draw) -> tuple[Targets, np.ndarray, tuple[int, int]]:
     weights = np.concatenate([rng.random(len(real)) + 0.1, padding]).astype(np.float32)
     columns = {
         name: mx.array(rng.random(len(positions)).astype(np.float32))
-        for name in ("reference", "given", "advantages", "old", "ratings")
+        for name in COLUMNS
         if draw(st.booleans())
     }
     targets = Targets(
@@ -34,7 +35,7 @@ def rows_of_targets(draw) -> tuple[Targets, np.ndarray, tuple[int, int]]:
         mx.array(np.arange(len(positions), dtype=np.int32)),
         mx.array(weights),
         mx.array(positions // tokens),
-        **columns,
+        columns,
     )
     return targets, positions, (rows, tokens)
 
@@ -58,8 +59,8 @@ def test_positions_of_every_part_are_within_its_tiles(case):
         wanted = row * shape[1] + token + start
         assert np.array_equal(wanted[:count], positions[part.indices])
         assert np.array_equal(np.array(part.targets.tokens)[:count], part.indices)
-        for column in (part.targets.weights, part.targets.given):
-            assert column is None or not np.array(column)[count:].any()
+        for column in (part.targets.weights, part.targets.columns.get("given", mx.zeros(0))):
+            assert not np.array(column)[count:].any()
 
 
 @given(rows_of_targets())

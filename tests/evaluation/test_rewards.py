@@ -142,10 +142,10 @@ def test_rewards_of_kto_are_those_of_validation(tmp_path, tiny_model, monkeypatc
 def test_rewards_are_those_of_the_objective_in_training(config):
     scores, targets, *_ = make([(3, 2), (1, 4), (2, 2)], [1.0, 1.0, 2.0], 7, 2)
     if not needs_reference(config):
-        targets = targets._replace(reference=None)
+        targets = targets._replace(columns={})
     metrics = objective_of(config).weigh(scores, targets).metrics
     columns = [scores.current, scores.current * 0 + 1]
-    columns += [targets.reference] if needs_reference(config) else []
+    columns += [targets.columns["reference"]] if needs_reference(config) else []
     sums = [by_text(column, targets) for column in columns]
     logps, tokens, reference = (*sums, None)[:3]
     found = rewards_of(rewarding(config), logps, reference, tokens)

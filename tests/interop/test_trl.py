@@ -162,7 +162,8 @@ by_orpo = partial(without_reference, ORPOTrainer)
 def here_and_there(objective: Any, theirs: Callable, lengths: list, seed: int) -> tuple[Step, Step]:
     scores, targets, texts, current, reference = make(lengths, [1.0] * len(lengths), seed, 2)
     labels = np.append(np.repeat(LABELS[: len(lengths)], 2)[texts], [False, False])
-    weighed = objective.weigh(scores, targets._replace(good=mx.array(labels)))
+    targets = targets._replace(columns={**targets.columns, "labels": mx.array(labels)})
+    weighed = objective.weigh(scores, targets)
     totals = Totals()
     totals.add(weighed.sums)
     ours = Step(

@@ -282,14 +282,15 @@ def plain_gradients(
 
     def answer(weights: Arrays, index: int) -> Answer:
         tokens, at = examples[index].tokens, np.flatnonzero(examples[index].trained)
-        if examples.ratings is not None:
+        columns = examples.columns
+        if "ratings" in columns:
             hidden = plain_hidden(weights, model.args, tokens[:-1])
             score = hidden[-1:] @ weights[SCORE_WEIGHT].T
-            return Answer(score[:, 0], mx.zeros(1), rating=float(examples.ratings[index]))
+            return Answer(score[:, 0], mx.zeros(1), rating=float(columns["ratings"][index]))
         scores = log_softmax(plain_logits(weights, model.args, tokens) / temperature)
-        kept = [a for a in (examples.reference, examples.old) if a is not None]
+        kept = [columns[name] for name in ("reference", "old") if name in columns]
         kept = [mx.array(array[examples.starts[index] + at], mx.float64) for array in kept]
-        advantage = 0.0 if examples.advantages is None else float(examples.advantages[index])
+        advantage = float(columns["advantages"][index]) if "advantages" in columns else 0.0
         old = kept[1] if len(kept) > 1 else None
         return Answer(scores[mx.array(at - 1), mx.array(tokens[at])], kept[0], old, advantage)
 
@@ -302,7 +303,7 @@ def plain_gradients(
                 Group(
                     [answer(weights, row), answer(weights, row + 1)],
                     float(examples.weights[row]),
-                    examples.labels is not None and bool(examples.labels[row]),
+                    "labels" in examples.columns and bool(examples.columns["labels"][row]),
                 )
                 for row in rows
             ],

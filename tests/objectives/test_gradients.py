@@ -212,7 +212,7 @@ def make_examples(objective: str) -> Examples:
         np.cumsum([0, *map(len, texts)]),
         np.repeat(WEIGHTS, 2).astype(np.float32),
         RowCounts(),
-        **more,
+        more,
     )
 
 

@@ -101,8 +101,10 @@ def completions(lengths: list[int], row_weights: np.ndarray, advantages: Any, **
         places=empty,
         lengths=np.array(lengths),
         trained_tokens=len(texts),
-        advantages=by_token(advantages),
-        **{name: np.pad(np.float32(values), (0, 2)) for name, values in more.items()},
+        columns={
+            "advantages": by_token(advantages),
+            **{name: np.pad(np.float32(values), (0, 2)) for name, values in more.items()},
+        },
     )
 
 

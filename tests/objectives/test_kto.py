@@ -10,11 +10,15 @@ from hypothesis import strategies as st
 
 from tests.objectives.test_pairs import make
 from your_ai.objectives.kto import KTO
-from your_ai.objectives.objective import Sums, Totals
+from your_ai.objectives.objective import Sums, Targets, Totals
 
 OBJECTIVES = [
     KTO(), KTO(beta=0.5, desirable_weight=2.0, undesirable_weight=0.5), KTO(sft_weight=0.3),
 ]  # fmt: skip
+
+
+def labeled(targets: Targets, labels: np.ndarray, **columns: mx.array) -> Targets:
+    return targets._replace(columns={**targets.columns, "labels": mx.array(labels), **columns})
 
 
 def baseline(current, reference, texts, weights) -> float:
@@ -55,7 +59,7 @@ def test_loss_and_weights_are_those_of_the_formula(objective, rows, seed, paddin
     lengths, weights, good = zip(*rows, strict=True)
     scores, targets, texts, current, reference = make(list(lengths), list(weights), seed, padding)
     labels = np.append(np.repeat(good, 2)[texts], np.zeros(padding, bool)).astype(bool)
-    weighed = objective.weigh(scores, targets._replace(good=mx.array(labels)))
+    weighed = objective.weigh(scores, labeled(targets, labels))
     z0 = baseline(current, reference, texts, weights)
     given_ = (reference, texts, weights, good, z0)
     loss = plain_loss(objective, current, *given_)
@@ -76,7 +80,7 @@ def test_loss_and_weights_are_those_of_the_formula(objective, rows, seed, paddin
 def test_metrics_separate_good_and_bad_answers():
     scores, targets, texts, current, reference = make([(3, 2), (1, 4), (2, 2)], [1.0] * 3, 7, 2)
     good = np.append(np.repeat([True, False, True], 2)[texts], [False, False])
-    found = KTO(beta=0.5).weigh(scores, targets._replace(good=mx.array(good))).metrics
+    found = KTO(beta=0.5).weigh(scores, labeled(targets, good)).metrics
     rewards = [0.5 * (current - reference)[texts == 2 * row].sum() for row in range(3)]
     means = {name: value.item() / count.item() for name, (value, count) in found.items()}
     assert means["rewards/chosen"] == pytest.approx((rewards[0] + rewards[2]) / 2, rel=1e-4)
@@ -91,13 +95,13 @@ def test_metrics_separate_good_and_bad_answers():
 def test_a_margin_needs_answers_of_both_kinds():
     scores, targets, texts, *_ = make([(3, 2), (1, 4)], [1.0, 1.0], 7, 0)
     totals = Totals()
-    totals.add(KTO().weigh(scores, targets._replace(good=mx.ones(len(texts), mx.bool_))).sums)
+    totals.add(KTO().weigh(scores, labeled(targets, np.ones(len(texts), bool))).sums)
     assert "rewards/margins" not in totals.means()
 
 
 def test_a_policy_equal_to_its_reference_is_undecided():
     scores, targets, texts, *_ = make([(3, 2), (1, 4)], [1.0, 1.0], 7, 0)
-    same = targets._replace(reference=scores.current, good=mx.array(texts < 2))
+    same = labeled(targets, texts < 2, reference=scores.current)
     weighed = KTO().weigh(scores, same)
     assert weighed.loss.item() == pytest.approx(1.0)
     value, count = weighed.metrics["rewards/accuracies"]

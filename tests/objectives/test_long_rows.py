@@ -91,7 +91,7 @@ def examples_of(case: Long) -> Examples:
         more |= {"advantages": advantages, "old": near[1]}
     weights = np.repeat([1.0, 2.5, 0.5], 2)[: case.rows].astype(np.float32)
     starts = np.cumsum([0, *map(len, texts)])
-    return Examples(tokens, np.concatenate(trained), starts, weights, RowCounts(), **more)
+    return Examples(tokens, np.concatenate(trained), starts, weights, RowCounts(), more)
 
 
 @pytest.fixture(scope="module")

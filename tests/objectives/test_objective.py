@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -42,7 +41,7 @@ def encode(tokenizer, folder: Path) -> Examples:
 
 def with_reference(batch: Batch, engine) -> Batch:
     found, _ = engine.score(batch)
-    return replace(batch, reference=-np.array(found))
+    return batch.with_columns({"reference": -np.array(found)})
 
 
 def reference_engine(network: nn.Module):
@@ -72,7 +71,7 @@ def case(count: int = 40) -> tuple[mx.array, Targets, mx.array]:
     mx.random.seed(2)
     texts = mx.array(np.repeat(np.arange(4), count // 4).astype(np.int32))
     tokens, reference = mx.random.randint(0, 300, (count,)), -mx.random.uniform(shape=(count,))
-    targets = Targets(mx.arange(count), tokens, mx.ones(count), texts, reference)
+    targets = Targets(mx.arange(count), tokens, mx.ones(count), texts, {"reference": reference})
     return mx.random.normal((count, 32)), targets, mx.random.normal((300, 32))
 
 

@@ -56,7 +56,7 @@ def make(lengths: list[tuple[int, int]], weights: list[float], seed: int, paddin
         tokens=mx.zeros(len(texts) + padding, mx.int32),
         weights=mx.array(pad(by_text[texts]).astype(np.float32)),
         texts=mx.array(pad(texts).astype(np.int32)),
-        reference=mx.array(pad(reference).astype(np.float32)),
+        columns={"reference": mx.array(pad(reference).astype(np.float32))},
     )
     scores = Scores(mx.array(pad(current).astype(np.float32)))
     return scores, targets, texts, current, reference
@@ -114,7 +114,7 @@ def test_metrics_are_means_over_pairs_that_have_a_weight(objective):
 
 def test_a_policy_equal_to_its_reference_is_undecided():
     scores, targets, *_ = make([(3, 2), (1, 4)], [1.0, 1.0], 7, 0)
-    weighed = DPO().weigh(scores, targets._replace(reference=scores.current))
+    weighed = DPO().weigh(scores, targets._replace(columns={"reference": scores.current}))
     assert weighed.loss.item() == pytest.approx(2 * np.log(2), rel=1e-6)
     value, count = weighed.metrics["rewards/accuracies"]
     assert value.item() / count.item() == 0.5

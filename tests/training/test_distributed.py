@@ -245,7 +245,7 @@ def test_scores_of_all_ranks_are_put_in_the_order_of_the_step():
         n = batch.trained_tokens
         current = np.arange(n, dtype=np.float32) + 100 * batch.text_ids
         value[int(batch.text_ids[0])] = current
-        parts.append(ScoredTexts(current, batch.text_ids, batch.weights[:n], None, None, None))
+        parts.append(ScoredTexts(current, batch.text_ids, batch.weights[:n], {}))
     other = scored_by_all(parts[2:], whole, lambda values: values)
     rest = scored_by_all(parts[:2], whole, lambda values: values)
     for batch, a, b in zip(whole, other, rest, strict=True):

@@ -249,7 +249,7 @@ def test_without_a_reference_none_is_computed(pairs, monkeypatch):
 )  # fmt: skip
 def test_an_imbalance_of_labels_is_told_with_the_weight_that_mends_it(pairs, good, weights, text):
     labels = np.repeat(np.arange(12) < good, 2)
-    examples = Examples(None, None, None, None, RowCounts(), labels)
+    examples = Examples(None, None, None, None, RowCounts(), {"labels": labels})
     found = imbalance(pairs("kto", **weights), examples)
     assert text in found
     assert bool(found) == bool(text)

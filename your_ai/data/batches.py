@@ -7,11 +7,12 @@ more often, trains on the same rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from your_ai.data.examples import Examples
+from your_ai.data.target_columns import COLUMNS, ColumnName, Columns
 from your_ai.gates.text import counted
 from your_ai.rng import derive_seed
 
@@ -53,20 +54,12 @@ class Batch:
     lengths: np.ndarray
     """(B,) int64, the tokens of each row that are not padding."""
     trained_tokens: int
-    reference: np.ndarray | None = None
-    """(S,) float32 log-probabilities of the targets under the reference, if the run has one."""
-    good: np.ndarray | None = None
-    """(S,) bool, the label of the target's row, if the rows have labels."""
-    given: np.ndarray | None = None
-    """(S,) float32 weights of the targets, if a pass that scored them came first."""
-    advantages: np.ndarray | None = None
-    """(S,) float32, the advantage of the target's completion, if the rows are rollouts."""
-    old: np.ndarray | None = None
-    """(S,) float32 log-probabilities when the rollouts were generated, if they are needed."""
-    baseline: np.ndarray | None = None
-    """(S,) float32, the baseline of the step in each slot, if a pass over other texts found it."""
-    ratings: np.ndarray | None = None
-    """(S,) float32, the rating of the target's row, if the rows have ratings."""
+    columns: Columns = field(default_factory=dict)
+    """(S,) each, as of `COLUMNS`, those that the targets have."""
+
+    def with_columns(self, columns: Columns) -> Batch:
+        """The batch with more columns."""
+        return replace(self, columns={**self.columns, **columns})
 
     @property
     def real_tokens(self) -> int:
@@ -459,7 +452,7 @@ def lay_out(
     tokens = np.zeros(shape, np.int32)
     flat = tokens.reshape(-1)
     positions, targets, weights, texts = [], [], [], []
-    reference, good, advantages, old, ratings = [], [], [], [], []
+    columns: dict[ColumnName, list[np.ndarray]] = {name: [] for name in examples.columns}
     lengths = np.zeros(shape[0], np.int64)
     for text, (row, start) in enumerate(zip(rows, starts, strict=True)):
         example = examples[row]
@@ -470,16 +463,11 @@ def lay_out(
         targets.append(example.tokens[1:][at])
         weights.append(np.full(len(at), examples.weights[row], np.float32))
         texts.append(np.full(len(at), text))
-        if examples.reference is not None:
-            reference.append(examples.reference[examples.starts[row] + 1 + at])
-        if examples.labels is not None:
-            good.append(np.full(len(at), examples.labels[row]))
-        if examples.advantages is not None:
-            advantages.append(np.full(len(at), examples.advantages[row]))
-        if examples.old is not None:
-            old.append(examples.old[examples.starts[row] + 1 + at])
-        if examples.ratings is not None:
-            ratings.append(np.full(len(at), examples.ratings[row]))
+        for name, values in examples.columns.items():
+            by_token = COLUMNS[name].per == "token"
+            columns[name].append(
+                values[examples.starts[row] + 1 + at] if by_token else np.full(len(at), values[row])
+            )
         lengths[start // shape[1]] += inputs
     trained = sum(map(len, targets))
     slots = padded_targets(trained, tokens.size)
@@ -493,11 +481,10 @@ def lay_out(
         places=places,
         lengths=lengths,
         trained_tokens=trained,
-        reference=pad(np.concatenate(reference), slots, np.float32) if reference else None,
-        good=pad(np.concatenate(good), slots, np.bool_) if good else None,
-        advantages=pad(np.concatenate(advantages), slots, np.float32) if advantages else None,
-        old=pad(np.concatenate(old), slots, np.float32) if old else None,
-        ratings=pad(np.concatenate(ratings), slots, np.float32) if ratings else None,
+        columns={
+            name: pad(np.concatenate(parts), slots, COLUMNS[name].dtype, COLUMNS[name].padding)
+            for name, parts in columns.items()
+        },
     )
 
 
@@ -511,8 +498,8 @@ def round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def pad(values: np.ndarray, size: int, dtype: type) -> np.ndarray:
-    return np.pad(values.astype(dtype), (0, size - len(values)))
+def pad(values: np.ndarray, size: int, dtype: type, padding: float = 0) -> np.ndarray:
+    return np.pad(values.astype(dtype), (0, size - len(values)), constant_values=padding)
 
 
 # Deal the rows of a step to ranks, so that all take about the same time. Pure, and the same on

@@ -9,8 +9,8 @@ import os
 import shutil
 import time
 from array import array
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -22,13 +22,20 @@ from your_ai.data.lines import RowLimit, checked_sha256, files_of_rows
 from your_ai.data.notes import Notes, notes_from
 from your_ai.data.preferences import Kind, of_one_form, parser_of, with_other_answers
 from your_ai.data.rows import FLOAT32_MAX, Labeled, Preference, Row, Scored, read_rows
+from your_ai.data.target_columns import CACHED, ColumnName, Columns
 from your_ai.errors import UserError
 from your_ai.files import atomic_folder, sha256
 from your_ai.gates.text import counted
 
 FORMAT = 8  # increase it when the encoding of rows changes, so that old caches are not used
 KEEP_CACHE_DAYS = 30
-ARRAYS = ("tokens.bin", "trained.bin", "starts.npy", "weights.npy", "labels.npy", "ratings.npy")
+ARRAYS = [
+    "tokens.bin",
+    "trained.bin",
+    "starts.npy",
+    "weights.npy",
+    *(f"{name}.npy" for name in CACHED),
+]
 TALLY = "tally.json"
 TALLY_BYTES = 1 << 16
 BLOCK_BYTES = 1 << 20
@@ -65,21 +72,15 @@ class Examples:
     weights: np.ndarray
     """(n,) float32."""
     tally: RowCounts
-    labels: np.ndarray | None = None
-    """(n,) bool, whether each answer is good; None unless all rows have labels."""
-    reference: np.ndarray | None = None
-    """(N,) float32, the log-probability of each trained token under the reference model, else 0;
-    None without a reference. Memory-mapped."""
-    advantages: np.ndarray | None = None
-    """(n,) float32, the advantage of each completion, of rollouts."""
-    old: np.ndarray | None = None
-    """(N,) float32 log-probabilities of the trained tokens when the rollouts were generated, else
-    0; None if they are not needed."""
+    columns: Columns = field(default_factory=dict)
+    """(n,) or (N,) each, as of `COLUMNS`; a column is here only if all rows have it. "reference" is
+    memory-mapped."""
     notes: Notes = field(default_factory=Notes)
     """What was noticed in the rows."""
-    ratings: np.ndarray | None = None
-    """(n,) float32, of the rows of a reward model: the score of each text, or the margin by which
-    the scores of its pair are to differ; else None."""
+
+    def with_columns(self, columns: Columns) -> Examples:
+        """The examples with more columns."""
+        return replace(self, columns={**self.columns, **columns})
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -184,10 +185,8 @@ class Piece(NamedTuple):
     weight: float
     outcome: str
     """whole, truncated or split; more for every piece of a row but its first."""
-    good: bool | None
-    """The label of its row, if it has one."""
-    rating: float | None = None
-    """The score or margin of its row, in the data of a reward model."""
+    columns: Mapping[ColumnName, float] = {}
+    """The values of its row in the columns that the row has."""
 
 
 def pieces_of(row: Row, encoder: Encoder, max_seq_length: int, too_long: str) -> Iterator[Piece]:
@@ -196,10 +195,9 @@ def pieces_of(row: Row, encoder: Encoder, max_seq_length: int, too_long: str) ->
     for piece in fitted_pieces(row, encoder, max_seq_length, too_long):
         if encoder.kind != "rated" or piece.example is None:
             yield piece
-        elif isinstance(content, Preference):
-            yield piece._replace(example=to_score(piece.example), rating=content.margin)
-        elif isinstance(content, Scored):
-            yield piece._replace(example=to_score(piece.example), rating=content.score)
+        elif isinstance(content, Preference | Scored):
+            rating = content.margin if isinstance(content, Preference) else content.score
+            yield piece._replace(example=to_score(piece.example), columns={"ratings": rating})
 
 
 def fitted_pieces(
@@ -210,12 +208,14 @@ def fitted_pieces(
 
     The answer of another row is shortened if necessary, which is no fault of this row.
     """
-    good = row.content.good if isinstance(row.content, Labeled) else None
+    columns: Mapping[ColumnName, float] = (
+        {"labels": row.content.good} if isinstance(row.content, Labeled) else {}
+    )
     fitted = partial(fit, ways=WAYS.get(encoder.kind, "use --too-long truncate"))
     first, *others = encoder.encode_all(row)
     if not others:
         for example, outcome in fitted(first, max_seq_length, too_long, row.where):
-            yield Piece(example, row.weight, outcome, good)
+            yield Piece(example, row.weight, outcome, columns)
         return
     is_mismatched = isinstance(row.content, Labeled)
     group = [
@@ -229,9 +229,9 @@ def fitted_pieces(
         kept = False
         if outcome == "whole":  # or else what differs was cut off
             encoder.notes.add("answers that another row gives, too, are not trained", row.where)
-    yield Piece(examples[0] if kept else None, row.weight, outcome, good)
+    yield Piece(examples[0] if kept else None, row.weight, outcome, columns)
     if kept:
-        yield Piece(examples[1], row.weight, "more", good)
+        yield Piece(examples[1], row.weight, "more", columns)
 
 
 def fit(
@@ -272,7 +272,8 @@ def write_examples(folder: Path, pieces: Iterator[Piece], notes: Notes | None = 
     notes: what is noticed in the rows while they are read.
     """
     counts = dict.fromkeys(asdict(RowCounts()), 0)
-    lengths, weights, labels, ratings = array("q", [0]), array("f"), array("b"), array("f")
+    lengths, weights = array("q", [0]), array("f")
+    columns = {name: array("d") for name in CACHED}
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with (
@@ -280,7 +281,7 @@ def write_examples(folder: Path, pieces: Iterator[Piece], notes: Notes | None = 
             (temporary / "tokens.bin").open("wb") as tokens_file,
             (temporary / "trained.bin").open("wb") as trained_file,
         ):
-            for piece, weight, outcome, good, rating in pieces:
+            for piece, weight, outcome, values in pieces:
                 counts["rows"] += outcome != "more"
                 counts["truncated"] += outcome == "truncated"
                 counts["split"] += outcome == "split"
@@ -291,16 +292,16 @@ def write_examples(folder: Path, pieces: Iterator[Piece], notes: Notes | None = 
                 trained_file.write(piece.trained.data)
                 lengths.append(len(piece.tokens))
                 weights.append(weight)
-                labels.extend([] if good is None else [good])
-                ratings.extend([] if rating is None else [rating])
+                for name, value in values.items():
+                    columns[name].append(value)
                 counts["tokens"] += len(piece.tokens)
                 counts["trained_tokens"] += int(piece.trained.sum())
             counts["examples"] = len(weights)
             np.save(temporary / "starts.npy", np.cumsum(np.frombuffer(lengths, np.int64)))
             np.save(temporary / "weights.npy", np.array(weights, np.float32))
-            known = labels if len(labels) == len(weights) else ()
-            np.save(temporary / "labels.npy", np.array(known, np.bool_))
-            np.save(temporary / "ratings.npy", np.array(ratings, np.float32))
+            for name, column in CACHED.items():
+                known = columns[name] if len(columns[name]) == len(weights) else ()
+                np.save(temporary / f"{name}.npy", np.array(known, column.dtype))
             tokens_file.flush()
             trained_file.flush()
             sums = {name: sha256(temporary / name) for name in ARRAYS}
@@ -349,8 +350,10 @@ def open_examples(folder: Path) -> Examples | None:
             return None
         starts = read_array(folder / "starts.npy", np.int64)
         weights = read_array(folder / "weights.npy", np.float32)
-        labels = read_array(folder / "labels.npy", np.bool_)
-        ratings = read_array(folder / "ratings.npy", np.float32)
+        columns = {
+            name: read_array(folder / f"{name}.npy", column.dtype)
+            for name, column in CACHED.items()
+        }
         total = int(starts[-1])
         tokens = map_array(folder / "tokens.bin", np.uint32, total)
         trained = map_array(folder / "trained.bin", np.bool_, total)
@@ -360,9 +363,8 @@ def open_examples(folder: Path) -> Examples | None:
         return None
     if (np.diff(starts) < 2).any():  # an example needs a target and a token that predicts it
         return None
-    if len(labels) not in (0, len(weights)) or len(ratings) not in (0, len(weights)):
-        return None
-    if not np.isfinite(ratings).all():
+    columns = {name: values for name, values in columns.items() if len(values)}
+    if any(len(each) != len(weights) or not np.isfinite(each).all() for each in columns.values()):
         return None
     if not ((weights >= 0) & (weights <= FLOAT32_MAX)).all():
         return None
@@ -370,16 +372,7 @@ def open_examples(folder: Path) -> Examples | None:
         return None
     with contextlib.suppress(OSError):
         os.utime(folder)  # marks it as used, for `delete_unused`
-    return Examples(
-        tokens,
-        trained,
-        starts,
-        weights,
-        tally,
-        labels if len(labels) else None,
-        notes=notes,
-        ratings=ratings if len(ratings) else None,
-    )
+    return Examples(tokens, trained, starts, weights, tally, columns, notes)
 
 
 def has_tokens(examples: Examples, vocabulary: int | None) -> bool:

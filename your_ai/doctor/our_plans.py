@@ -156,10 +156,10 @@ class RolloutSteps:
         lengths = np.array([len(completion) for _, completion in texts])
         counts = np.ones(len(texts), bool)
         weights = completion_weights(lengths, counts, "dapo", self.contest.targets)
-        examples = completion_examples(texts, weights, advantages)
+        examples = completion_examples(texts, weights, {"advantages": advantages})
         edges = few_edges(int(examples.lengths.max()))
         if self.contest.kl_beta:
-            examples = dataclasses.replace(examples, reference=self.reference(examples, edges))
+            examples = examples.with_columns({"reference": self.reference(examples, edges)})
         order = np.argsort(-examples.lengths, kind="stable")
         batches = list(micro_batches(examples, order, self.rows_at, edges))
         one_update(self.engine, self.update, self.gradients, batches, self.contest)
@@ -299,7 +299,7 @@ def fastest_within(workload: Workload, mlx_bytes: int) -> Option:
 def with_reference(engine: Engine, batch: Batch) -> Batch:
     """The batch with log-probabilities under the model as it is now."""
     losses, _ = engine.score(batch)
-    return dataclasses.replace(batch, reference=-np.array(losses))
+    return batch.with_columns({"reference": -np.array(losses)})
 
 
 def one_update(

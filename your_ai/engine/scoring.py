@@ -7,14 +7,14 @@ into micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
 
 from your_ai.data.batches import Batch
+from your_ai.data.target_columns import Columns
 from your_ai.engine.protocol import Engine
 from your_ai.objectives.objective import (
     Objective,
@@ -35,17 +35,20 @@ class ScoredTexts(NamedTuple):
     texts: np.ndarray
     """The index of the text of each target, in the step or in the file."""
     weights: np.ndarray
-    reference: np.ndarray | None
-    good: np.ndarray | None
-    ratings: np.ndarray | None
+    columns: Columns
+    """(n,) each, those of the micro-batch."""
+
+    @staticmethod
+    def of(batch: Batch, current: np.ndarray) -> ScoredTexts:
+        n = batch.trained_tokens
+        columns = {name: array[:n] for name, array in batch.columns.items()}
+        return ScoredTexts(current, batch.text_ids, batch.weights[:n], columns)
 
 
 def score(engine: Engine, batch: Batch) -> ScoredTexts:
     """Compute the log-probabilities of the targets of a micro-batch."""
-    n = batch.trained_tokens
-    optional = (None if a is None else a[:n] for a in (batch.reference, batch.good, batch.ratings))
-    found = np.array(engine.log_probabilities(batch))[:n]
-    return ScoredTexts(found, batch.text_ids, batch.weights[:n], *optional)
+    found = np.array(engine.log_probabilities(batch))
+    return ScoredTexts.of(batch, found[: batch.trained_tokens])
 
 
 def weigh(objective: Objective, scored: Sequence[ScoredTexts]) -> Weighed:
@@ -55,23 +58,17 @@ def weigh(objective: Objective, scored: Sequence[ScoredTexts]) -> Weighed:
 
 def as_targets(scored: Sequence[ScoredTexts]) -> tuple[Scores, Targets]:
     """All targets, in the order of `scored`, with their log-probabilities."""
-    columns = list(zip(*scored, strict=True))
-    current, texts, weights = map(np.concatenate, columns[:3])
+    texts = np.concatenate([part.texts for part in scored])
     texts = np.unique(texts, return_inverse=True)[1]  # without gaps, so below the targets' number
+    weights = mx.array(np.concatenate([part.weights for part in scored]))
+    current = mx.array(np.concatenate([part.current for part in scored]))
+    columns = {
+        name: mx.array(np.concatenate([part.columns[name] for part in scored]))
+        for name in scored[0].columns
+    }
     empty = mx.zeros(len(current), mx.int32)
-    optional = map(joined, columns[3:])
-    reference, good, ratings = (None if a is None else mx.array(a) for a in optional)
-    targets = Targets(
-        empty, empty, mx.array(weights), mx.array(texts.astype(np.int32)),
-        reference, good, ratings=ratings,
-    )  # fmt: skip
-    return Scores(mx.array(current)), targets
-
-
-def joined(arrays: Iterable[np.ndarray | None]) -> np.ndarray | None:
-    """All arrays as one; None if the batches have none."""
-    found = [array for array in arrays if array is not None]
-    return np.concatenate(found) if found else None
+    targets = Targets(empty, empty, weights, mx.array(texts.astype(np.int32)), columns)
+    return Scores(current), targets
 
 
 def with_weights(engine: Engine, batches: Sequence[Batch]) -> tuple[list[Batch], Totals]:
@@ -85,7 +82,7 @@ def with_weights(engine: Engine, batches: Sequence[Batch]) -> tuple[list[Batch],
     ends = np.cumsum([len(part.current) for part in scored])
     parts = np.split(weights, ends[:-1])
     found = [
-        replace(batch, given=np.pad(part, (0, len(batch.targets) - len(part))))
+        batch.with_columns({"given": np.pad(part, (0, len(batch.targets) - len(part)))})
         for batch, part in zip(batches, parts, strict=True)
     ]
     totals = Totals()
@@ -116,7 +113,7 @@ def with_baseline(
         scored = scored_by_all(scored, every, summed)
     baseline = float(objective.baseline(*as_targets(scored)))
     return [
-        replace(batch, baseline=np.full(len(batch.targets), baseline, np.float32))
+        batch.with_columns({"baseline": np.full(len(batch.targets), baseline, np.float32)})
         for batch in firsts
     ]
 
@@ -139,13 +136,10 @@ def scored_by_all(
     for part in scored:
         values[slots(part.texts, starts)] = part.current
     values = summed(values)
-    found = []
-    for batch, ids in zip(whole, texts, strict=True):
-        n = batch.trained_tokens
-        optional = (batch.reference, batch.good, batch.ratings)
-        parts = (None if array is None else array[:n] for array in optional)
-        found.append(ScoredTexts(values[slots(ids, starts)], ids, batch.weights[:n], *parts))
-    return found
+    return [
+        ScoredTexts.of(batch, values[slots(ids, starts)])
+        for batch, ids in zip(whole, texts, strict=True)
+    ]
 
 
 def slots(texts: np.ndarray, starts: np.ndarray) -> np.ndarray:

@@ -290,11 +290,11 @@ class Staged:
             sums, cotangent, of_head = self._head_gradient(rows.shape, *given)
             return sums, [cotangent], of_head
         known = None
-        if not self.objective.token_local and targets.given is None:
+        if not self.objective.token_local and "given" not in targets.columns:
             # A weight may depend on all targets, so all are scored first.
             (scores,) = self._by_tile(self._head_scores, batch, rows, hidden)
             known = self.objective.weigh(Scores(scores), targets)
-            targets = targets._replace(given=known.weights)
+            targets = targets._replace(columns={**targets.columns, "given": known.weights})
             mx.eval(known.sums, known.weights)
         every: list[Sums] = []
         for part in self._target_parts(batch, targets):

@@ -68,13 +68,15 @@ def slots_of(targets: Targets, indices: np.ndarray, places: np.ndarray, share: i
     slots = np.full(-(-count // share) * share, indices[0])
     slots[:count] = indices
     at = mx.array(slots.astype(np.int32))
-    found = Targets._make(None if array is None else array[at] for array in targets)
+    found = targets.part(at)
     real = mx.arange(len(slots)) < count
-    given = None if found.given is None else mx.where(real, found.given, 0)
+    columns = dict(found.columns)
+    if "given" in columns:
+        columns["given"] = mx.where(real, columns["given"], 0)
     return found._replace(
         positions=mx.array(places[slots].astype(np.int32)),
         weights=mx.where(real, found.weights, 0),
-        given=given,
+        columns=columns,
     )
 
 

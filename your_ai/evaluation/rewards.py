@@ -138,7 +138,7 @@ def score_measures(found: Comparison, resamples: int, seed: int) -> dict[str, Pa
 def wanted_scores(rows: EvaluationRows) -> np.ndarray:
     """(m,) the scores in the rows."""
     wanted = np.zeros(len(rows))
-    wanted[rows.trained.row_of] = rows.trained.examples.ratings
+    wanted[rows.trained.row_of] = rows.trained.examples.columns["ratings"]
     return wanted
 
 

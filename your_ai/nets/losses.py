@@ -124,7 +124,7 @@ def loss_and_gradient(
     the third result has its gradients times `scale`, by name in the model.
     """
 
-    if targets.given is not None:
+    if "given" in targets.columns:
         objective = GivenWeights()
 
     if isinstance(head, ScoreHead):

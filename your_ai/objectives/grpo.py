@@ -49,11 +49,10 @@ class GRPO:
         return self.importance == "token"
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
-        """The loss and weights. Without `targets.old`, the completions are new and r is 1."""
-        assert targets.advantages is not None
-        real, advantages = targets.is_real, targets.advantages
+        """The loss and weights. Without the column "old", the completions are new and r is 1."""
+        real, advantages = targets.is_real, targets.columns["advantages"]
         current = mx.where(real, scores.current, 0)
-        old = current if targets.old is None else mx.where(real, targets.old, 0)
+        old = mx.where(real, targets.columns["old"], 0) if "old" in targets.columns else current
         log_ratios = current - old
         ratios = token_ratios = exp(log_ratios)
         if not self.token_local:
@@ -67,8 +66,7 @@ class GRPO:
         slopes = mx.where(is_low | is_high, 0, ratios * advantages)
         metrics = self._metrics(current, real, is_low, is_high)
         if self.kl_beta:
-            assert targets.reference is not None
-            distance = mx.where(real, targets.reference, 0) - current
+            distance = mx.where(real, targets.columns["reference"], 0) - current
             estimate = exp(distance) - distance - 1
             metrics["kl"] = (mx.where(real, estimate, 0).sum(), real.sum())
             if self.kl == "k3":

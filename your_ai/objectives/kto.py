@@ -39,11 +39,10 @@ class Texts(NamedTuple):
     @staticmethod
     def of(scores: Scores, targets: Targets) -> Texts:
         """The texts of the targets, by their index: as many slots as targets."""
-        assert targets.reference is not None
         real = targets.is_real
         tokens = real.astype(mx.float32)
         values = (
-            mx.where(real, scores.current - targets.reference, 0),
+            mx.where(real, scores.current - targets.columns["reference"], 0),
             mx.where(real, scores.current, 0),
             tokens,
             tokens * targets.weights,
@@ -78,11 +77,13 @@ class KTO:
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
         """The targets are those of a whole step or file; or first texts, with a baseline."""
-        assert targets.good is not None
         texts = Texts.of(scores, targets)
-        good = targets.sum_by_text((targets.is_real & targets.good).astype(mx.float32)) > 0
-        if targets.baseline is not None:
-            loss, slopes, found = self.judge(texts, good, targets.baseline[0])
+        good = (
+            targets.sum_by_text((targets.is_real & targets.columns["labels"]).astype(mx.float32))
+            > 0
+        )
+        if "baseline" in targets.columns:
+            loss, slopes, found = self.judge(texts, good, targets.columns["baseline"][0])
             weights = mx.where(targets.is_real, slopes[targets.texts], 0)
             return Weighed(loss, weights, found)
         first, others = (Texts(*parts) for parts in zip(*map(by_pair, texts), strict=True))

@@ -18,6 +18,7 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 import mlx.core as mx
 
 from your_ai.data.batches import Batch
+from your_ai.data.target_columns import ColumnName
 
 # A pass of a step over its texts: log-probabilities without gradients, of all texts (scores) or of
 # the texts of each group but the first (others); and gradients, after `others` of the first ones.
@@ -36,36 +37,28 @@ class Targets(NamedTuple):
     texts: mx.array
     """(S,) int32, the index, from 0, of the text of each target in the micro-batch. The texts of
     a group, such as a pair, are consecutive."""
-    reference: mx.array | None = None
-    """(S,) float32 log-probabilities under the reference model, for objectives that need them."""
-    good: mx.array | None = None
-    """(S,) bool, the label of each target's row, if the rows have labels."""
-    given: mx.array | None = None
-    """(S,) float32, the weights that `Objective.weigh` gave to these targets after all texts of
-    the step were scored. If there are any, the objective is not asked again."""
-    advantages: mx.array | None = None
-    """(S,) float32, the advantage of each target's completion, if the rows are rollouts."""
-    old: mx.array | None = None
-    """(S,) float32 log-probabilities when the rollouts were generated; None if the adapters have
-    not changed since."""
-    baseline: mx.array | None = None
-    """(S,) float32, in each slot the baseline of the step, if a pass over the other texts of the
-    groups found it. Then these targets are of first texts."""
-    ratings: mx.array | None = None
-    """(S,) float32, the rating of each target's row, if the rows have ratings."""
+    columns: Mapping[ColumnName, mx.array] = {}
+    """(S,) each, as of `COLUMNS`, those that the targets have."""
 
     @staticmethod
     def of(batch: Batch) -> Targets:
-        arrays = map(mx.array, (batch.positions, batch.targets, batch.weights, batch.texts))
-        optional = (
-            *(batch.reference, batch.good, batch.given),
-            *(batch.advantages, batch.old, batch.baseline, batch.ratings),
+        return Targets(
+            mx.array(batch.positions),
+            mx.array(batch.targets),
+            mx.array(batch.weights),
+            mx.array(batch.texts),
+            {name: mx.array(array) for name, array in batch.columns.items()},
         )
-        return Targets(*arrays, *(None if a is None else mx.array(a) for a in optional))
 
-    def part(self, part: slice) -> Targets:
-        """Some of the targets."""
-        return Targets._make(None if array is None else array[part] for array in self)
+    def part(self, part: slice | mx.array) -> Targets:
+        """Some of the targets: a slice, or an array of their indices."""
+        return Targets(
+            self.positions[part],
+            self.tokens[part],
+            self.weights[part],
+            self.texts[part],
+            {name: array[part] for name, array in self.columns.items()},
+        )
 
     def sum_by_text(self, values: mx.array) -> mx.array:
         """(S,): at index i, the sum of the (S,) values over text i; 0 past the last text."""
@@ -205,8 +198,8 @@ class GivenWeights:
     phases: ClassVar[tuple[Phase, ...]] = ("gradients",)
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
-        assert targets.given is not None
-        return Weighed(-(scores.current * targets.given).sum(), targets.given)
+        given = targets.columns["given"]
+        return Weighed(-(scores.current * given).sum(), given)
 
     def denominator(self, batches: Sequence[Batch]) -> float:
         """Not used: the weights are divided by the denominator of their objective."""

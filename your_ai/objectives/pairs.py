@@ -44,8 +44,8 @@ class Pairs(NamedTuple):
     def of(scores: Scores, targets: Targets) -> Pairs:
         real = targets.is_real
         apart = scores.current
-        if targets.reference is not None:
-            apart = apart - targets.reference
+        if "reference" in targets.columns:
+            apart = apart - targets.columns["reference"]
         tokens = real.astype(mx.float32)
         values = (mx.where(real, scores.current, 0), mx.where(real, apart, 0), tokens,
                   tokens * targets.weights)  # fmt: skip

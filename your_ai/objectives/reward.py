@@ -35,8 +35,8 @@ class BradleyTerry:
         chosen, rejected = by_pair(targets.sum_by_text(mx.where(real, scores.current, 0)))
         weights, _ = by_pair(targets.sum_by_text(mx.where(real, targets.weights, 0)))
         wanted: mx.array | float = 0.0
-        if targets.ratings is not None:
-            wanted, _ = by_pair(targets.sum_by_text(mx.where(real, targets.ratings, 0)))
+        if (ratings := targets.columns.get("ratings")) is not None:
+            wanted, _ = by_pair(targets.sum_by_text(mx.where(real, ratings, 0)))
         losses, slopes = minus_log_sigmoid(chosen - rejected - wanted, 0.0)
         both = chosen + rejected
         losses = losses + self.center * both**2
@@ -70,7 +70,7 @@ class ScoreRegression:
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
         real = targets.is_real
-        wanted = 0.0 if targets.ratings is None else targets.ratings
+        wanted = targets.columns.get("ratings", 0.0)
         errors = mx.where(real, scores.current - wanted, 0)
         weights = mx.where(real, targets.weights, 0)
         metrics: Metrics = {"rewards/error": (mx.abs(errors).sum(), real.sum())}

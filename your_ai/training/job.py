@@ -195,8 +195,7 @@ def rewards_of(config: TrainConfig, log: events.EventLog, folder: Path) -> Rewar
 
 def imbalance(config: TrainConfig, examples: Examples) -> str:
     """A notice if good and bad answers count very differently in KTO; else an empty text."""
-    assert examples.labels is not None
-    answers = examples.labels[:: objective_of(config).rows_together]
+    answers = examples.columns["labels"][:: objective_of(config).rows_together]
     good, bad = int(answers.sum()), int((~answers).sum())
     counts = f"{counted(good, 'good answer')} and {counted(bad, 'bad one')}"
     if not (good and bad):

@@ -95,12 +95,12 @@ def peak_of(trainer: Trainer, shape: Shape, log: events.EventLog) -> MicroBatchP
     objective = trainer.engine.objective
     if trainer.rewards is not None:  # completions, whose log-probabilities need not be known
         ones = np.ones_like(batch.weights)
-        batch = replace(batch, advantages=ones, old=-ones, reference=-ones)
+        batch = batch.with_columns({"advantages": ones, "old": -ones, "reference": -ones})
     elif "others" in objective.phases:
         empty = np.zeros(len(batch.targets), np.float32)
-        batch = replace(batch, reference=empty, baseline=empty, good=empty > 0)
+        batch = batch.with_columns({"reference": empty, "baseline": empty, "labels": empty > 0})
     elif "scores" in objective.phases or shape.rows < objective.rows_together:
-        batch = replace(batch, given=batch.weights)
+        batch = batch.with_columns({"given": batch.weights})
     allocator.return_freed_buffers()
     mx.set_cache_limit(0)  # cached buffers would add to the peak; `allocator.set_limits` resets it
     allocator.free(collect=False)

@@ -62,7 +62,7 @@ def with_reference(
             if opened(folder, len(examples.tokens)) is None:  # another run has not written it
                 raise unwritable(folder.parent, "reference log-probabilities", error) from error
         values = found
-    return replace(examples, reference=values)
+    return examples.with_columns({"reference": values})
 
 
 def opened(folder: Path, size: int) -> np.ndarray | None:

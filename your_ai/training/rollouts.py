@@ -23,6 +23,7 @@ from your_ai.data.encode import Encoder, token_ids
 from your_ai.data.examples import Examples, RowCounts
 from your_ai.data.prompts import PromptRows
 from your_ai.data.rows import Chat, Question
+from your_ai.data.target_columns import COLUMNS, ColumnName, Columns
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, now_and_then, shortened
 from your_ai.generation.rollouts import (
@@ -455,7 +456,7 @@ class RolloutSource:
         edges, order = self.edges(examples), np.argsort(-examples.lengths, kind="stable")
         every = list(micro_batches(examples, order, rows_at, edges))
         denominator = self.trainer.engine.objective.denominator(every)
-        moves = (examples.weights != 0) & (examples.advantages != 0)
+        moves = (examples.weights != 0) & (examples.columns["advantages"] != 0)
         if not (moves.any() or kl_beta or self.told_no_spread):
             self.told_no_spread = True
             self.log.write(events.Notice(text=NO_SPREAD))
@@ -484,15 +485,14 @@ class RolloutSource:
             lengths, counts, objective.normalization, config.max_new_tokens
         )
         weights *= data.weights[[r.row for r in records]]
-
-        def of_tokens(name: str) -> np.ndarray | None:
-            values = [getattr(r, name) for r in records]
-            return None if values[0] is None else np.concatenate(values)
-
-        advantages = np.array([r.advantage for r in records], np.float32)
-        return completion_examples(
-            texts, weights, advantages, of_tokens("reference"), of_tokens("old")
-        )
+        columns: dict[ColumnName, np.ndarray] = {
+            "advantages": np.array([r.advantage for r in records], np.float32)
+        }
+        if records[0].reference is not None:
+            columns["reference"] = np.concatenate([r.reference for r in records])
+        if records[0].old is not None:
+            columns["old"] = np.concatenate([r.old for r in records])
+        return completion_examples(texts, weights, columns)
 
     def edges(self, examples: Examples) -> np.ndarray:
         """The lengths that rollouts are padded to: few, and the same in every step."""
@@ -520,22 +520,20 @@ class RolloutSource:
 def completion_examples(
     texts: Sequence[tuple[np.ndarray, np.ndarray]],
     weights: np.ndarray,
-    advantages: np.ndarray,
-    reference: np.ndarray | None = None,
-    old: np.ndarray | None = None,
+    columns: Columns,
 ) -> Examples:
     """Prompts with their completions, of which only these are trained.
 
     texts: the tokens of n prompts and of their completions, which have C tokens in all.
-    weights, advantages: (n,). reference, old: (C,) log-probabilities.
+    weights: (n,). columns: (n,), or (C,) if by token, as of `COLUMNS`.
     """
     starts = np.cumsum([0, *(len(a) + len(b) for a, b in texts)])
     trained = np.concatenate([np.arange(len(a) + len(b)) >= len(a) for a, b in texts])
 
-    def by_token(values: np.ndarray | None) -> np.ndarray | None:
-        if values is None:
-            return None
-        found = np.zeros(len(trained), np.float32)
+    def whole(name: ColumnName, values: np.ndarray) -> np.ndarray:
+        if COLUMNS[name].per == "row":
+            return values
+        found = np.zeros(len(trained), COLUMNS[name].dtype)
         found[trained] = values
         return found
 
@@ -545,9 +543,7 @@ def completion_examples(
         starts=starts,
         weights=weights.astype(np.float32),
         tally=RowCounts(),
-        reference=by_token(reference),
-        advantages=advantages,
-        old=by_token(old),
+        columns={name: whole(name, values) for name, values in columns.items()},
     )
 
 

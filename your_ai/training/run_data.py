@@ -105,7 +105,7 @@ def best_metric_of(
 
 def check_margin(config: TrainConfig, valid: Path, examples: Examples, limit: RowLimit) -> None:
     """Raise UserError for --best-metric margin if all validation rows have the same label."""
-    labels = examples.labels
+    labels = examples.columns.get("labels")
     if config.best_metric != "margin" or labels is None:
         return
     if len(set(labels[examples.weights > 0].tolist())) == 1:

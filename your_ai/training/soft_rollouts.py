@@ -166,7 +166,7 @@ class SoftSource:
         data = self.source.trainer.schedule.examples
         texts = [(np.asarray(data[r.row].tokens), np.array(r.tokens, np.uint32)) for r in records]
         weights = data.weights[[record.row for record in records]]
-        examples = completion_examples(texts, weights, np.zeros(len(records), np.float32))
+        examples = completion_examples(texts, weights, {})
         order = np.argsort(-examples.lengths, kind="stable")
         return list(micro_batches(examples, order, rows_at, self.source.edges(examples)))
 
