@@ -9,7 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +116,18 @@ def load_rewards(
     return found
 
 
+@dataclass(frozen=True)
+class RewardValues:
+    """What one reward gives n rollouts."""
+
+    values: Sequence[float | None]
+    """Without the weight; None: missing."""
+    whys: Sequence[str]
+    """Why a value is missing, if it is."""
+    left_out: Set[int] = frozenset()
+    """The groups that the reward does not apply to."""
+
+
 class Pending:
     """Rewards that are being computed."""
 
@@ -155,61 +167,53 @@ class Pending:
         return self.rewarded
 
     def finish(self, look: Callable[[], None]) -> Rewarded:
-        reasons: list[Counter[str]] = [Counter() for _ in self.rollouts]
         notices: list[str] = []
-        values: dict[str, list[float | None]] = {}
-        left_out: dict[str, set[int]] = {}
         functions = self.rewards.functions
         called = {name: self.call(name, notices) for name in functions}  # while the judge works
         while not self.wait(LOOK_EVERY_S):
             look()
         verdicts = [future.result() for future in self.verdicts]
-        for name in self.rewards.names:
-            if name.kind == FUNCTION:
-                found, raised = called[name.name]
-                left_out[name.name] = groups_without(self.rollouts, found) - raised.keys()
-                whys = [raised.get(rollout.group, NOT_GIVEN) for rollout in self.rollouts]
-            elif name.kind == RUN:
-                found = self.rewards.models[name.name](self.rollouts)
-                whys = [NO_SCORE] * len(found)
-            elif name.kind == JUDGE:
-                found, whys = [verdict.reward for verdict in verdicts], [v.why for v in verdicts]
-            else:
-                found = [self.rewards.builtin[name.name](r) for r in self.rollouts]
-                whys = [NOT_GIVEN] * len(found)
-            values[name.name] = found
-            for i, value in enumerate(found if name.weight else ()):
-                if value is None and self.rollouts[i].group not in left_out.get(name.name, ()):
-                    reasons[i][f"{name.name}: {whys[i]}"] += 1
-        totals = [self.total(i, values, left_out, reasons[i]) for i in range(len(self.rollouts))]
-        failed = [
-            total is None and set(each) != {NOTHING_APPLIES}
-            for total, each in zip(totals, reasons, strict=True)
-        ]
-        why_missing = sum(reasons, Counter())
+        found = {
+            name.name: called.get(name.name) or self.others(name, verdicts)
+            for name in self.rewards.names
+        }
+        summed = [self.total(i, found) for i in range(len(self.rollouts))]
+        totals = [total for total, _ in summed]
+        failed = [bool(reasons) and reasons != [NOTHING_APPLIES] for _, reasons in summed]
+        why_missing = Counter(reason for _, reasons in summed for reason in reasons)
         if why_missing:
-            notices.append(self.missing_notice(totals, why_missing))
+            missing = f"{counted(totals.count(None), 'reward')} of {len(totals)} missing"
+            notices.append(f"step {self.step}: {missing} ({reasons_text(why_missing)})")
         if self.rewards.judge is not None:
             notices += self.rewards.judge.cache.take_notices()
         self.count_missing(failed, why_missing)
+        values = {name: list(reward.values) for name, reward in found.items()}
         replies = [verdict.reply for verdict in verdicts] or [None] * len(self.rollouts)
         return Rewarded(values, totals, replies, notices, self.counts())
 
-    def call(self, name: str, notices: list[str]) -> tuple[list[float | None], dict[int, str]]:
-        """The values of a user's function, and for which prompts it raised what.
+    def others(self, name: WeightedName, verdicts: Sequence[Graded]) -> RewardValues:
+        """The values of a reward that is not a user's function."""
+        if name.kind == JUDGE:
+            return RewardValues([v.reward for v in verdicts], [v.why for v in verdicts])
+        if name.kind == RUN:
+            scores = self.rewards.models[name.name](self.rollouts)
+            return RewardValues(scores, [NO_SCORE] * len(scores))
+        rewards = [self.rewards.builtin[name.name](rollout) for rollout in self.rollouts]
+        return RewardValues(rewards, [NOT_GIVEN] * len(rewards))
+
+    def call(self, name: str, notices: list[str]) -> RewardValues:
+        """The values of a user's function. It does not apply to prompts for which it gives none.
 
         If it raises, it is called again for each prompt, so that others keep their rewards.
         """
         groups = by_group(self.rollouts)
-        if not groups:
-            return [], {}
+        values: list[float | None] = [None] * len(self.rollouts)
+        raised: dict[int, str] = {}  # what it raised, by group
         if len(groups) > 1:
             with contextlib.suppress(FunctionFailed):
-                found = self.rewards.functions[name].rewards(self.rollouts, self.step)
+                values = self.rewards.functions[name].rewards(self.rollouts, self.step)
                 self.rewards.failures[name] = 0
-                return found, {}
-        values: list[float | None] = [None] * len(self.rollouts)
-        raised: dict[int, str] = {}
+                groups = {}
         for group, places in groups.items():
             alone = self.call_alone(name, [self.rollouts[i] for i in places], notices)
             if isinstance(alone, str):
@@ -217,7 +221,8 @@ class Pending:
                 continue
             for i, value in zip(places, alone, strict=True):
                 values[i] = value
-        return values, raised
+        whys = [raised.get(rollout.group, NOT_GIVEN) for rollout in self.rollouts]
+        return RewardValues(values, whys, groups_without(self.rollouts, values) - raised.keys())
 
     def call_alone(
         self, name: str, rollouts: Sequence[Rollout], notices: list[str]
@@ -239,41 +244,36 @@ class Pending:
         failures[name] = 0
         return found
 
-    def total(
-        self,
-        i: int,
-        values: dict[str, list[float | None]],
-        left_out: dict[str, set[int]],
-        reasons: Counter[str],
-    ) -> float | None:
-        """The weighted sum of the rewards of rollout i; None if one of them is missing. Those of
-        weight 0 are only shown.
+    def total(self, i: int, found: dict[str, RewardValues]) -> tuple[float | None, list[str]]:
+        """The weighted sum of the rewards of rollout i; None if one of them is missing, and why.
 
-        left_out: by function, the groups that it does not apply to.
+        Those of weight 0 are only shown.
         """
         rollout = self.rollouts[i]
-        weighted = [n for n in self.rewards.names if n.weight]
-        names = [n for n in weighted if rollout.group not in left_out.get(n.name, ())]
-        if not names:
-            reasons[NOTHING_APPLIES] += 1
-            return None
-        total = 0.0
-        for name in names:
-            value = values[name.name][i]
+        applied = [
+            name
+            for name in self.rewards.names
+            if name.weight and rollout.group not in found[name.name].left_out
+        ]
+        if not applied:
+            return None, [NOTHING_APPLIES]
+        total, reasons = 0.0, []
+        for name in applied:
+            reward = found[name.name]
+            value = reward.values[i]
             if value is None:
-                return None
-            total += name.weight * value
+                reasons.append(f"{name.name}: {reward.whys[i]}")
+            else:
+                total += name.weight * value
+        if reasons:
+            return None, reasons
         if not abs(total) <= MOST_REWARD:
-            listed = ", ".join(f"{n.name} {values[n.name][i]:g}" for n in names)
+            listed = ", ".join(f"{n.name} {found[n.name].values[i]:g}" for n in applied)
             raise UserError(
                 f"{rollout.where}: step {self.step}: the weighted sum of the rewards is too large "
                 f"({listed}); give smaller weights, or return smaller numbers"
             )
-        return total
-
-    def missing_notice(self, totals: list[float | None], reasons: Counter[str]) -> str:
-        missing = counted(sum(total is None for total in totals), "reward")
-        return f"step {self.step}: {missing} of {len(totals)} missing ({reasons_text(reasons)})"
+        return total, []
 
     def count_missing(self, failed: list[bool], reasons: Counter[str]) -> None:
         """Raise RunError if more than half of the totals are missing, of too many prompts in a row.
