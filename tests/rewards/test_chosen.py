@@ -19,18 +19,11 @@ from your_ai.rewards.names import parse_rewards
 from your_ai.rewards.rollout import Rollout
 
 
-@pytest.fixture
-def make(monkeypatch) -> Callable[..., Rewards]:
-    """A function that makes rewards whose function m:NAME is the keyword argument NAME."""
-
-    def make(*texts: str, judge: Any = None, **functions: Callable) -> Rewards:
-        def load(name: str) -> RewardFunction:
-            return RewardFunction(name, functions[name.partition(":")[2]], None)
-
-        monkeypatch.setattr("your_ai.rewards.chosen.load_reward_function", load)
-        return Rewards(parse_rewards(texts), judge)
-
-    return make
+def make(*texts: str, judge: Any = None, **functions: Callable) -> Rewards:
+    """Rewards whose function m:NAME is the keyword argument NAME."""
+    named = {f"m:{name}": function for name, function in functions.items()}
+    loaded = {name: RewardFunction(name, function, None) for name, function in named.items()}
+    return Rewards(parse_rewards(texts), loaded, judge)
 
 
 def rewarded(rewards: Rewards, rollouts: Sequence[Rollout], step: int = 7) -> Rewarded:
@@ -49,7 +42,7 @@ def fails(**_: Any) -> list:
     raise ValueError("no luck")
 
 
-def test_totals_are_weighted_sums_of_values_without_weights(make):
+def test_totals_are_weighted_sums_of_values_without_weights():
     rewards = make("exact_match=2", "length:5=-0.5", "m:f", f=returns(0.25, 0.5))
     found = rewarded(rewards, [rollout("yes", tokens=5), rollout("no", tokens=10)])
     assert found == Rewarded(
@@ -61,14 +54,14 @@ def test_totals_are_weighted_sums_of_values_without_weights(make):
     )
 
 
-def test_a_reward_of_weight_0_is_only_shown(make):
+def test_a_reward_of_weight_0_is_only_shown():
     rewards = make("exact_match", "m:f=0", f=returns(None, 0.5))
     found = rewarded(rewards, group("yes", "no"))
     assert found.values["m:f"] == [None, 0.5]
     assert (found.totals, found.notices) == ([1, 0], [])
 
 
-def test_a_missing_reward_makes_its_total_missing_and_not_0(make):
+def test_a_missing_reward_makes_its_total_missing_and_not_0():
     rewards = make("exact_match", "m:f", f=returns(None, 0.5, 0))
     found = rewarded(rewards, group("yes", "yes", "no"))
     assert found.values["m:f"] == [None, 0.5, 0]
@@ -76,7 +69,7 @@ def test_a_missing_reward_makes_its_total_missing_and_not_0(make):
     assert found.notices == ["step 7: 1 reward of 3 missing (1 x m:f: the function gave none)"]
 
 
-def test_a_function_that_gives_none_for_a_whole_group_does_not_apply_to_it(make):
+def test_a_function_that_gives_none_for_a_whole_group_does_not_apply_to_it():
     rewards = make("exact_match", "m:f", f=returns(None, None, None, 0.5))
     found = rewarded(rewards, group("yes", "no") + group("yes", "yes", index=1))
     assert found.totals == [1, 0, None, 1.5]
@@ -84,14 +77,14 @@ def test_a_function_that_gives_none_for_a_whole_group_does_not_apply_to_it(make)
     assert "1 reward of 4 missing" in found.notices[0]
 
 
-def test_the_total_is_missing_if_no_reward_applies(make):
+def test_the_total_is_missing_if_no_reward_applies():
     rewards = make("m:f", "m:g", f=returns(None, None, 1, 1), g=returns(None, None, 1, 1))
     found = rewarded(rewards, group("a", "b") + group("a", "b", index=1))
     assert found.totals == [None, None, 2, 2]
     assert found.notices == ["step 7: 2 rewards of 4 missing (2 x no reward applies to the prompt)"]
 
 
-def test_a_function_that_raises_leaves_its_rewards_missing(make):
+def test_a_function_that_raises_leaves_its_rewards_missing():
     """Not left out: a failure does not mean that it does not apply."""
     rewards = make("exact_match", "m:f", f=fails)
     found = rewarded(rewards, group("yes", "no"))
@@ -104,7 +97,7 @@ def test_a_function_that_raises_leaves_its_rewards_missing(make):
     ]
 
 
-def test_a_function_is_called_with_all_prompts_and_alone_if_it_raises(make):
+def test_a_function_is_called_with_all_prompts_and_alone_if_it_raises():
     """So one bad completion costs the rewards of its prompt only."""
     calls = []
 
@@ -126,20 +119,20 @@ def test_a_function_is_called_with_all_prompts_and_alone_if_it_raises(make):
     assert calls == [["a", "b"]]
 
 
-def test_prompts_that_no_reward_applies_to_do_not_end_a_run(make):
+def test_prompts_that_no_reward_applies_to_do_not_end_a_run():
     rewards = make("m:f", f=lambda completions, **_: [None] * len(completions))
     for _ in range(5):
         found = rewarded(rewards, group("a", "b") + group("c", "d", index=1))
         assert found.totals == [None] * 4
 
 
-def test_a_reward_that_training_cannot_compute_with_is_refused(make):
+def test_a_reward_that_training_cannot_compute_with_is_refused():
     rewards = make("m:f", f=returns(1e16, 1.0))
     with pytest.raises(UserError, match="weighted sum of the rewards is too large"):
         rewarded(rewards, group("a", "b"))
 
 
-def test_the_third_call_in_a_row_that_raises_ends_the_run(make):
+def test_the_third_call_in_a_row_that_raises_ends_the_run():
     faults_of = iter([fails, fails, returns(1), fails, fails, fails])
     rewards = make("m:f", f=lambda **given: next(faults_of)(**given))
     for step in range(5):
@@ -148,7 +141,7 @@ def test_the_third_call_in_a_row_that_raises_ends_the_run(make):
         rewarded(rewards, group("a"), 5)
 
 
-def test_a_result_is_computed_once(make):
+def test_a_result_is_computed_once():
     calls = []
     rewards = make("m:f", f=lambda **given: calls.append(1) or [1])
     pending = rewards.begin(group("a"), 7)
@@ -158,26 +151,26 @@ def test_a_result_is_computed_once(make):
     assert calls == [1]
 
 
-def test_a_wrong_result_of_a_function_is_an_error_at_once(make):
+def test_a_wrong_result_of_a_function_is_an_error_at_once():
     with pytest.raises(UserError, match=r"^--reward m:f: step 7: t.jsonl:1: returned nan"):
         rewarded(make("m:f", f=returns(math.nan)), group("a"))
     with pytest.raises(UserError, match=r"^--reward m:f: step 7: returned 2 numbers for 1"):
         rewarded(make("m:f", f=returns(1, 2)), group("a"))
 
 
-def test_a_sum_that_is_too_large_is_an_error(make):
+def test_a_sum_that_is_too_large_is_an_error():
     rewards = make("m:f=10", "exact_match", f=returns(1e308))
     with pytest.raises(UserError, match=r"^t.jsonl:1: step 7: the weighted sum .*m:f 1e.308"):
         rewarded(rewards, group("a"))
 
 
-def test_a_row_without_the_expected_answer_is_an_error_before_anything_is_asked(make):
+def test_a_row_without_the_expected_answer_is_an_error_before_anything_is_asked():
     rewards = make("m:f", "exact_match", f=fails)
     with pytest.raises(UserError, match=r"^t.jsonl:4: has no expected answer"):
         rewards.begin([rollout(expected=None, where="t.jsonl:4")], 7)
 
 
-def test_too_many_missing_totals_in_a_row_end_the_run(make):
+def test_too_many_missing_totals_in_a_row_end_the_run():
     values = iter(
         [(None, None, 1), (None, 1, 1), (None, None, 1), (None, None, 1), (None, None, 1)]
     )
@@ -190,7 +183,7 @@ def test_too_many_missing_totals_in_a_row_end_the_run(make):
         rewarded(rewards, group("a", "b", "c"), 4)
 
 
-def test_no_rollouts_have_no_rewards(make):
+def test_no_rollouts_have_no_rewards():
     found = rewarded(make("exact_match", "m:f", f=fails), [])
     assert found == Rewarded({"exact_match": [], "m:f": []}, [], [], [], {})
 
@@ -198,7 +191,7 @@ def test_no_rollouts_have_no_rewards(make):
 # With the judge
 
 
-def test_the_judge_is_one_of_the_rewards(make, make_judge, server):
+def test_the_judge_is_one_of_the_rewards(make_judge, server):
     Path("rubric.yaml").write_text("criteria: [{name: a}]\nprices: {input: 1, output: 0}")
     rewards = make("exact_match", "judge=0.5", judge=make_judge(rubric="rubric.yaml"))
     found = rewarded(rewards, group("yes", "no", "yes"))
@@ -213,7 +206,7 @@ def test_the_judge_is_one_of_the_rewards(make, make_judge, server):
     assert again.counts["judge/calls"] == again.counts["judge/cost"] == 0
 
 
-def test_what_the_judge_cannot_say_is_missing_with_its_reason(make, make_judge, server):
+def test_what_the_judge_cannot_say_is_missing_with_its_reason(make_judge, server):
     rewards = make("exact_match", "judge", judge=make_judge(concurrency=1, max_calls=1))
     found = rewarded(rewards, group("yes", "no", "no"))
     assert found.totals == [pytest.approx(1.8), None, None]
@@ -226,7 +219,7 @@ def test_what_the_judge_cannot_say_is_missing_with_its_reason(make, make_judge, 
         rewarded(rewards, group("c"))
 
 
-def test_a_damaged_cache_is_a_notice(make, make_judge, own_folder):
+def test_a_damaged_cache_is_a_notice(make_judge, own_folder):
     (own_folder / "cache").mkdir()
     (own_folder / "cache" / "judge.sqlite").write_bytes(b"x" * 5000)
     found = rewarded(make("judge", judge=make_judge()), group("yes"))
@@ -234,7 +227,7 @@ def test_a_damaged_cache_is_a_notice(make, make_judge, own_folder):
     assert "is damaged" in found.notices[0]
 
 
-def test_judging_overlaps_with_other_work(make, make_judge, server):
+def test_judging_overlaps_with_other_work(make_judge, server):
     server.always = faults.hang
     rewards = make("judge", judge=make_judge())
     pending = rewards.begin(group("yes"), 7)
@@ -286,7 +279,7 @@ def test_a_judge_without_a_model_is_an_error(own_folder):
         load_rewards(["judge"], None, own_folder)
 
 
-def test_whoever_waits_for_the_judge_may_look_elsewhere_and_give_up(make):
+def test_whoever_waits_for_the_judge_may_look_elsewhere_and_give_up():
     class Slow:
         def begin(self, rollouts):
             return [Future() for _ in rollouts]

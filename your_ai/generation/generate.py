@@ -223,34 +223,23 @@ def load_run(
 ) -> tuple[nn.Module, Any]:
     """Load the model of a run and its tokenizer, as `load` does; `adapted`: with its adapter."""
     adapter = trained.adapter if adapted else None
-    return load(trained.config, trained.base, adapter, max_memory_gb, tokens)
+    return load(trained.config, trained.base, adapter, max_memory_gb, tokens)[:2]
 
 
 def load(
-    config: TrainConfig,
-    base: Path,
-    adapter: Adapter | None = None,
-    max_memory_gb: float | None = None,
-    tokens: int = 2048,
-) -> tuple[nn.Module, Any]:
-    """Load the model in `base`, with the dtype and quantization of a run, and its tokenizer.
-
-    max_memory_gb: memory limit of the process, including the KV cache of `tokens` tokens of
-    prompt and answer. A model that does not fit is read from its files block by block for every
-    token. Raises UserError if that does not fit either.
-    """
-    return load_for(config, base, adapter, max_memory_gb, tokens)[:2]
-
-
-def load_for(
     config: TrainConfig,
     base: Path,
     adapter: Adapter | None,
     max_memory_gb: float | None,
     room: int | RolloutSizes,
 ) -> tuple[nn.Module, Any, int]:
-    """As `load`; also how many completions fit together.
+    """Load the model in `base`, with the dtype and quantization of a run, and its tokenizer.
 
+    Returns also how many completions fit together.
+
+    max_memory_gb: memory limit of the process, including the KV cache. A model that does not fit is
+    read from its files block by block for every token. Raises UserError if that does not fit
+    either.
     room: the tokens of one prompt and answer, or all completions, which are generated in waves;
     without max_memory_gb, these fit into what the machine has.
     """
@@ -314,7 +303,7 @@ def open_answerer(run: str, room: int | RolloutSizes, request: GenerateRequest) 
         config, base, used, note = trained.config, trained.base, trained.adapter, trained.note
     else:
         config, base = find_base_model(run, request.model)
-    network, tokenizer, together = load_for(config, base, used, request.max_memory, room)
+    network, tokenizer, together = load(config, base, used, request.max_memory, room)
     return Answerer(network, tokenizer, context_tokens(base), note or "", together)
 
 

@@ -119,31 +119,47 @@ class PairObjective(ABC):
 
     def denominator(self, batches: Sequence[Batch]) -> float:
         """The sum of the weights of all pairs."""
-        return sum(weight_of_texts(batch) for batch in batches) / self.rows_together
+        return weight_of_texts(batches) / self.rows_together
 
 
 def metrics(pairs: Pairs, found: PairLosses) -> Metrics:
-    """Means over pairs, with the names of TRL. A tie, up to rounding, is half an accurate pair."""
-    there = pairs.weights > 0
-    count = there.sum()
-    margins = found.chosen_rewards - found.rejected_rewards
+    """Means over pairs, with the names of TRL."""
+    rewards = comparison(pairs.weights, found.chosen_rewards, found.rejected_rewards)
+    logps = {"logps/chosen": pairs.chosen, "logps/rejected": pairs.rejected}
+    return rewards | over_pairs(pairs.weights, logps)
+
+
+def comparison(weights: mx.array, chosen: mx.array, rejected: mx.array) -> Metrics:
+    """Means of the rewards of both answers over pairs; arrays of (P,).
+
+    A tie, up to rounding, is half an accurate pair.
+    """
+    margins = chosen - rejected
     accurate = (margins > TIE) + 0.5 * (mx.abs(margins) <= TIE)
     values = {
-        "rewards/chosen": found.chosen_rewards,
-        "rewards/rejected": found.rejected_rewards,
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
         "rewards/margins": margins,
         "rewards/accuracies": accurate,
-        "logps/chosen": pairs.chosen,
-        "logps/rejected": pairs.rejected,
     }
+    return over_pairs(weights, values)
+
+
+def over_pairs(weights: mx.array, values: dict[str, mx.array]) -> Metrics:
+    """The sums of (P,) values over the pairs whose weight is not 0."""
+    there = weights > 0
+    count = there.sum()
     return {name: (mx.where(there, value, 0).sum(), count) for name, value in values.items()}
 
 
-def weight_of_texts(batch: Batch) -> float:
-    """The sum of the weights of the texts of a batch."""
-    texts = batch.texts[: batch.trained_tokens]
-    first = np.unique(texts, return_index=True)[1]
-    return float(batch.weights[first].sum(dtype=np.float64))
+def weight_of_texts(batches: Sequence[Batch]) -> float:
+    """The sum of the weights of all texts."""
+    total = 0.0
+    for batch in batches:
+        texts = batch.texts[: batch.trained_tokens]
+        first = np.unique(texts, return_index=True)[1]
+        total += float(batch.weights[first].sum(dtype=np.float64))
+    return total
 
 
 def minus_log_sigmoid(margins: mx.array, smoothing: float) -> tuple[mx.array, mx.array]:

@@ -14,7 +14,13 @@ import mlx.core as mx
 
 from your_ai.data.batches import Batch
 from your_ai.objectives.objective import Metrics, Phase, Scores, Targets, Weighed
-from your_ai.objectives.pairs import TIE, by_pair, minus_log_sigmoid, to_targets, weight_of_texts
+from your_ai.objectives.pairs import (
+    by_pair,
+    comparison,
+    minus_log_sigmoid,
+    to_targets,
+    weight_of_texts,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,22 +48,12 @@ class BradleyTerry:
         losses = losses + self.center * both**2
         pull = 2 * self.center * both
         by_target = to_targets(weights * (slopes - pull), weights * (-slopes - pull), targets)
-        there = weights > 0
-        margins = chosen - rejected
-        accurate = (margins > TIE) + 0.5 * (mx.abs(margins) <= TIE)
-        values = {
-            "rewards/chosen": chosen,
-            "rewards/rejected": rejected,
-            "rewards/margins": margins,
-            "rewards/accuracies": accurate,
-        }
-        count = there.sum()
-        metrics = {n: (mx.where(there, value, 0).sum(), count) for n, value in values.items()}
+        metrics = comparison(weights, chosen, rejected)
         return Weighed((weights * losses).sum(), by_target, metrics | spread(scores, targets))
 
     def denominator(self, batches: Sequence[Batch]) -> float:
         """The sum of the weights of all pairs."""
-        return sum(weight_of_texts(batch) for batch in batches) / self.rows_together
+        return weight_of_texts(batches) / self.rows_together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +75,7 @@ class ScoreRegression:
 
     def denominator(self, batches: Sequence[Batch]) -> float:
         """The sum of the weights of all rows."""
-        return sum(weight_of_texts(batch) for batch in batches)
+        return weight_of_texts(batches)
 
 
 def spread(scores: Scores, targets: Targets) -> Metrics:

@@ -27,7 +27,7 @@ class SoftTokens:
 
     def denominator(self, batches: Sequence[Batch]) -> float:
         """The sum of the weights of the completions."""
-        return sum(weight_of_texts(batch) for batch in batches)
+        return weight_of_texts(batches)
 
 
 SOFT_TOKENS = SoftTokens()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from pathlib import Path
 from your_ai.errors import RESUME, RunError, UserError
 from your_ai.gates.text import counted
 from your_ai.rewards.builtin import builtin, check_expected
-from your_ai.rewards.functions import FunctionFailed, load_reward_function
+from your_ai.rewards.functions import FunctionFailed, RewardFunction, load_reward_function
 from your_ai.rewards.judge import Graded, Judge, JudgeSettings
 from your_ai.rewards.names import FUNCTION, JUDGE, RUN, WeightedName, parse_rewards
 from your_ai.rewards.rollout import Rollout
@@ -57,9 +57,13 @@ class Rewards:
     """
 
     def __init__(
-        self, names: Sequence[WeightedName], judge: Judge | None = None, missing_before: int = 0
+        self,
+        names: Sequence[WeightedName],
+        functions: Mapping[str, RewardFunction],
+        judge: Judge | None = None,
+        missing_before: int = 0,
     ) -> None:
-        """Import the user's functions. Raises UserError if one cannot be imported.
+        """functions: the user's, by name.
 
         missing_before: the last results of an interrupted run that missed more than half of
             their totals, in a row.
@@ -67,7 +71,7 @@ class Rewards:
         self.names = tuple(names)
         self.judge = judge
         self.builtin = {n.name: f for n in names if (f := builtin(n)) is not None}
-        self.functions = {n.name: load_reward_function(n.name) for n in names if n.kind == FUNCTION}
+        self.functions = functions
         self.models: dict[str, ScoreRollouts] = {}
         self.failures: Counter[str] = Counter()  # of each function, in a row
         self.missing_calls = min(missing_before, MISSING_CALLS - 1)  # in a row
@@ -105,7 +109,8 @@ def load_rewards(
     Raises UserError if anything is missing or wrong.
     """
     names = parse_rewards(texts)
-    found = Rewards(names, missing_before=missing_before)
+    functions = {n.name: load_reward_function(n.name) for n in names if n.kind == FUNCTION}
+    found = Rewards(names, functions, missing_before=missing_before)
     if any(name.kind == JUDGE for name in names):
         found.judge = Judge(judge or JudgeSettings(model=""), cache_folder, calls_before)
         try:

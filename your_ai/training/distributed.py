@@ -215,13 +215,15 @@ class Ranks:
 
     # -- a step
 
-    def rows(self, lengths: np.ndarray, hidden: int, rows_together: int = 1) -> np.ndarray:
-        """The places of the rows of a step that this rank trains; lengths: (n,) tokens."""
-        return rows_of_rank(lengths, hidden, self.shares, self.rank, rows_together)
+    def rows(
+        self, lengths: np.ndarray, hidden: int, rows_together: int = 1, rank: int | None = None
+    ) -> np.ndarray:
+        """The places of the rows of a step that a rank trains, by default this one.
 
-    def rows_at_rank(self, lengths: np.ndarray, hidden: int, rank: int) -> np.ndarray:
-        """As `rows`, of any rank."""
-        return rows_of_rank(lengths, hidden, self.shares, rank)
+        lengths: (n,) tokens. hidden: hidden size of the model.
+        """
+        rank = self.rank if rank is None else rank
+        return rows_of_rank(lengths, hidden, self.shares, rank, rows_together)
 
     def most_rows(self, rows: int, rows_together: int = 1) -> int:
         """The rows of a step with `rows` rows that this rank gets if all are equally long."""

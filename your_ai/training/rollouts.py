@@ -375,33 +375,28 @@ class RolloutSource:
 
         most: maximum number of prompts.
         """
-        self.judged.clear()
-        self.measures = {"valid": "validating: ", "test": "answering test rows: "}[split]
-        try:
-            return self.answered(split, most, step)
-        finally:
-            self.measures = ""
-
-    def answered(self, split: str, most: int, step: int) -> list[RolloutRecord] | None:
-        """`measured`, without the name of its phases."""
-        trainer = self.trainer
-        examples = {"valid": trainer.valid, "test": trainer.test}[split]
+        trainer, found = self.trainer, list[RolloutRecord]()
+        examples, self.measures = {
+            "valid": (trainer.valid, "validating: "),
+            "test": (trainer.test, "answering test rows: "),
+        }[split]
         assert examples is not None
+        self.judged.clear()
         self.in_step("generating completions")
         rows = range(min(most, len(examples)))
         prompts = [RolloutPrompt(np.array(examples[row].tokens), (0,)) for row in rows]
-        wave = trainer.wave
-        found: list[RolloutRecord] = []
-        for start in range(0, len(rows), wave):
-            part = slice(start, start + wave)
-            try:
+        try:
+            for start in range(0, len(rows), trainer.wave):
+                part = slice(start, start + trainer.wave)
                 self.check_stop()
                 completions = self.completions(prompts[part], sampler_of(0))
                 found += self.rewarded(
                     trainer.prompts[split], rows[part], prompts[part], completions, step
                 )
-            except GivenUp:
-                return None
+        except GivenUp:
+            return None
+        finally:
+            self.measures = ""
         return found
 
     # -- score
@@ -428,7 +423,7 @@ class RolloutSource:
         if ranks.size == 1:
             return self.scores_of(records, rows_at)
         lengths = self.examples(records).lengths
-        own = [ranks.rows_at_rank(lengths, self.trainer.hidden, rank) for rank in range(ranks.size)]
+        own = [ranks.rows(lengths, self.trainer.hidden, rank=rank) for rank in range(ranks.size)]
         mine = [records[place] for place in own[ranks.rank]]
         parts = ranks.gather(self.scores_of(mine, rows_at) if mine else [])
         scores: list[list[float]] = [[]] * len(records)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -144,10 +143,6 @@ def score_completions(network: RewardNetwork, rollouts: Sequence[Rollout]) -> li
     rows = SoftRows(prompts, Sampled(tokens, lengths), np.zeros(len(rollouts), np.uint32))
     found = np.array(rewards_of(network, rows), np.float64)
     return [float(reward) if np.isfinite(reward) else None for reward in found]
-
-
-def scorer_of_network(network: RewardNetwork) -> partial[list[float | None]]:
-    return partial(score_completions, network)
 
 
 def engine_without_rows(graphs: Graphs) -> Engine:

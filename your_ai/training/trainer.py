@@ -51,7 +51,7 @@ from your_ai.training.soft_networks import (
     engine_without_rows,
     open_reference,
     put_first_adapter,
-    scorer_of_network,
+    score_completions,
 )
 
 PREFIX = "prefix"  # the folder of a prefix cache on disk, inside the run folder
@@ -262,7 +262,7 @@ def put_scorers(
     for run, opened in zip(job.reward_runs, beside.scored_by, strict=True):
         assert rewards is not None  # it names the reward models
         rewards.models[run.name] = (
-            scorer_of_network(soft.roles.reward)
+            partial(score_completions, soft.roles.reward)
             if soft is not None and run is job.reward_runs[0]
             else scorer_of(run, opened, plan, rows)
         )

@@ -56,6 +56,13 @@ def validate_here(
         if value is None:
             return state
         metrics[trainer.best_metric.name] = value
+    return told(state, replace(measured, metrics=metrics), value, log, began)
+
+
+def told(
+    state: TrainState, measured: MeanLoss, value: float | None, log: events.EventLog, began: float
+) -> TrainState:
+    """Write what a validation measured; return the state after it. value: of --best-metric."""
     state = after_validation(replace(state, validation_due=False), measured.loss, value)
     log.write(
         events.Validation(
@@ -64,7 +71,7 @@ def validate_here(
             trained_tokens=measured.trained_tokens,
             seconds=time.perf_counter() - began,
             best=state.best_step == state.step,
-            metrics=metrics,
+            metrics=measured.metrics,
         )
     )
     return state
@@ -116,23 +123,12 @@ def validate_reward(
     records = meter.measured("valid", METRIC_ROWS, state.step)
     if records is None:
         return state
-    state = replace(state, validation_due=False)
     metrics = reward_metrics(records, group=1) | meter.judged
     if "reward" not in metrics:
         log.write(events.Notice(text="validation: every reward is missing"))
-        return state
-    state = after_validation(state, -metrics["reward"])
-    log.write(
-        events.Validation(
-            step=state.step,
-            loss=-metrics["reward"],
-            trained_tokens=sum(len(record.tokens) for record in records),
-            seconds=time.perf_counter() - began,
-            best=state.best_step == state.step,
-            metrics=metrics,
-        )
-    )
-    return state
+        return replace(state, validation_due=False)
+    tokens = sum(len(record.tokens) for record in records)
+    return told(state, MeanLoss(-metrics["reward"], tokens, metrics), None, log, began)
 
 
 def after_validation(state: TrainState, loss: float, value: float | None = None) -> TrainState:
