@@ -36,12 +36,12 @@ from your_ai.hub import find
 from your_ai.memory.budget import python_bytes
 from your_ai.nets.model import load_network
 from your_ai.nets.tokenizer import open_tokenizer
-from your_ai.run import events, folder
+from your_ai.run import events
 from your_ai.run.checkpoint import ADAPTERS
 from your_ai.run.events import Event
 from your_ai.run.folder import RUNS, RunFolder
 from your_ai.run.stopping import Stop
-from your_ai.session import attach
+from your_ai.session import attach, new_run
 from your_ai.training.process import train_until_done
 from your_ai.training.trainer import Trainer
 
@@ -410,7 +410,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 def train(config: TrainConfig) -> RunFolder:
     """Train a new run in this process."""
-    run = folder.create(config)
+    run = new_run.create(config)
     train_until_done(run, config, Stop())
     return run
 

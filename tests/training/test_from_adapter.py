@@ -8,15 +8,13 @@ import shutil
 import mlx.core as mx
 import pytest
 
-from tests.conftest import call, events_of, losses_of, resume, train_once
+from tests.conftest import call, events_of, losses_of, resume, train, train_once
 from tests.export.runs import make_run
 from your_ai.config import is_used
 from your_ai.errors import UserError
 from your_ai.nets.saved_adapter import read_adapter
 from your_ai.run import events
-from your_ai.run.stopping import Stop
 from your_ai.session import new_run
-from your_ai.training.process import train_until_done
 
 # Plain gradient descent over all rows in each step: its only state is the adapter.
 WHOLE = {"batch_size": 10, "optimizer": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0}
@@ -29,10 +27,7 @@ def train_from(source, configure, **settings):
     for name in ("lora_alpha", "lora_layers", "lora_rank", "lora_targets", "use_dora"):
         flags.pop(name)
     flags = {name: value for name, value in flags.items() if is_used(name, config.objective)}
-    config = new_run.resolve(flags, None)
-    run = new_run.create(config)
-    train_until_done(run, config, Stop())
-    return run
+    return train(new_run.resolve(flags, None))
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 
-from tests.conftest import adapter_of, events_of, resume, train, write_rows
+from tests.conftest import adapter_of, events_of, resume, train
 from tests.rewards import server as faults
 from tests.rewards.server import Answerer, JudgeServer
 from your_ai.config import TrainConfig
@@ -39,29 +39,11 @@ def server(monkeypatch):
 
 
 @pytest.fixture
-def judged(configure, own_folder, server) -> Callable[..., TrainConfig]:
+def judged(rewarded, server) -> Callable[..., TrainConfig]:
     """A function that makes the config of a short run with a judge, with changed settings."""
-    rows = [{"prompt": text} for text in ("Ask", "Ask please", "Ask for more", "What is it?")]
-    data = write_rows(own_folder / "prompts.jsonl", rows)
-
-    def make(**settings: Any) -> TrainConfig:
-        first = {
-            "data": str(data),
-            "valid": "none",
-            "objective": "grpo",
-            "reward": ["judge"],
-            "judge_model": "fake",
-            "judge_url": server.url,
-            "judge_timeout_s": 20.0,
-            "rollouts": 2,
-            "prompts_per_step": 4,
-            "max_new_tokens": 4,
-            "max_steps": STEPS,
-            "save_every": 1,
-        }
-        return configure(**{**first, **settings})
-
-    return make
+    of_judge = {"judge_model": "fake", "judge_url": server.url, "judge_timeout_s": 20.0}
+    sizes = {"rollouts": 2, "prompts_per_step": 4, "max_new_tokens": 4, "max_steps": STEPS}
+    return partial(rewarded, reward=["judge"], save_every=1, **of_judge, **sizes)
 
 
 def graded(body: dict) -> str:

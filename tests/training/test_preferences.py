@@ -11,12 +11,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.conftest import events_of, losses_of, resume, train, train_once, write_rows
+from tests.conftest import adapter_of, events_of, losses_of, resume, train, train_once, write_rows
 from your_ai.data.examples import Examples, RowCounts
 from your_ai.errors import UserError
 from your_ai.evaluation.dataset_scores import MeanLoss
 from your_ai.memory.calibration import Shape
 from your_ai.run import checkpoint, events
+from your_ai.session import new_run
 from your_ai.training import measure_peaks, reference
 from your_ai.training.job import imbalance
 from your_ai.training.memory_actions import Governor
@@ -49,10 +50,6 @@ def pairs(own_folder, configure):
         return configure(**{**first, **settings})
 
     return make
-
-
-def adapter_bytes(run) -> bytes:
-    return (run.adapter / checkpoint.ADAPTERS).read_bytes()
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -135,7 +132,7 @@ def test_the_reference_is_computed_once_for_the_same_rows(pairs, monkeypatch):
     first = train(pairs(run="a"))
     monkeypatch.setattr(reference, "computed", None)
     again = train(pairs(run="b"))
-    assert adapter_bytes(again) == adapter_bytes(first)
+    assert adapter_of(again) == adapter_of(first)
 
 
 def test_a_damaged_reference_is_computed_again(pairs, own_folder):
@@ -149,7 +146,7 @@ def test_a_damaged_reference_is_computed_again(pairs, own_folder):
         "gone": None,
     }.items():
         file.unlink() if changed is None else file.write_bytes(changed)
-        assert adapter_bytes(train(pairs(run=name, max_steps=1))) == adapter_bytes(first)
+        assert adapter_of(train(pairs(run=name, max_steps=1))) == adapter_of(first)
         assert file.read_bytes() == content
 
 
@@ -157,7 +154,7 @@ def test_a_resumed_run_ends_with_the_same_adapter(pairs):
     whole = train_once(pairs(run="a"))
     part = train(pairs(run="b", max_steps=1))
     assert resume(part, max_steps=2) == 0
-    assert adapter_bytes(part) == adapter_bytes(whole)
+    assert adapter_of(part) == adapter_of(whole)
 
 
 BY_STEP = {  # loss, accuracy and margin of each validation
@@ -212,19 +209,13 @@ def test_a_changed_objective_in_the_settings_of_a_run_is_named_alone(pairs):
 
 
 def test_an_adapter_that_a_run_starts_from_is_its_reference(pairs, configure):
-    from your_ai.session import new_run
-
     source = train(configure(run="source", max_steps=2))
     config = new_run.resolve(
         {"from_adapter": "source", "data": pairs().data, "objective": "dpo", "max_steps": 1,
          "batch_size": 2, "run": "r", "supervise": False},
         None,
     )  # fmt: skip
-    run = new_run.create(config)
-    from your_ai.run.stopping import Stop
-    from your_ai.training.process import train_until_done
-
-    assert train_until_done(run, config, Stop()) == 0
+    run = train(config)
     (step,) = events_of(run, events.Step)
     assert step.loss == pytest.approx(math.log(2), abs=1e-5)
     start = mx.load(str(source.adapter / checkpoint.ADAPTERS))

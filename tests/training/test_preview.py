@@ -29,38 +29,14 @@ from your_ai.training.preview import disk_bytes
 
 GB = 10**9
 ENOUGH = 1_000_000  # GB, more than any machine has
-PLAN = {
-    "plan",
-    "rows_at_once",
-    "spill",
-    "text",
-    "rank",
-    "blocks",
-    "components",
-    "phases",
-    "mlx_peak_bytes",
-    "process_peak_bytes",
-    "needed_bytes",
-    "step_cost",
-    "seconds_a_step",
-    "read_bytes_a_micro_batch",
-}
-COMPONENTS = {
-    *(
-        "weights",
-        "adapters",
-        "gradients",
-        "optimizer",
-        "optimizer work",
-        "norms",
-        "block inputs",
-        "kept outputs",
-        "activations",
-        "block work",
-        "head chunk",
-    ),
-    *("prefix cache", "graphs", "cache", "python"),
-}
+PLAN = set(
+    "plan rows_at_once spill text rank blocks components phases mlx_peak_bytes process_peak_bytes "
+    "needed_bytes step_cost seconds_a_step read_bytes_a_micro_batch".split()
+)
+COMPONENTS = set(
+    "weights,adapters,gradients,optimizer,optimizer work,norms,block inputs,kept outputs,"
+    "activations,block work,head chunk,prefix cache,graphs,cache,python".split(",")
+)
 
 
 @pytest.fixture(autouse=True)

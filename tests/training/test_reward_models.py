@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -26,12 +28,9 @@ from your_ai.nets.saved_adapter import open_trained
 from your_ai.rewards.rollout import Rollout
 from your_ai.run import checkpoint, events
 from your_ai.run.rollout_files import read_rollouts, rollout_file
-from your_ai.run.stopping import Stop
-from your_ai.session import new_run
 from your_ai.training import prepare as preparing
 from your_ai.training import reward_models
 from your_ai.training.memory_actions import Governor
-from your_ai.training.process import train_until_done
 
 PAIRS = [
     {
@@ -63,25 +62,9 @@ def rated(own_folder, configure):
 
 
 @pytest.fixture
-def rewarded(configure, own_folder):
+def scored(rewarded):
     """A function that makes the config of a run that is rewarded by the run `rm`."""
-    rows = [{"prompt": text} for text in ("Ask", "Ask please", "Ask for more, please")]
-    data = write_rows(own_folder / "prompts.jsonl", rows)
-
-    def make(**settings: Any):
-        first = {
-            "data": str(data),
-            "valid": "none",
-            "objective": "grpo",
-            "reward": ["run:rm"],
-            "rollouts": 3,
-            "prompts_per_step": 2,
-            "max_new_tokens": 6,
-            "max_steps": 2,
-        }
-        return configure(**{**first, **settings})
-
-    return make
+    return partial(rewarded, reward=["run:rm"], max_steps=2)
 
 
 def files_of(run) -> tuple[bytes, bytes]:
@@ -176,9 +159,7 @@ def test_a_damaged_head_is_named(rated, damage):
 
 def test_a_reward_model_goes_on_from_another_with_its_head(rated):
     train(rated(run="first", max_steps=3))
-    config = rated(run="again", from_adapter="first", max_steps=1, learning_rate=1e-9)
-    again = new_run.create(config)
-    assert train_until_done(again, config, Stop()) == 0
+    again = train(rated(run="again", from_adapter="first", max_steps=1, learning_rate=1e-9))
     assert score_texts(again, ["Yes"]) == pytest.approx(score_texts_of("first"), abs=1e-4)
 
 
@@ -188,8 +169,7 @@ def score_texts_of(name: str) -> list[float]:
 
 def test_a_reward_model_begins_from_an_adapter_without_a_head(rated, configure):
     train_once(configure(run="sft"))
-    run = new_run.create(config := rated(from_adapter="sft", max_steps=1))
-    assert train_until_done(run, config, Stop()) == 0
+    run = train(rated(from_adapter="sft", max_steps=1))
     assert (run.adapter / checkpoint.SCORE_HEAD).exists()
 
 
@@ -223,9 +203,9 @@ def test_another_loss_than_that_of_the_rows_is_refused(rated):
 # -- rewards of other runs
 
 
-def test_completions_are_scored_as_the_model_alone_scores_them(rated, rewarded):
+def test_completions_are_scored_as_the_model_alone_scores_them(rated, scored):
     train_once(rated(run="rm"))
-    run = train(rewarded(max_steps=1))
+    run = train(scored(max_steps=1))
     model = load_reward_model(open_trained("rm"))
     records = read_rollouts(rollout_file(run.path, 1))
     for record in records:
@@ -240,32 +220,30 @@ def test_completions_are_scored_as_the_model_alone_scores_them(rated, rewarded):
 
 
 @pytest.mark.parametrize("plan", ["staged", "streamed"])
-def test_every_plan_gives_the_same_rewards(rated, rewarded, plan):
+def test_every_plan_gives_the_same_rewards(rated, scored, plan):
     train_once(rated(run="rm"))
     runs = (
-        train_once(rewarded(run="whole", plan="fused", max_steps=1)),
-        train(rewarded(plan=plan, max_steps=1)),
+        train_once(scored(run="whole", plan="fused", max_steps=1)),
+        train(scored(plan=plan, max_steps=1)),
     )
     expected, found = ([r.reward for r in read_rollouts(rollout_file(run.path, 1))] for run in runs)
     assert found == pytest.approx(expected, abs=1e-4)
 
 
-def prepared_of(config, run_folder):
-    log = events.EventLog(run_folder / "events.jsonl")
-    return preparing.prepare(config, log, run_folder)
+def prepared_of(config, name):
+    (folder := Path(name)).mkdir()
+    return preparing.prepare(config, events.EventLog(folder / "events.jsonl"), folder)
 
 
 @pytest.mark.memory
-def test_a_reward_model_of_the_same_base_shares_its_weights(rated, rewarded, own_folder):
+def test_a_reward_model_of_the_same_base_shares_its_weights(rated, scored):
     train_once(rated(run="rm"))
     sizes = {}
     for reward in ("length:3", "run:rm"):
-        folder = own_folder / reward.replace(":", "-")
-        folder.mkdir()
         gc.collect()  # what earlier tests left would be freed in between
         mx.clear_cache()
         before = mx.get_active_memory()
-        prepared = prepared_of(rewarded(reward=[reward]), folder)
+        prepared = prepared_of(scored(reward=[reward]), reward.replace(":", "-"))
         mx.eval(
             prepared.model.parameters(),
             [twin.parameters() for twin in prepared.beside.sharing(prepared.job)],
@@ -282,36 +260,29 @@ def test_a_reward_model_of_the_same_base_shares_its_weights(rated, rewarded, own
 
 
 @pytest.mark.memory
-def test_a_reload_gives_the_new_arrays_to_the_reward_model(rated, rewarded, own_folder):
+def test_a_reload_gives_the_new_arrays_to_the_reward_model(rated, scored):
     from your_ai.engine.reload import reload_adapted
 
     train_once(rated(run="rm"))
-    folder = own_folder / "g"
-    folder.mkdir()
-    prepared = prepared_of(rewarded(), folder)
+    prepared = prepared_of(scored(), "g")
     rollout = Rollout("Ask", [], "Yes", 2, False, None, {}, "p:1", 0, ids=(3, 4, 5))
     scorer = prepared.rewards.models["run:rm"]
     before, active = scorer([rollout]), mx.get_active_memory()
-    assert (
-        reload_adapted(
-            prepared.model, prepared.opened.tensors, prepared.beside.sharing(prepared.job)
-        )
-        > 0
-    )
+    twins = prepared.beside.sharing(prepared.job)
+    assert reload_adapted(prepared.model, prepared.opened.tensors, twins) > 0
     mx.clear_cache()
     assert scorer([rollout]) == before
     assert mx.get_active_memory() <= active + 10_000
 
 
-def test_a_reward_model_of_another_base_reads_the_texts(rated, rewarded, own_folder, tmp_path):
+def test_a_reward_model_of_another_base_reads_the_texts(rated, scored, tmp_path):
     other = tmp_path / "other"
     make_model(other, "qwen2", 4, factor=1, **TINY)
     train(rated(run="rm", model=str(other)))
-    run = train(rewarded(max_steps=1))
+    run = train(scored(max_steps=1))
     rewards = [r.reward for r in read_rollouts(rollout_file(run.path, 1))]
     assert all(reward is None or np.isfinite(reward) for reward in rewards)
-    (folder := own_folder / "p").mkdir()
-    prepared = prepared_of(rewarded(), folder)
+    prepared = prepared_of(scored(), "p")
     assert prepared.beside.sharing(prepared.job) == ()
     (sizes,) = prepared.budget.workload.reward_models
     assert sizes.facts is not None
@@ -319,17 +290,17 @@ def test_a_reward_model_of_another_base_reads_the_texts(rated, rewarded, own_fol
     assert components["reward models"] > sizes.facts.weights_bytes
 
 
-def test_what_is_not_a_reward_model_is_refused(rewarded, configure):
+def test_what_is_not_a_reward_model_is_refused(scored, configure):
     with pytest.raises(UserError, match=r"--reward run:rm: .*no run"):
-        train(rewarded())
+        train(scored())
     train(configure(run="rm"))
     with pytest.raises(UserError, match="--reward run:rm: rm is not a reward model"):
-        train(rewarded(run="other"))
+        train(scored(run="other"))
 
 
-def test_a_run_does_not_go_on_with_another_reward_model(rated, rewarded):
+def test_a_run_does_not_go_on_with_another_reward_model(rated, scored):
     rm = train_once(rated(run="rm", max_steps=1))
-    run = train(rewarded(max_steps=1))
+    run = train(scored(max_steps=1))
     assert resume(rm, max_steps=2) == 0
     with pytest.raises(UserError, match="the reward model run:rm changed since the run began"):
         resume(run, max_steps=2)

@@ -43,29 +43,6 @@ CALLING = (
 )
 
 
-@pytest.fixture
-def rewarded(configure, own_folder):
-    """A function that makes the config of a short run on rewards, with changed settings."""
-    asked = ["Ask", "Ask please", "Ask for more, please", "What is it?"]
-    rows = [{"prompt": text, "answer": str(i), "wanted": "e"} for i, text in enumerate(asked)]
-    data = write_rows(own_folder / "prompts.jsonl", rows)
-
-    def make(**settings: Any):
-        first = {
-            "data": str(data),
-            "valid": "none",
-            "objective": "grpo",
-            "reward": ["length:3"],
-            "rollouts": 3,
-            "prompts_per_step": 2,
-            "max_new_tokens": 6,
-            "max_steps": 3,
-        }
-        return configure(**{**first, **settings})
-
-    return make
-
-
 @pytest.mark.parametrize("key", ["answer", "completion"])
 def test_only_a_prompt_with_a_completion_has_an_answer_to_evaluate(own_folder, key):
     rows = PromptRows(write_rows(own_folder / "p.jsonl", [{"prompt": "Ask", key: "Yes"}]))
@@ -220,13 +197,11 @@ def test_a_planted_reward_is_learned(configure, own_folder, rewarded):
         "def yes(completions, **_):\n"
         "    return [float(text.startswith('yes')) for text in completions]\n"
     )
-    config = rewarded(
+    run = train(rewarded(
         data=str(asked), from_adapter="start", reward=["planted:yes"], rollouts=8,
         prompts_per_step=4, max_new_tokens=4, max_steps=10,
         learning_rate=3e-3, lr_schedule="linear", **wide,
-    )  # fmt: skip
-    run = new_run.create(config)
-    train_until_done(run, config, Stop())
+    ))  # fmt: skip
     means = [step.metrics["reward"] for step in events_of(run, events.Step)]
     assert 0.3 < means[0] < 0.7
     assert sum(means[-4:]) / 4 > 0.8  # of 128 samples, which differ with the rounding of a machine

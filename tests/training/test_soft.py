@@ -224,9 +224,7 @@ def test_all_roles_of_one_base_share_its_weights(reward_model, soft, own_folder)
 def test_the_reference_is_the_adapter_that_the_run_starts_from(reward_model, soft, configure):
     reward_model()
     train_once(configure(run="sft"))
-    config = soft(run="r", from_adapter="sft", max_steps=1)
-    run = new_run.create(config)
-    assert train_until_done(run, config, Stop()) == 0
+    run = train(soft(run="r", from_adapter="sft", max_steps=1))
     assert events_of(run, events.Step)[0].metrics["kl"] == pytest.approx(0, abs=1e-6)
 
 
@@ -237,9 +235,7 @@ def test_the_reference_is_rounded_as_the_policy_is(reward_model, soft, configure
     )
     reward_model()
     train_once(configure(run="sft"))
-    config = soft(run="r", from_adapter="sft", max_steps=1, adapter_dtype="bfloat16")
-    run = new_run.create(config)
-    assert train_until_done(run, config, Stop()) == 0
+    run = train(soft(run="r", from_adapter="sft", max_steps=1, adapter_dtype="bfloat16"))
     first = mx.load(str(run.checkpoints / "step-000000" / ADAPTERS))
     reference = dict(tree_flatten(opened[0].network.parameters()))
     assert {array.dtype for array in first.values()} == {mx.bfloat16}
