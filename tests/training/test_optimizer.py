@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import get_args
+from collections.abc import Callable
+from typing import Any, get_args
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -35,16 +36,20 @@ class Two(nn.Module):
         self.b = mx.array([1.0, -2.0])
 
 
+def updating(network: nn.Module, **settings: Any) -> Callable[..., None]:
+    """The function that updates a network with the configured optimizer."""
+    built = optimizer.build_optimizer(TrainConfig(**settings), network.trainable_parameters())
+    return optimizer.make_update(network, built)
+
+
 def gradients(step: int) -> dict[str, mx.array]:
     mx.random.seed(step)
     return {"a": mx.random.normal((4, 3)), "b": mx.random.normal((2,))}
 
 
 def test_adamw_matches_the_formulas_of_the_paper():
-    config = TrainConfig(optimizer="adamw", learning_rate=0.1, weight_decay=0.2)
     network = Two()
-    built = optimizer.build_optimizer(config, network.trainable_parameters())
-    update = optimizer.make_update(network, built)
+    update = updating(network, optimizer="adamw", learning_rate=0.1, weight_decay=0.2)
     x = np.array(network.a, np.float64)
     m = v = np.zeros_like(x)
     for step in range(1, 6):
@@ -59,10 +64,8 @@ def test_adamw_matches_the_formulas_of_the_paper():
 @pytest.mark.parametrize("name", ["adam", "adamw"])
 def test_settings_of_adam_reach_mlx(name):
     values = {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 0.1}
-    config = TrainConfig(optimizer=name, adam_bias_correction=False, **values)
     network, reference = Two(), Two()
-    built = optimizer.build_optimizer(config, network.trainable_parameters())
-    update = optimizer.make_update(network, built)
+    update = updating(network, optimizer=name, adam_bias_correction=False, **values)
     kind = {"adam": mlx_optimizers.Adam, "adamw": mlx_optimizers.AdamW}[name]
     more = {"weight_decay": 0.0} if name == "adamw" else {}
     theirs = kind(0.1, betas=[0.8, 0.9], eps=0.1, **more)
@@ -80,10 +83,8 @@ def test_each_optimizer_has_a_name_in_the_settings():
 def test_every_optimizer_uses_the_given_learning_rate(name):
     def moved(rate: float) -> float:
         network = Two()
-        config = TrainConfig(optimizer=name)
-        built = optimizer.build_optimizer(config, network.trainable_parameters())
         before = mx.array(network.a)
-        optimizer.make_update(network, built)(HeldGradients(gradients(1)), 1.0, rate)
+        updating(network, optimizer=name)(HeldGradients(gradients(1)), 1.0, rate)
         return mx.abs(network.a - before).sum().item()
 
     assert moved(0.0) == pytest.approx(0, abs=1e-6)
@@ -94,9 +95,8 @@ def test_every_optimizer_uses_the_given_learning_rate(name):
 def test_every_optimizer_uses_weight_decay(name):
     def after(decay: float) -> mx.array:
         network = Two()
-        config = TrainConfig(optimizer=name, weight_decay=decay)
-        built = optimizer.build_optimizer(config, network.trainable_parameters())
-        optimizer.make_update(network, built)(HeldGradients(gradients(1)), 1.0, 0.1)
+        update = updating(network, optimizer=name, weight_decay=decay)
+        update(HeldGradients(gradients(1)), 1.0, 0.1)
         return network.a
 
     assert not mx.allclose(after(0.0), after(0.9), rtol=1e-4)
