@@ -85,39 +85,14 @@ def same(a: Batch, b: Batch) -> bool:
 
 @few
 @given(plan=PLANS, epoch=st.integers(0, 3))
-def test_every_row_is_trained_once_per_epoch(plan, epoch):
-    rows = np.concatenate([plan.rows_of(step) for step in steps_of(plan, epoch)])
-    assert sorted(rows.tolist()) == list(range(len(plan.examples)))
-
-
-@few
-@given(plan=PLANS)
-def test_the_batches_of_an_epoch_contain_every_row_once(plan):
-    first_tokens = plan.examples.tokens[plan.examples.starts[:-1]]
-    found = np.concatenate([batch.tokens[:, 0] for batch, _ in batches_with_rows(plan)])
-    assert sorted(found[found > 0].tolist()) == first_tokens.tolist()
-
-
-@few
-@given(plan=PLANS)
-def test_all_steps_but_one_are_full(plan):
-    sizes = [len(plan.rows_of(step)) for step in steps_of(plan)]
-    assert sum(size != plan.rows_per_step for size in sizes) <= 1
-
-
-@few
-@given(plan=PLANS)
-def test_the_longest_rows_of_a_step_come_first(plan):
+def test_an_epoch_trains_every_row_once_in_full_steps_with_the_longest_rows_first(plan, epoch):
     """So the rows of a micro-batch have similar lengths, and the largest micro-batch is first."""
-    for step in steps_of(plan):
-        lengths = plan.examples.lengths[plan.rows_of(step)]
-        assert (np.diff(lengths) <= 0).all()
-
-
-@few
-@given(plan=PLANS)
-def test_no_step_is_empty(plan):
-    assert all(len(plan.rows_of(step)) > 0 for step in steps_of(plan))
+    steps = [plan.rows_of(step) for step in steps_of(plan, epoch)]
+    assert sorted(np.concatenate(steps).tolist()) == list(range(len(plan.examples)))
+    assert sum(len(rows) != plan.rows_per_step for rows in steps) <= 1
+    for rows in steps:
+        assert len(rows) > 0
+        assert (np.diff(plan.examples.lengths[rows]) <= 0).all()
 
 
 @few
@@ -157,16 +132,11 @@ def order(plan: Schedule, epoch: int = 0) -> list[list[int]]:
     return [sorted(plan.rows_of(step).tolist()) for step in steps_of(plan, epoch)]
 
 
-def test_each_epoch_has_another_order():
-    plan = make_schedule(make_examples([20] * 40), 2, 4, seed=0)
-    orders = [order(plan, epoch) for epoch in range(4)]
-    assert all(orders[i] != orders[j] for i in range(4) for j in range(i))
-
-
-def test_each_seed_has_another_order():
+def test_each_epoch_and_each_seed_has_another_order():
     examples = make_examples([20] * 40)
-    orders = [order(make_schedule(examples, 2, 4, seed)) for seed in range(4)]
-    assert all(orders[i] != orders[j] for i in range(4) for j in range(i))
+    plans = [make_schedule(examples, 2, 4, seed) for seed in range(4)]
+    for orders in ([order(plans[0], epoch) for epoch in range(4)], [order(p) for p in plans]):
+        assert all(orders[i] != orders[j] for i in range(4) for j in range(i))
 
 
 def test_each_epoch_groups_other_rows_into_steps():
@@ -188,15 +158,6 @@ def test_steps_of_short_and_long_rows_are_mixed():
 SPLITS = ((4, 1), (2, 2), (1, 4))
 
 
-@few
-@given(examples=EXAMPLES, seed=SEEDS)
-def test_accumulation_does_not_change_the_rows_of_a_step(examples, seed):
-    plans = [make_schedule(examples, size, size * times, seed) for size, times in SPLITS]
-    steps = steps_of(plans[0], 1)
-    joint, *others = [[plan.rows_of(step).tolist() for step in steps] for plan in plans]
-    assert all(other == joint for other in others)
-
-
 def keys_by_example(plan: Schedule, step: int) -> dict[int, int]:
     """First token of each example in `step` -> the key of its dropout."""
     return {
@@ -209,20 +170,15 @@ def keys_by_example(plan: Schedule, step: int) -> dict[int, int]:
 
 @few
 @given(examples=EXAMPLES, seed=SEEDS)
-def test_accumulation_does_not_change_a_rows_dropout(examples, seed):
+def test_accumulation_changes_neither_rows_nor_dropout_nor_the_weight_of_a_step(examples, seed):
     plans = [make_schedule(examples, size, size * times, seed) for size, times in SPLITS]
     for step in steps_of(plans[0], 1):
-        joint, *others = [keys_by_example(plan, step) for plan in plans]
-        assert all(other == joint for other in others)
-
-
-@few
-@given(examples=EXAMPLES, seed=SEEDS)
-def test_accumulation_does_not_change_the_weight_of_a_step(examples, seed):
-    plans = [make_schedule(examples, size, size * times, seed) for size, times in SPLITS]
-    for step in steps_of(plans[0]):
-        joint, *others = [sum(batch.weight for batch in plan.batches_of(step)) for plan in plans]
-        assert others == [joint, joint]
+        for found in (
+            [plan.rows_of(step).tolist() for plan in plans],
+            [keys_by_example(plan, step) for plan in plans],
+            [sum(batch.weight for batch in plan.batches_of(step)) for plan in plans],
+        ):
+            assert found == [found[0]] * 3
 
 
 @few
@@ -260,65 +216,34 @@ def targets_of(batch: Batch, slots: slice) -> list[tuple]:
 
 @few
 @given(plan=PLANS)
-def test_targets_are_the_trained_tokens_of_the_rows(plan):
-    """No padding, no token twice, none missing."""
+def test_a_batch_has_the_inputs_and_targets_of_its_rows(plan):
+    """No padding is a target, no token is one twice, none is missing, and each is predicted from
+    the token before it. Empty slots have weight 0 and positions within the batch."""
     for batch, rows in batches_with_rows(plan):
+        inputs = np.zeros_like(batch.tokens)
+        for i, row in enumerate(rows):
+            inputs[i, : len(plan.examples[row].tokens) - 1] = plan.examples[row].tokens[:-1]
+        np.testing.assert_array_equal(batch.tokens, inputs)
+        slots, rest = slice(batch.trained_tokens), slice(batch.trained_tokens, None)
         expected = expected_targets(plan.examples, rows, batch.tokens.shape[1])
-        assert targets_of(batch, slice(batch.trained_tokens)) == expected
-
-
-@few
-@given(plan=PLANS)
-def test_a_target_is_predicted_from_the_token_before_it(plan):
-    for batch, _ in batches_with_rows(plan):
-        slots = slice(batch.trained_tokens)
+        assert targets_of(batch, slots) == expected
         before = batch.tokens.reshape(-1)[batch.positions[slots]]
         np.testing.assert_array_equal(before + 1, batch.targets[slots])
+        assert not batch.weights[rest].any()
+        assert ((batch.positions[rest] >= 0) & (batch.positions[rest] < batch.tokens.size)).all()
 
 
 @few
 @given(plan=PLANS)
-def test_padding_slots_have_zero_weight(plan):
-    for batch, _ in batches_with_rows(plan):
-        assert not batch.weights[batch.trained_tokens :].any()
-
-
-@few
-@given(plan=PLANS)
-def test_padding_slots_have_valid_positions(plan):
-    for batch, _ in batches_with_rows(plan):
-        rest = batch.positions[batch.trained_tokens :]
-        assert ((rest >= 0) & (rest < batch.tokens.size)).all()
-
-
-@few
-@given(plan=PLANS)
-def test_tokens_are_the_inputs_of_the_rows_padded_with_zeros(plan):
-    for batch, rows in batches_with_rows(plan):
-        expected = np.zeros_like(batch.tokens)
-        for i, row in enumerate(rows):
-            inputs = plan.examples[row].tokens[:-1]
-            expected[i, : len(inputs)] = inputs
-        np.testing.assert_array_equal(batch.tokens, expected)
-
-
-@few
-@given(plan=PLANS)
-def test_token_counts_of_an_epoch_match_the_examples(plan):
-    batches = [batch for batch, _ in batches_with_rows(plan)]
-    examples = plan.examples
+def test_the_batches_of_an_epoch_have_the_tokens_and_weights_of_the_examples(plan):
+    batches, examples = [batch for batch, _ in batches_with_rows(plan)], plan.examples
+    found = np.concatenate([batch.tokens[:, 0] for batch in batches])
+    assert sorted(found[found > 0].tolist()) == examples.tokens[examples.starts[:-1]].tolist()
     assert sum(b.trained_tokens for b in batches) == int(examples.trained.sum())
     assert sum(b.real_tokens for b in batches) == int((examples.lengths - 1).sum())
-
-
-@few
-@given(plan=PLANS)
-def test_the_weight_of_an_epoch_matches_the_examples(plan):
-    examples = plan.examples
-    expected = sum(
-        float(examples.weights[i]) * int(examples[i].trained.sum()) for i in range(len(examples))
-    )
-    assert sum(batch.weight for batch, _ in batches_with_rows(plan)) == expected
+    targets = [int(examples[i].trained.sum()) for i in range(len(examples))]
+    weights = zip(examples.weights.tolist(), targets, strict=True)
+    assert sum(b.weight for b in batches) == sum(weight * count for weight, count in weights)
 
 
 def test_the_weight_of_many_targets_is_exact():
@@ -337,20 +262,12 @@ def test_the_first_token_is_never_a_target():
     assert batch.targets[: batch.trained_tokens].tolist() == [2, 3]
 
 
-@pytest.mark.parametrize(
-    ("field", "dtype"),
-    [
-        ("tokens", np.int32),
-        ("positions", np.int32),
-        ("targets", np.int32),
-        ("weights", np.float32),
-        ("rows", np.uint32),
-        ("places", np.uint32),
-    ],
-)
-def test_arrays_have_the_documented_dtypes(field, dtype):
+def test_arrays_have_the_documented_dtypes():
     (batch,) = make_schedule(make_examples([5, 9]), 2, 2, seed=0).batches_of(0)
-    assert getattr(batch, field).dtype == dtype
+    integers = (batch.tokens, batch.positions, batch.targets, batch.texts)
+    assert {array.dtype for array in integers} == {np.dtype(np.int32)}
+    assert {batch.rows.dtype, batch.places.dtype} == {np.dtype(np.uint32)}
+    assert batch.weights.dtype == np.float32
 
 
 # Few shapes, little padding
@@ -358,15 +275,11 @@ def test_arrays_have_the_documented_dtypes(field, dtype):
 
 @few
 @given(plan=PLANS)
-def test_padded_lengths_are_multiples_of_32(plan):
-    assert all(batch.tokens.shape[1] % MULTIPLE == 0 for batch, _ in batches_with_rows(plan))
-
-
-@few
-@given(plan=PLANS)
-def test_every_batch_has_the_same_number_of_rows(plan):
+def test_batches_have_the_same_number_of_rows_and_lengths_that_are_multiples_of_32(plan):
     rows = min(plan.batch_size, len(plan.examples))
-    assert {batch.tokens.shape[0] for batch, _ in batches_with_rows(plan)} == {rows}
+    for batch, _ in batches_with_rows(plan):
+        assert batch.tokens.shape[0] == rows
+        assert batch.tokens.shape[1] % MULTIPLE == 0
 
 
 @few
@@ -405,32 +318,15 @@ def padded(inputs: np.ndarray) -> np.ndarray:
 
 
 @given(inputs=INPUTS)
-def test_every_input_fits_its_bucket(inputs):
-    assert (padded(inputs) >= inputs).all()
-
-
-@given(inputs=INPUTS)
-def test_bucket_edges_ascend(inputs):
-    assert (np.diff(bucket_edges(inputs)) > 0).all()
-
-
-@given(inputs=INPUTS)
-def test_the_last_bucket_is_the_rounded_maximum_length(inputs):
-    assert bucket_edges(inputs)[-1] == rounded(inputs).max()
-
-
-@given(inputs=INPUTS)
-def test_there_are_few_buckets(inputs):
-    assert len(bucket_edges(inputs)) <= MAX_BUCKETS
-
-
-@given(inputs=INPUTS)
-def test_merging_adds_little_padding(inputs):
+def test_buckets_are_few_and_have_room_for_every_input_with_little_padding(inputs):
     """More padding is only allowed if there would be too many buckets otherwise."""
+    edges = bucket_edges(inputs)
+    assert (np.diff(edges) > 0).all()
+    assert edges[-1] == rounded(inputs).max()
+    assert len(edges) <= MAX_BUCKETS
+    assert (padded(inputs) >= inputs).all()
     added = (padded(inputs) - rounded(inputs)).sum()
-    assert (
-        added <= MERGE_PADDING * rounded(inputs).sum() or len(bucket_edges(inputs)) == MAX_BUCKETS
-    )
+    assert added <= MERGE_PADDING * rounded(inputs).sum() or len(edges) == MAX_BUCKETS
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -471,31 +367,15 @@ def validation(examples: Examples, size: int) -> list[Batch]:
 
 @few
 @given(examples=EXAMPLES, size=SIZES)
-def test_validation_has_every_row_once(examples, size):
-    found = np.concatenate([batch.tokens[:, 0] for batch in validation(examples, size)])
-    first_tokens = examples.tokens[examples.starts[:-1]]
-    assert sorted(found[found > 0].tolist()) == first_tokens.tolist()
-
-
-@few
-@given(examples=EXAMPLES, size=SIZES)
-def test_validation_counts_every_target(examples, size):
-    batches = validation(examples, size)
+def test_validation_has_every_row_and_target_once_in_the_same_batches_of_few_lengths(
+    examples, size
+):
+    batches, again = validation(examples, size), validation(examples, size)
+    found = np.concatenate([batch.tokens[:, 0] for batch in batches])
+    assert sorted(found[found > 0].tolist()) == examples.tokens[examples.starts[:-1]].tolist()
     assert sum(batch.trained_tokens for batch in batches) == int(examples.trained.sum())
-
-
-@few
-@given(examples=EXAMPLES, size=SIZES)
-def test_validation_is_always_the_same(examples, size):
-    first, again = validation(examples, size), validation(examples, size)
-    assert all(same(a, b) for a, b in zip(first, again, strict=True))
-
-
-@few
-@given(examples=EXAMPLES, size=SIZES)
-def test_validation_has_few_lengths(examples, size):
-    lengths = {batch.tokens.shape[1] for batch in validation(examples, size)}
-    assert len(lengths) <= MAX_BUCKETS
+    assert all(same(a, b) for a, b in zip(batches, again, strict=True))
+    assert len({batch.tokens.shape[1] for batch in batches}) <= MAX_BUCKETS
 
 
 # Packing
@@ -590,26 +470,13 @@ def test_each_row_is_in_as_many_steps_of_an_epoch_as_it_is_repeated(examples, se
 
 
 @given(st.integers(1, 200_000))
-def test_edges_cover_all_lengths(longest):
-    assert few_edges(longest)[-1] >= longest
-
-
-@given(st.integers(1, 200_000))
-def test_edges_are_ascending_multiples_of_32(longest):
+def test_edges_are_few_multiples_of_32_that_cover_all_lengths_with_little_padding(longest):
     edges = np.array([0, *few_edges(longest)])
     assert (np.diff(edges) > 0).all()
     assert not (edges % MULTIPLE).any()
-
-
-@given(st.integers(1, 200_000))
-def test_there_are_eight_edges_for_each_doubling(longest):
-    assert len(few_edges(longest)) <= 8 * max(1, np.log2(longest / MULTIPLE) - 1) + 2
-
-
-@given(st.integers(1, 200_000))
-def test_edges_add_little_padding(longest):
-    edge = int(few_edges(longest)[-1])
-    assert edge - longest < max(MULTIPLE, longest / 8)
+    assert longest <= edges[-1] < longest + max(MULTIPLE, longest / 8)
+    eight_for_each_doubling = 8 * max(1, np.log2(longest / MULTIPLE) - 1)
+    assert len(edges) - 1 <= eight_for_each_doubling + 2
 
 
 @given(st.integers(1, 100_000), st.integers(0, 100_000))
