@@ -215,26 +215,69 @@ def decode(tokenizer: Any, ids: list[int]) -> str:
 # Each format, token by token, with the demo's tokenizer
 
 
-def test_a_chat_trains_the_answer_and_its_end_token(demo_tokenizer):
-    encoded = Encoder(demo_tokenizer).encode(chat_row("hi there", "ok"))
-    assert spell(demo_tokenizer, encoded) == (
-        "-<|user|> -hi -Ġthe -re -<|end|> -<|assistant|> +o +k +<|end|>"
-    )
+def said(*roles: str) -> Row:
+    """A chat of turns that all say ok."""
+    return row_of(Chat([{"role": role, "content": "ok"} for role in roles]))
 
 
-def test_a_system_turn_is_not_trained(demo_tokenizer):
-    encoded = Encoder(demo_tokenizer).encode(chat_row("hi", "ok", system="no"))
-    assert spell(demo_tokenizer, encoded) == (
-        "-<|system|> -n -o -<|end|> -<|user|> -hi -<|end|> -<|assistant|> +o +k +<|end|>"
-    )
-
-
-def test_every_assistant_turn_is_trained(demo_tokenizer):
-    encoded = Encoder(demo_tokenizer).encode(chat_row("hi", "ok", "re", "no"))
-    assert spell(demo_tokenizer, encoded) == (
+SPELLED = {
+    "the answer and its end token": (
+        chat_row("hi there", "ok"),
+        "-<|user|> -hi -Ġthe -re -<|end|> -<|assistant|> +o +k +<|end|>",
+    ),
+    "no system turn": (
+        chat_row("hi", "ok", system="no"),
+        "-<|system|> -n -o -<|end|> -<|user|> -hi -<|end|> -<|assistant|> +o +k +<|end|>",
+    ),
+    "every assistant turn": (
+        chat_row("hi", "ok", "re", "no"),
         "-<|user|> -hi -<|end|> -<|assistant|> +o +k +<|end|> "
-        "-<|user|> -re -<|end|> -<|assistant|> +n +o +<|end|>"
-    )
+        "-<|user|> -re -<|end|> -<|assistant|> +n +o +<|end|>",
+    ),
+    "no turn before first_trained": (
+        chat_row("hi", "ok", "re", "no", first_trained=3),
+        "-<|user|> -hi -<|end|> -<|assistant|> -o -k -<|end|> "
+        "-<|user|> -re -<|end|> -<|assistant|> +n +o +<|end|>",
+    ),
+    "a question at the end": (
+        chat_row("hi", "ok", "re"),
+        "-<|user|> -hi -<|end|> -<|assistant|> +o +k +<|end|> -<|user|> -re -<|end|>",
+    ),
+    "an answer at the beginning": (
+        said("assistant", "user"),
+        "-<|assistant|> +o +k +<|end|> -<|user|> -o -k -<|end|>",
+    ),
+    "two consecutive answers": (
+        said("user", "assistant", "assistant"),
+        "-<|user|> -o -k -<|end|> -<|assistant|> +o +k +<|end|> -<|assistant|> +o +k +<|end|>",
+    ),
+    "an answer equal to its question": (
+        said("user", "assistant", "user", "assistant"),
+        "-<|user|> -o -k -<|end|> -<|assistant|> +o +k +<|end|> "
+        "-<|user|> -o -k -<|end|> -<|assistant|> +o +k +<|end|>",
+    ),
+    "a pair is a chat if there is a template": (
+        row_of(Pair("hi", "ok")),
+        "-<|user|> -hi -<|end|> -<|assistant|> +o +k +<|end|>",
+    ),
+    "text but its first token": (row_of(Text("hi there")), "-hi +Ġthe +re +<|end|>"),
+    "no second end token": (row_of(Text("hi there<|end|>")), "-hi +Ġthe +re +<|end|>"),
+    "all tokens of one character": (
+        chat_row("é", "😀é"),
+        "-<|user|> -Ã -© -<|end|> -<|assistant|> +ð +Ł +ĺ +Ģ +Ã +© +<|end|>",
+    ),
+    "spaces and newlines of an answer": (
+        chat_row("hi", "  ok\n\n  ok \n"),
+        "-<|user|> -hi -<|end|> -<|assistant|> +Ġ +Ġ +o +k +Ċ +Ċ +Ġ +Ġ +o +k +Ġ +Ċ +<|end|>",
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "spelled"), SPELLED.values(), ids=SPELLED)
+def test_what_is_trained_of_each_format(demo_tokenizer, row, spelled):
+    encoded = Encoder(demo_tokenizer).encode(row)
+    assert spell(demo_tokenizer, encoded) == spelled
+    assert (encoded.tokens.dtype, encoded.trained.dtype) == (np.uint32, np.bool_)
 
 
 def test_a_tool_call_that_the_template_omits_is_refused(demo_tokenizer):
@@ -254,74 +297,6 @@ def test_a_message_with_weight_0_is_not_trained(demo_tokenizer):
     row.content.messages[3]["weight"] = 0
     with pytest.raises(UserError, match="no token to train"):
         Encoder(demo_tokenizer).encode(row)
-
-
-def test_turns_before_first_trained_are_not_trained(demo_tokenizer):
-    encoded = Encoder(demo_tokenizer).encode(chat_row("hi", "ok", "re", "no", first_trained=3))
-    assert spell(demo_tokenizer, encoded) == (
-        "-<|user|> -hi -<|end|> -<|assistant|> -o -k -<|end|> "
-        "-<|user|> -re -<|end|> -<|assistant|> +n +o +<|end|>"
-    )
-
-
-def test_a_chat_may_end_with_a_question(demo_tokenizer):
-    encoded = Encoder(demo_tokenizer).encode(chat_row("hi", "ok", "re"))
-    assert spell(demo_tokenizer, encoded) == (
-        "-<|user|> -hi -<|end|> -<|assistant|> +o +k +<|end|> -<|user|> -re -<|end|>"
-    )
-
-
-def test_a_chat_may_begin_with_an_answer(demo_tokenizer):
-    messages = [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "hi"}]
-    encoded = Encoder(demo_tokenizer).encode(row_of(Chat(messages)))
-    assert spell(demo_tokenizer, encoded) == (
-        "-<|assistant|> +o +k +<|end|> -<|user|> -hi -<|end|>"
-    )
-
-
-def test_two_consecutive_answers_are_both_trained(demo_tokenizer):
-    messages = [{"role": role, "content": "ok"} for role in ("user", "assistant", "assistant")]
-    encoded = Encoder(demo_tokenizer).encode(row_of(Chat(messages)))
-    assert spell(demo_tokenizer, encoded) == (
-        "-<|user|> -o -k -<|end|> -<|assistant|> +o +k +<|end|> -<|assistant|> +o +k +<|end|>"
-    )
-
-
-def test_an_answer_equal_to_its_question_is_located(demo_tokenizer):
-    encoded = Encoder(demo_tokenizer).encode(chat_row("ok", "ok", "ok", "ok"))
-    assert spell(demo_tokenizer, encoded) == (
-        "-<|user|> -o -k -<|end|> -<|assistant|> +o +k +<|end|> "
-        "-<|user|> -o -k -<|end|> -<|assistant|> +o +k +<|end|>"
-    )
-
-
-def test_a_pair_is_a_chat_if_the_tokenizer_has_a_template(demo_tokenizer):
-    encoded = Encoder(demo_tokenizer).encode(row_of(Pair("hi", "ok")))
-    assert spell(demo_tokenizer, encoded) == "-<|user|> -hi -<|end|> -<|assistant|> +o +k +<|end|>"
-
-
-def test_text_is_trained_except_its_first_token(demo_tokenizer):
-    encoded = Encoder(demo_tokenizer).encode(row_of(Text("hi there")))
-    assert spell(demo_tokenizer, encoded) == "-hi +Ġthe +re +<|end|>"
-
-
-def test_no_second_end_token_is_appended(demo_tokenizer):
-    encoded = Encoder(demo_tokenizer).encode(row_of(Text("hi there<|end|>")))
-    assert spell(demo_tokenizer, encoded) == "-hi +Ġthe +re +<|end|>"
-
-
-def test_all_tokens_of_one_character_are_trained(demo_tokenizer):
-    encoded = Encoder(demo_tokenizer).encode(chat_row("é", "😀é"))
-    assert spell(demo_tokenizer, encoded) == (
-        "-<|user|> -Ã -© -<|end|> -<|assistant|> +ð +Ł +ĺ +Ģ +Ã +© +<|end|>"
-    )
-
-
-def test_spaces_and_newlines_of_an_answer_are_trained(demo_tokenizer):
-    encoded = Encoder(demo_tokenizer).encode(chat_row("hi", "  ok\n\n  ok \n"))
-    assert spell(demo_tokenizer, encoded) == (
-        "-<|user|> -hi -<|end|> -<|assistant|> +Ġ +Ġ +o +k +Ċ +Ċ +Ġ +Ġ +o +k +Ġ +Ċ +<|end|>"
-    )
 
 
 def test_an_earlier_answer_that_begins_in_a_token_is_named_with_an_example():
@@ -487,11 +462,6 @@ def test_an_empty_answer_is_not_trained_and_named(demo_tokenizer):
     assert encoder.notes.lines() == [
         "answers without text are not trained: 1 row, the first in data.jsonl:7"
     ]
-
-
-def test_arrays_have_small_dtypes(demo_tokenizer):
-    encoded = Encoder(demo_tokenizer).encode(chat_row("hi", "ok"))
-    assert (encoded.tokens.dtype, encoded.trained.dtype) == (np.uint32, np.bool_)
 
 
 # --no-mask-prompt
