@@ -46,16 +46,11 @@ def test_pause_lasts_until_the_request_is_withdrawn(run, log):
     assert continued.seconds >= 0.29
 
 
-def test_stop_signal_ends_a_pause(run, log):
+@pytest.mark.parametrize("ends", ["signal", "deleted file"])
+def test_a_stop_signal_or_deleting_the_request_file_ends_a_pause(run, log, ends):
     stop = Stop()
     requests.ask(run, requests.PAUSE)
-    later(lambda: setattr(stop, "received", 2))
+    signal = lambda: setattr(stop, "received", 2)  # noqa: E731
+    later(signal if ends == "signal" else (run.path / requests.PAUSE).unlink)
     pause(run, 3, log, stop)
-    assert len(events_of(run, events.Continued)) == 1
-
-
-def test_deleting_the_request_file_ends_a_pause(run, log):
-    requests.ask(run, requests.PAUSE)
-    later((run.path / requests.PAUSE).unlink)
-    pause(run, 3, log, Stop())
     assert len(events_of(run, events.Continued)) == 1

@@ -95,7 +95,7 @@ def parse_reward(text: str) -> WeightedName:
     function = f"{kind}:{argument.strip()}"
     if kind not in PLAIN and colon and is_function(function):
         return WeightedName(function, FUNCTION, function, weight)
-    raise UserError(f"--reward {shown(text)}: {name_fault(kind, bool(colon))}")
+    raise UserError(f"--reward {shown(text)}: {name_fault(kind)}")
 
 
 def is_function(name: str) -> bool:
@@ -124,7 +124,7 @@ def argument_fault(kind: str, argument: str) -> str:
     return ""
 
 
-def name_fault(kind: str, has_colon: bool) -> str:
+def name_fault(kind: str) -> str:
     if kind in WITH_ARGUMENT:
         return f"needs an argument, e.g. {WITH_ARGUMENT[kind]}"
     if kind in PLAIN:

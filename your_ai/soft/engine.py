@@ -55,8 +55,6 @@ class Swept(NamedTuple):
     residual: float
     """The relative difference of the credits of the last two sweeps: 1 before the second, and 0 if
     the result is exact."""
-    sweeps: int
-    """That carried credit."""
 
 
 def sweep(
@@ -80,7 +78,7 @@ def sweep(
     settings.step(len(rows.prompts))
     cotangent = of_outputs(policy, noisy, rows, terms, later)
     grads = passes.parameter_gradients(policy, inputs, cotangent)
-    return Swept(grads, 0.0 if done >= exact else residual, done)
+    return Swept(grads, 0.0 if done >= exact else residual)
 
 
 def is_enough(credit: CreditLength, done: int, residual: float, exact: int) -> bool:

@@ -471,8 +471,7 @@ class RolloutSource:
         trainer, config = self.trainer, self.trainer.config
         data, objective = trainer.schedule.examples, trainer.engine.objective
         assert isinstance(objective, GRPO)
-        texts = [(np.asarray(data[r.row].tokens), np.array(r.tokens, np.uint32)) for r in records]
-        lengths = np.array([len(tokens) for _, tokens in texts])
+        lengths = np.array([len(record.tokens) for record in records])
         counts = np.array(
             [r.reward is not None and (r.stopped or not config.mask_truncated) for r in records]
         )
@@ -487,7 +486,12 @@ class RolloutSource:
             columns["reference"] = np.concatenate([r.reference for r in records])
         if records[0].old is not None:
             columns["old"] = np.concatenate([r.old for r in records])
-        return completion_examples(texts, weights, columns)
+        return completion_examples(self.texts(records), weights, columns)
+
+    def texts(self, records: Sequence[RolloutRecord]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The tokens of the prompts and of their completions."""
+        data = self.trainer.schedule.examples
+        return [(np.asarray(data[r.row].tokens), np.array(r.tokens, np.uint32)) for r in records]
 
     def edges(self, examples: Examples) -> np.ndarray:
         """The lengths that rollouts are padded to: few, and the same in every step."""

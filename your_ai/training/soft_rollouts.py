@@ -163,10 +163,9 @@ class SoftSource:
 
     def batches(self, records: Sequence[RolloutRecord], rows_at: RowsAt) -> list[Batch]:
         """The micro-batches of a step, for their sizes."""
-        data = self.source.trainer.schedule.examples
-        texts = [(np.asarray(data[r.row].tokens), np.array(r.tokens, np.uint32)) for r in records]
-        weights = data.weights[[record.row for record in records]]
-        examples = completion_examples(texts, weights, {})
+        rows = [record.row for record in records]
+        weights = self.source.trainer.schedule.examples.weights[rows]
+        examples = completion_examples(self.source.texts(records), weights, {})
         order = np.argsort(-examples.lengths, kind="stable")
         return list(micro_batches(examples, order, rows_at, self.source.edges(examples)))
 
