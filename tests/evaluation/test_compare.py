@@ -226,7 +226,10 @@ def answers_of(run, rows, adapted) -> list[str]:
         asked, expected = (message["content"] for message in row["messages"])
         limit = 2 * len(tokenizer.encode(expected)) + 5
         tokens = chat_prompt(tokenizer, asked)
-        found.append("".join(generate.stream(network, tokenizer, tokens, limit)).strip())
+        responses = generate.respond(
+            network, tokenizer, tokens, generate.Sampling(max_tokens=limit)
+        )
+        found.append("".join(response.text for response in responses).strip())
     return found
 
 

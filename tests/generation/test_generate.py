@@ -72,10 +72,15 @@ class Parrot(nn.Module):
         return mx.broadcast_to(mx.arange(self.size) == spoken, (1, tokens.shape[1], self.size)) * 9
 
 
+def said(network, tokenizer, prompt: list[int], max_tokens: int, **options) -> str:
+    sampling = Sampling(max_tokens=max_tokens, **options)
+    return "".join(r.text for r in generate.respond(network, tokenizer, prompt, sampling))
+
+
 def test_answer_equals_that_of_mlx_lm(run, tiny_model):
     network, tokenizer = generate.load_run(open_trained(str(run.path)))
     prompt = chat_prompt(tokenizer, "Question 3")
-    ours = "".join(generate.stream(network, tokenizer, prompt, max_tokens=12))
+    ours = said(network, tokenizer, prompt, 12)
     theirs, their_tokenizer = mlx_lm_load(str(tiny_model), adapter_path=str(run.adapter))
     assert ours == mlx_lm_generate(theirs, their_tokenizer, prompt, max_tokens=12)
 
@@ -96,7 +101,7 @@ def test_sampling_depends_on_the_seed(run):
     network, tokenizer = generate.load_run(open_trained(str(run.path)), adapted=False)
 
     def sample(seed: int) -> str:
-        return "".join(generate.stream(network, tokenizer, [3, 5], 20, temperature=1.5, seed=seed))
+        return said(network, tokenizer, [3, 5], 20, temperature=1.5, seed=seed)
 
     assert sample(1) == sample(1)
     assert sample(1) != sample(2)
@@ -106,7 +111,7 @@ def test_small_top_p_takes_the_most_likely_token(tiny_model):
     network, tokenizer = load_base(tiny_model, mx.float32)
 
     def sample(**options) -> str:
-        return "".join(generate.stream(network, tokenizer, [3, 5], 20, **options))
+        return said(network, tokenizer, [3, 5], 20, **options)
 
     assert sample(temperature=1.5, seed=1, top_p=1e-6) == sample()
     assert sample(temperature=1.5, seed=1, top_p=1.0) != sample()
@@ -117,10 +122,10 @@ def test_memory_of_a_long_prompt_is_below_the_estimate(tiny_model):
     network, tokenizer = load_base(tiny_model, mx.float32)
     mx.eval(network.parameters())
     prompt = [5] * 1500
-    list(generate.stream(network, tokenizer, prompt[:300], 2))
+    said(network, tokenizer, prompt[:300], 2)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    list(generate.stream(network, tokenizer, prompt, 4))
+    said(network, tokenizer, prompt, 4)
     taken = mx.get_peak_memory() - before
     scores_of_all_at_once = 4 * 1500**2 * 4
     assert taken < generation_bytes(facts_of(tiny_model, 4), 1504) < scores_of_all_at_once
@@ -132,12 +137,12 @@ def test_streamed_head_computes_no_logits_of_the_prompt(tmp_path):
     folder = make_model(tmp_path / "m", "qwen2-tied", vocab_size=32_000)
     network, tokenizer = load_base(folder, mx.float32)
     tensors = tensors_of(network, folder)
-    whole = "".join(generate.stream(network, tokenizer, [5] * 300, 4))
+    whole = said(network, tokenizer, [5] * 300, 4)
     network, tokenizer = load_base(folder, mx.float32)
     stream_weights(network, tensors)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    assert "".join(generate.stream(network, tokenizer, [5] * 300, 4)) == whole
+    assert said(network, tokenizer, [5] * 300, 4) == whole
     taken = mx.get_peak_memory() - before
     facts = facts_of(folder, 4)
     estimate = generation_bytes(facts, 304) + weights_bytes(facts, "streamed")
@@ -146,11 +151,13 @@ def test_streamed_head_computes_no_logits_of_the_prompt(tmp_path):
 
 
 def test_pieces_never_split_a_character(demo_tokenizer):
-    said = "naïve 😀 世界 ünï"
+    text = "naïve 😀 世界 ünï"
     prompt = chat_prompt(demo_tokenizer, "Say it")
-    pieces = list(generate.stream(Parrot(demo_tokenizer, said), demo_tokenizer, prompt, 99))
+    parrot = Parrot(demo_tokenizer, text)
+    responses = generate.respond(parrot, demo_tokenizer, prompt, Sampling(max_tokens=99))
+    pieces = [response.text for response in responses if response.text]
     assert len(demo_tokenizer.encode("😀", add_special_tokens=False)) > 1
-    assert "".join(pieces) == said
+    assert "".join(pieces) == text
     assert len(pieces) > 5
 
 
@@ -169,7 +176,7 @@ def test_out_of_memory_is_reported(demo_tokenizer):
             raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
 
     with pytest.raises(RunError, match=r"out of memory .*a smaller --max-tokens"):
-        list(generate.stream(Large(demo_tokenizer, "x"), demo_tokenizer, [3, 5], 4))
+        said(Large(demo_tokenizer, "x"), demo_tokenizer, [3, 5], 4)
 
 
 @pytest.mark.parametrize(

@@ -158,16 +158,22 @@ class TooLarge(ValueError):
     """The JSON has more parts or deeper nesting than a valid file."""
 
 
-def parse_json(data: bytes, unique: bool = False, parts: int = JSON_PARTS) -> Any:
+def parse_json(
+    data: bytes, unique: bool = False, parts: int = JSON_PARTS, standard: bool = False
+) -> Any:
     """Parse untrusted JSON.
 
-    unique: reject objects that have a key twice.
+    unique: reject objects that have a key twice. standard: reject NaN and Infinity.
     Raises ValueError with a reason if it is not valid JSON, and TooLarge if it is too large.
     """
     if sum(data.count(mark) for mark in (b"{", b"[", b",", b":")) > parts:
         raise TooLarge(f"it has more than {parts} parts")
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique_keys if unique else None)
+        value = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=unique_keys if unique else None,
+            parse_constant=refuse_constant if standard else None,
+        )
     except UnicodeDecodeError as error:
         raise ValueError("it is not UTF-8") from error
     except RecursionError as error:
@@ -175,6 +181,10 @@ def parse_json(data: bytes, unique: bool = False, parts: int = JSON_PARTS) -> An
     if isinstance(value, dict | list) and is_deeper(value, JSON_DEPTH):
         raise TooLarge(f"it is nested deeper than {JSON_DEPTH}")
     return value
+
+
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"it has {name}, which is not JSON")
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

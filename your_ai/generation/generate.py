@@ -381,7 +381,7 @@ def fit(
 def respond(
     model: nn.Module,
     tokenizer: Any,
-    prompt: str | list[int],
+    prompt: list[int],
     sampling: Sampling,
     cache: list[Any] | None = None,
 ) -> Iterator[GenerationResponse]:
@@ -394,8 +394,6 @@ def respond(
 
     Raises UserError for a token id outside the vocabulary, RunError if memory runs out.
     """
-    if isinstance(prompt, str):
-        prompt = tokenizer.encode(prompt)
     check_ids(prompt, vocabulary_of(model), tokenizer, "the prompt")
     with memory_explained(), last_position_only(model):
         yield from stream_generate(
@@ -439,27 +437,11 @@ def memory_explained() -> Iterator[None]:
         ) from error
 
 
-def stream(
-    model: nn.Module,
-    tokenizer: Any,
-    prompt: str | list[int],
-    max_tokens: int,
-    temperature: float = 0.0,
-    seed: int = 0,
-    *,
-    top_p: float = 1.0,
-) -> Iterator[str]:
-    """Yield the pieces of the answer; temperature 0 takes the most likely token."""
-    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    for response in respond(model, tokenizer, prompt, sampling):
-        if response.text:
-            yield response.text
-
-
 def answer(model: nn.Module, tokenizer: Any, prompt: str, max_tokens: int) -> str:
-    """The whole answer to a rendered prompt."""
+    """The whole answer to a rendered prompt, of the most likely tokens."""
     tokens = token_ids(tokenizer, prompt, "the prompt", special=False)
-    return "".join(stream(model, tokenizer, tokens, max_tokens)).strip()
+    responses = respond(model, tokenizer, tokens, Sampling(max_tokens=max_tokens))
+    return "".join(response.text for response in responses).strip()
 
 
 def answer_room(

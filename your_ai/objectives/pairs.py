@@ -154,12 +154,9 @@ def over_pairs(weights: mx.array, values: dict[str, mx.array]) -> Metrics:
 
 def weight_of_texts(batches: Sequence[Batch]) -> float:
     """The sum of the weights of all texts."""
-    total = 0.0
-    for batch in batches:
-        texts = batch.texts[: batch.trained_tokens]
-        first = np.unique(texts, return_index=True)[1]
-        total += float(batch.weights[first].sum(dtype=np.float64))
-    return total
+    firsts = [np.unique(b.texts[: b.trained_tokens], return_index=True)[1] for b in batches]
+    weights = (b.weights[first] for b, first in zip(batches, firsts, strict=True))
+    return sum(float(of_texts.sum(dtype=np.float64)) for of_texts in weights)
 
 
 def minus_log_sigmoid(margins: mx.array, smoothing: float) -> tuple[mx.array, mx.array]:

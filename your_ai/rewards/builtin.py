@@ -5,14 +5,13 @@ A completion is untrusted: it may be any text, and no text raises an error here.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from your_ai.errors import UserError
 from your_ai.gates.text import shown
-from your_ai.gates.untrusted import JSON_DEPTH, is_deeper, unique_keys
+from your_ai.gates.untrusted import parse_json
 from your_ai.rewards.names import NEEDS_EXPECTED, WeightedName
 from your_ai.rewards.rollout import Rollout
 
@@ -125,19 +124,9 @@ def expected_fields(expected: str | None, where: str) -> dict[str, Any]:
 def parse_strict(text: str) -> Any:
     """Parse JSON as the standard has it: without NaN, and no name twice in an object.
 
-    Raises ValueError with a reason, also if it is nested deeper than JSON_DEPTH.
+    Raises ValueError with a reason.
     """
-
-    def refuse(name: str) -> None:
-        raise ValueError(f"it has {name}, which is not JSON")
-
-    try:
-        value = json.loads(text, object_pairs_hook=unique_keys, parse_constant=refuse)
-    except RecursionError as error:
-        raise ValueError(f"it is nested deeper than {JSON_DEPTH}") from error
-    if isinstance(value, dict | list) and is_deeper(value, JSON_DEPTH):
-        raise ValueError(f"it is nested deeper than {JSON_DEPTH}")
-    return value
+    return parse_json(text.encode(), unique=True, standard=True)
 
 
 def without_fence(text: str) -> str:

@@ -219,35 +219,27 @@ class Pending:
                 values = self.rewards.functions[name].rewards(self.rollouts, self.step)
                 self.rewards.failures[name] = 0
                 groups = {}
+        failures = self.rewards.failures
         for group, places in groups.items():
-            alone = self.call_alone(name, [self.rollouts[i] for i in places], notices)
-            if isinstance(alone, str):
-                raised[group] = alone
+            rollouts = [self.rollouts[i] for i in places]
+            try:
+                alone = self.rewards.functions[name].rewards(rollouts, self.step)
+            except FunctionFailed as error:
+                failures[name] += 1
+                where = f"--reward {name}: step {self.step}: {rows_text(rollouts)}"
+                if failures[name] >= FAILURES:
+                    raise UserError(
+                        f"{where}: raised {error}, in {FAILURES} calls in a row; correct the "
+                        f"function, {RESUME}"
+                    ) from error
+                notices.append(f"{where}: raised {error}; its rewards of this call are missing")
+                raised[group] = f"raised {error}"
                 continue
+            failures[name] = 0
             for i, value in zip(places, alone, strict=True):
                 values[i] = value
         whys = [raised.get(rollout.group, NOT_GIVEN) for rollout in self.rollouts]
         return RewardValues(values, whys, groups_without(self.rollouts, values) - raised.keys())
-
-    def call_alone(
-        self, name: str, rollouts: Sequence[Rollout], notices: list[str]
-    ) -> list[float | None] | str:
-        """The values of a user's function for the completions of one prompt, or what it raised."""
-        failures = self.rewards.failures
-        try:
-            found = self.rewards.functions[name].rewards(rollouts, self.step)
-        except FunctionFailed as error:
-            failures[name] += 1
-            where = f"--reward {name}: step {self.step}: {rows_text(rollouts)}"
-            if failures[name] >= FAILURES:
-                raise UserError(
-                    f"{where}: raised {error}, in {FAILURES} calls in a row; correct the function, "
-                    f"{RESUME}"
-                ) from error
-            notices.append(f"{where}: raised {error}; its rewards of this call are missing")
-            return f"raised {error}"
-        failures[name] = 0
-        return found
 
     def total(self, i: int, found: dict[str, RewardValues]) -> tuple[float | None, list[str]]:
         """The weighted sum of the rewards of rollout i; None if one of them is missing, and why.

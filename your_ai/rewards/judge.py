@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -267,11 +268,16 @@ class Judge:
     # For the caller
 
     def check(self) -> None:
-        """Make one small call. Raises UserError that says what to set if it fails."""
+        """Make one small call, which does not count for max_calls.
+
+        Raises UserError that says what to set if it fails.
+        """
         key = key_of(PROBE, self.rubric, self.settings.model, self.client.url)
         for attempt in range(CHECK_ATTEMPTS):
             try:
-                verdict = self.ask(PROBE, key, self.once)
+                verdict = self.ask(
+                    PROBE, key, partial(self.client.ask, response_format=self.format)
+                )
             except CallError as error:
                 passes = error.is_transient and error.status is not None and error.status != 200
                 if not passes or attempt == CHECK_ATTEMPTS - 1:
@@ -378,10 +384,6 @@ class Judge:
         if prices is None:
             return 0.0
         return (prices.input * reply.input_tokens + prices.output * reply.output_tokens) / 1e6
-
-    def once(self, messages: list[Message]) -> ChatReply:
-        """Send a request, which does not count for max_calls. Raises CallError."""
-        return self.client.ask(messages, self.format)
 
     def repeatedly(self, messages: list[Message], key: str) -> ChatReply:
         """Send a request until it is answered. Raises CallError if it is not."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -242,7 +242,7 @@ def read_data(
         examples=examples,
         samples=samples,
         best_metric=best,
-        lengths=lengths_of(scored),
+        lengths=sorted({int(t) for found in scored for t in bucket_edges(found.lengths - 1)}),
         tokens=sum(int((found.lengths - 1).sum()) for found in examples.values()),
         answer_tokens=max((both for _, both in rooms), default=0),
     )
@@ -251,8 +251,13 @@ def read_data(
 def samples_of(
     config: TrainConfig, splits: dict[str, Path], encoder: Encoder, network: nn.Module
 ) -> list[SamplePrompt]:
-    """The prompts of --samples: of test rows, or else of validation rows."""
-    found = sample_prompts(splits.get("test", splits.get("valid")), encoder, config.sample_count)
+    """The prompts of --samples: of the first test rows that have one, or else validation rows."""
+    path = splits.get("test", splits.get("valid"))
+    if path is None or config.sample_count == 0:
+        return []
+    rows = read_rows(path, encoder.limit, parser_of(encoder.kind))
+    asked = (prompt for prompt in map(encoder.prompt_of, rows) if prompt is not None)
+    found = list(islice(asked, config.sample_count))
     if config.samples != AUTO:
         return found
     return [s for s in found if has_room(config, network, encoder.tokenizer, s)]
@@ -340,11 +345,6 @@ def rollouts_planned(config: TrainConfig, seq_len: int | None) -> RunData:
     return RunData({"train": one}, [], None, lengths[-1:], 0, 0, prompts={})
 
 
-def lengths_of(examples: Iterable[Examples]) -> list[int]:
-    """The sequence length T of every bucket of all examples."""
-    return sorted({int(t) for found in examples for t in bucket_edges(found.lengths - 1)})
-
-
 def load_split(
     name: str,
     path: Path,
@@ -403,12 +403,3 @@ def has_room(config: TrainConfig, network: nn.Module, tokenizer: Any, sample: Sa
     except UserError:
         return False
     return True
-
-
-def sample_prompts(path: Path | None, encoder: Encoder, count: int) -> list[SamplePrompt]:
-    """Prompts from the first `count` rows that have one."""
-    if path is None or count == 0:
-        return []
-    rows = read_rows(path, encoder.limit, parser_of(encoder.kind))
-    prompts = map(encoder.prompt_of, rows)
-    return list(islice((p for p in prompts if p is not None), count))
