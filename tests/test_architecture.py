@@ -173,8 +173,8 @@ def test_every_setting_is_read_somewhere():
         for node in nodes(path)
         if isinstance(node, ast.Attribute)
     }
-    # grad_accumulation is read through rows_per_step
-    assert set(FIELDS) - read == {"grad_accumulation"}
+    # these are read through rows_per_step and adapter
+    assert set(FIELDS) - read == {"grad_accumulation", "use_dora"}
     assert "rows_per_step" in read
 
 

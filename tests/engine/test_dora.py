@@ -104,7 +104,7 @@ def test_gradients_equal_those_of_mlx_lm_layers(
     folder = make_model(tmp_path / "m", architecture, bits, **TINY)
     settings = {"use_dora": True, "lora_dropout": dropout}
     with monkeypatch.context() as patch:
-        patch.setattr(model, "put_dora", lambda network: None)
+        patch.setattr(dora, "put_dora", lambda network: None)
         theirs, tokenizer, adapters = load(folder, **settings)
     examples = encode(tokenizer, tmp_path)
     ours, _, our_adapters = load(folder, **settings)

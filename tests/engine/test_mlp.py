@@ -19,7 +19,8 @@ from your_ai.engine import dequantized, mlp
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.mlp import SlicedMLP, can_be_sliced, cut
 from your_ai.memory import facts
-from your_ai.nets.dora import DoRA, dora_layers, norms_of, use_norms
+from your_ai.nets.adapter_kinds import normed_layers, norms_of, use_norms
+from your_ai.nets.dora import DoRA
 from your_ai.nets.model import DropoutKeys, KeyedDropout, TokenKeys
 from your_ai.nets.parts import arrays_of, put
 
@@ -172,7 +173,7 @@ def test_slices_with_dora_equal_the_whole_mlp(monkeypatch, bits, bias, dropout, 
     expected = gradients(network, keys, x, drawn)
     monkeypatch.setattr(facts, "FEWEST_FEATURES", 128)
     sliced = SlicedMLP.from_base(network, keys)
-    layers = dora_layers(network) if are_given else []
+    layers = normed_layers(network) if are_given else []
     with use_norms(layers, norms_of(layers)):
         found = gradients(sliced, keys, x, drawn)
     for ours, theirs in zip(found, expected, strict=True):
@@ -184,7 +185,7 @@ def test_slicing_with_dora_lowers_peak_memory():
     x = mx.random.normal((1, 256, HIDDEN))
 
     def peak(network: nn.Module, keys: DropoutKeys) -> int:
-        layers = dora_layers(network)
+        layers = normed_layers(network)
         with use_norms(layers, norms_of(layers)):
             mx.eval(network.parameters(), x)
             mx.reset_peak_memory()

@@ -18,7 +18,7 @@ from your_ai.engine.weights import open_model
 from your_ai.errors import UserError
 from your_ai.hub.config_values import is_left
 from your_ai.memory.facts import facts_of, facts_of_config
-from your_ai.nets.dora import note_on_bits
+from your_ai.nets import dora
 from your_ai.nets.model import add_adapters
 
 WIDE = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "moe_intermediate_size": 128,
@@ -142,7 +142,7 @@ def test_sizes_of_weights_that_other_libraries_quantized(tmp_path, method):
 def test_dora_adapter_that_mlx_lm_cannot_load_is_said(tmp_path, kind, noted):
     network = open_model(write_quantized(tmp_path / "m", kind), mx.float32).network
     add_adapters(network, TrainConfig(use_dora=True, lora_targets=("q_proj",), lora_rank=4))
-    assert ("layers of 3 bits" in note_on_bits(network)) == noted
+    assert ("layers of 3 bits" in dora.limits(network)) == noted
 
 
 def test_layers_that_cannot_be_trained_are_refused_at_load(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from your_ai.config.adapter_facts import LORA
 from your_ai.errors import UserError
 from your_ai.export import peft_config
 
@@ -46,7 +47,7 @@ def targeted(**changes):
 def test_a_plain_adapter_is_read():
     found = read()
     assert (found.base, found.rank, found.scale, found.dropout) == ("org/model", 4, 2.0, 0.05)
-    assert not found.dora
+    assert found.kind is LORA
 
 
 def test_rslora_divides_alpha_by_the_root_of_the_rank():

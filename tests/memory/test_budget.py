@@ -7,6 +7,7 @@ import pytest
 
 from tests.conftest import make_model
 from your_ai.config import TrainConfig
+from your_ai.config.adapter_facts import DORA
 from your_ai.data.lines import RowLimit
 from your_ai.errors import UserError
 from your_ai.memory import allocator, probe
@@ -117,7 +118,7 @@ def test_workload_contains_the_settings(facts):
     assert (asked.engine, asked.spill, asked.can_stream) == ("staged", True, False)
     training = asked.training
     assert (training.rank, training.targets) == (7, ("v_proj",))
-    assert (training.dora, training.optimizer) == (True, "lion")
+    assert (training.adapter, training.optimizer) == (DORA, "lion")
 
 
 def test_python_bytes_is_measured_only_once(facts, monkeypatch):

@@ -55,10 +55,14 @@ class Trained(NamedTuple):
 
 
 def trained(folder: Path, plan: str = "fused", blocks: int = 4, **more: Any) -> Trained:
-    names = {"use_dora": "dora", "optimizer_bits": "optimizer_bits", "optimizer": "optimizer"}
     config = TrainConfig(lora_layers=blocks, lora_rank=2, lora_targets=("all-linear",), **more)
     training = Training(
-        blocks=blocks, rank=2, targets=config.lora_targets, **{names[n]: v for n, v in more.items()}
+        blocks=blocks,
+        rank=2,
+        targets=config.lora_targets,
+        adapter=config.adapter,
+        optimizer=config.optimizer,
+        optimizer_bits=config.optimizer_bits,
     )
     facts, opened = facts_of(folder, mx.float32.size), open_model(folder, mx.float32)
     adapters = add_adapters(opened.network, config)

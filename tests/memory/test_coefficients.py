@@ -24,7 +24,7 @@ from your_ai.memory.facts import facts_of
 from your_ai.memory.workload import DataSizes, workload_of
 
 MACHINE = ("gpu", "a card", "1", "2")
-OTHER = replace(PACKAGED, dora={"fused": 1.5, "staged": 0.0})
+OTHER = replace(PACKAGED, vectors={"fused": 1.5, "staged": 0.0})
 FITTED = Fitted(
     coefficients=OTHER, machine=MACHINE, date="2026-01-31", peaks=72, lowest=-0.1, highest=0.2
 )
@@ -39,6 +39,8 @@ def test_a_fitted_file_is_read_back(tmp_path):
     (tmp_path / "f").write_text(fitted_text(FITTED, {"peaks": []}))
     assert read_fitted(tmp_path / "f") == FITTED
     assert for_machine(tmp_path / "f", MACHINE) == OTHER
+    (tmp_path / "f").write_text(fitted_text(FITTED, {}).replace('"vectors"', '"dora"'))
+    assert read_fitted(tmp_path / "f") == FITTED  # as it was written before
 
 
 def test_coefficients_of_another_machine_or_version_are_not_used(tmp_path):
@@ -50,19 +52,19 @@ def test_coefficients_of_another_machine_or_version_are_not_used(tmp_path):
 @pytest.mark.parametrize("value", [None, "1", True, -0.1, float("nan"), float("inf"), 1e10, [], {}])
 def test_a_value_that_is_not_a_coefficient_is_refused(value):
     content = asdict(PACKAGED)
-    content["dora"] = {"fused": value, "staged": 1.0}
-    with pytest.raises(ValueError, match=r"dora\.fused"):
+    content["vectors"] = {"fused": value, "staged": 1.0}
+    with pytest.raises(ValueError, match=r"vectors\.fused"):
         parse(content)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda c: c.pop("dora"),
+        lambda c: c.pop("vectors"),
         lambda c: c.update(more={}),
-        lambda c: c.update(dora=[]),
-        lambda c: c["dora"].pop("fused"),
-        lambda c: c["dora"].update(more=1.0),
+        lambda c: c.update(vectors=[]),
+        lambda c: c["vectors"].pop("fused"),
+        lambda c: c["vectors"].update(more=1.0),
     ],
 )
 def test_other_tables_or_keys_are_refused(change):

@@ -24,6 +24,7 @@ from mlx.utils import tree_map
 from tests.conftest import make_model
 from tests.memory.test_facts import tensors_in, write_headers
 from your_ai.config import TrainConfig
+from your_ai.config.adapter_facts import DORA, LORA
 from your_ai.config.optimizers import OPTIMIZERS
 from your_ai.doctor import our_plans
 from your_ai.doctor.contest import Contest, contest_batches, contest_tokens
@@ -101,7 +102,7 @@ def any_training(draw, facts: ModelFacts) -> Training:
         rank=draw(st.integers(1, 128)),
         targets=draw(st.sampled_from(TARGETS)),
         optimizer=draw(st.sampled_from(sorted(OPTIMIZERS))),
-        dora=draw(st.booleans()),
+        adapter=draw(st.sampled_from([LORA, DORA])),
     )
 
 
@@ -331,7 +332,9 @@ def test_adapters_are_those_that_training_adds(tmp_path, architecture, targets, 
     config = TrainConfig(lora_targets=targets, lora_rank=3, lora_layers=2, **settings)
     model.add_adapters(network, config)
     found = sum(array.nbytes for array in model.adapter_arrays(network).values())
-    training = Training(blocks=2, rank=3, targets=targets, dora=dora, adapter_dtype=dtype)
+    training = Training(
+        blocks=2, rank=3, targets=targets, adapter=config.adapter, adapter_dtype=dtype
+    )
     assert adapter_bytes(facts_of(folder, 4), training) == found
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.speeds import CORE
+from your_ai.config.adapter_facts import DORA
 from your_ai.memory.estimate_adapters import adapter_bytes, optimizer_bytes
 from your_ai.memory.facts import BlockFacts, ModelFacts
 from your_ai.memory.mixer_facts import ATTENTION, MAMBA2, SLIDING, MixerFacts
@@ -183,7 +184,7 @@ def test_the_mean_step_weighs_lengths_by_their_rows():
         ({"kinds": (replace(MODEL.kinds[0], experts={"e": (1, 1)}),)}, {}, "routed experts"),
         ({"softcaps": True}, {}, "architecture"),
         ({"float_bytes": 2}, {}, "numbers of 4 bytes"),
-        ({}, {"dora": True}, "DoRA"),
+        ({}, {"adapter": DORA}, "DoRA"),
         ({}, {"optimizer": "muon"}, "muon"),
     ],
 )

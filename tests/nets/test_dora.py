@@ -21,7 +21,8 @@ from tests.engine.test_fused import relative_error
 from your_ai.engine import dequantized
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.nets import dora
-from your_ai.nets.dora import DoRA, dora_layers, norms_of, put_dora, row_norms, use_norms
+from your_ai.nets.adapter_kinds import normed_layers, norms_of, use_norms
+from your_ai.nets.dora import DoRA, put_dora, row_norms
 from your_ai.nets.parts import skeleton, structure
 
 AFFINE = [("affine", size, bits) for size, bits in itertools.product((32, 64), (2, 3, 4, 5, 6, 8))]
@@ -303,6 +304,6 @@ def test_norms_of_uses_the_frozen_weights_passed_in(layer):
 
 def test_equal_layers_have_equal_structure():
     first, second = (Box(both(("affine", 64, 4))[1]) for _ in range(2))
-    norms_of(dora_layers(first))
+    norms_of(normed_layers(first))
     assert structure(first) == structure(second) == structure(skeleton(second))
     assert structure(first) != structure(Box(both(("affine", 32, 4))[1]))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from your_ai.config.adapter_facts import FACTS, chosen_by, settings_choosing
 from your_ai.config.names import FOLDER, NONE, flag
 from your_ai.config.optimizers import OPTIMIZERS
 from your_ai.config.settings import FIELDS
@@ -82,7 +83,7 @@ def modernized(given: Mapping[str, Any], source: str) -> tuple[dict[str, Any], l
         if not isinstance(old["use_dora"], bool):
             value = quoted(old["use_dora"])
             raise UserError(f"{source}: use_dora: expected true or false, found {value}")
-        new["use_dora"] = ("fine_tune_type", "dora" if old["use_dora"] else "lora")
+        new["use_dora"] = ("fine_tune_type", chosen_by(old).name)
     if "adapter_file" in old:
         new["adapter_file"] = ("adapter_path", old["adapter_file"])
     if "wandb" in old:  # the name of the project
@@ -391,10 +392,11 @@ def num_layers(file: MlxlmFile) -> dict[str, Any]:
 def fine_tune_type(file: MlxlmFile) -> dict[str, Any]:
     kind = file.value("fine_tune_type")
     if kind == "full":
-        raise file.error("fine_tune_type", "full is not supported; use lora or dora")
-    if kind not in ("lora", "dora"):
-        raise file.error("fine_tune_type", f"expected lora or dora, found {quoted(kind)}")
-    return {"use_dora": kind == "dora"}
+        raise file.error("fine_tune_type", f"full is not supported; use {' or '.join(FACTS)}")
+    if kind not in (*FACTS,):
+        known = " or ".join(FACTS)
+        raise file.error("fine_tune_type", f"expected {known}, found {quoted(kind)}")
+    return settings_choosing(FACTS[kind])
 
 
 def lora_parameters(file: MlxlmFile) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import typing
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from your_ai.config.adapter_facts import DORA, LORA, AdapterFacts
 from your_ai.config.checks import check
 from your_ai.config.names import (
     AUTO,
@@ -783,6 +784,11 @@ class TrainConfig(
     def measured_kind(self) -> Literal["answers", "chosen"]:
         """What an evaluation takes of the rows: of pairs, the chosen answers."""
         return "answers" if self.row_kind in ("answers", "prompts") else "chosen"
+
+    @property
+    def adapter(self) -> AdapterFacts:
+        """The kind of the adapters that are trained."""
+        return DORA if self.use_dora else LORA
 
     @property
     def has_ranks(self) -> bool:

@@ -22,9 +22,9 @@ from your_ai.engine.weights import FileTensor, Streamed, put_layers, stream, str
 from your_ai.errors import UserError
 from your_ai.memory import allocator
 from your_ai.memory.workload import NOTHING, Kept
+from your_ai.nets.adapter_kinds import compute_magnitudes
 from your_ai.nets.attention import replace_attention
 from your_ai.nets.block_calls import Unsplittable
-from your_ai.nets.dora import compute_magnitudes
 from your_ai.nets.head import Head, LinearHead, ScoreHead, at_temperature, linear_head, score_layer
 from your_ai.nets.mixers.replace import replace_mixers
 from your_ai.nets.model import DropoutKeys

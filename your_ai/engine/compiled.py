@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from your_ai.data.batches import Batch
-from your_ai.nets.dora import NORMS, dora_layers, use_norms
+from your_ai.nets.adapter_kinds import NORMS, normed_layers, use_norms
 from your_ai.nets.parts import skeleton
 
 P = ParamSpec("P")
@@ -102,7 +102,7 @@ def can_compile(model: nn.Module) -> bool:
     """
     try:
         twin = skeleton(model)
-        layers = dora_layers(twin)
+        layers = normed_layers(twin)
         with use_norms(layers, {f"{path}.{NORMS}": layer.m for path, layer in layers}):
             mx.compile(twin)(mx.arange(TRIED_TOKENS)[None])  # never evaluated
     except ValueError as error:

@@ -16,7 +16,7 @@ from your_ai.data.batches import Batch
 from your_ai.engine import tiled_head
 from your_ai.engine.compiled import Graphs, shape_of
 from your_ai.engine.protocol import Engine
-from your_ai.nets.dora import dora_layers, norms_of, use_norms
+from your_ai.nets.adapter_kinds import normed_layers, norms_of, use_norms
 from your_ai.nets.head import Head
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import DropoutKeys, TokenKeys
@@ -50,13 +50,13 @@ def fused_engine(
     """
     head = head or split.head
     graphs = Graphs() if graphs is None else graphs
-    dora = dora_layers(model)
+    normed = normed_layers(model)
 
     def with_norms(function: Callable[..., R]) -> Callable[..., R]:
-        """Make f(norms, *args), which gives the DoRA layers their norms and calls `function`."""
+        """Make f(norms, *args), which gives the adapted layers their norms and calls `function`."""
 
         def run(norms: Arrays, *args: Any) -> R:
-            with use_norms(dora, norms):
+            with use_norms(normed, norms):
                 return function(*args)
 
         return run
@@ -127,13 +127,13 @@ def fused_engine(
         keys = mx.array(row_keys(step_seed, batch.rows)), mx.array(batch.places)
         lengths = None if neftune is None else mx.array(batch.text_lengths)
         sums, grads = compiled(loss_and_gradients, batch, trained=True)(
-            norms_of(dora), _inputs(batch), Targets.of(batch), *keys, lengths,
+            norms_of(normed), _inputs(batch), Targets.of(batch), *keys, lengths,
             mx.array(scale, mx.float32),
         )  # fmt: skip
         return Sums(*sums), grads
 
     def run(function: Callable[..., R], batch: Batch) -> R:
-        return compiled(function, batch)(norms_of(dora), _inputs(batch), Targets.of(batch))
+        return compiled(function, batch)(norms_of(normed), _inputs(batch), Targets.of(batch))
 
     def loss(batch: Batch) -> Sums:
         return Sums(*run(loss_only, batch))

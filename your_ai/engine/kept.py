@@ -28,18 +28,17 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.tuner.lora import LoRALinear
 
 from your_ai.engine.dequantized import DequantizedLinear
 from your_ai.engine.mlp import INWARD, OUTWARD, is_separable
 from your_ai.memory.workload import Kept
+from your_ai.nets.adapter_kinds import ADAPTED
 from your_ai.nets.attention import BlockwiseAttention, attention_results
-from your_ai.nets.dora import DoRA
 from your_ai.nets.mlx_types import custom_function
 from your_ai.nets.model import DropoutKeys
 from your_ai.nets.parts import put, skeleton
 
-LAYERS = (nn.Linear, nn.QuantizedLinear, DequantizedLinear, LoRALinear, DoRA)
+LAYERS = (nn.Linear, nn.QuantizedLinear, DequantizedLinear, *ADAPTED)
 TRIED = 16  # features that show what an activation function does with its gate
 
 

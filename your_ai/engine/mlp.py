@@ -18,18 +18,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.tuner.lora import LoRALinear
 
+from your_ai.config.adapter_facts import VECTORS
 from your_ai.engine.dequantized import DequantizedLinear
 from your_ai.memory.facts import backward_features, forward_features, slice_width
-from your_ai.nets.dora import NORMS, DoRA
+from your_ai.nets.adapter_kinds import ADAPTED, NORMED, NORMS
 from your_ai.nets.mlx_types import Arrays, custom_function
 from your_ai.nets.model import DropoutKeys, KeyedDropout
 from your_ai.nets.parts import arrays_of, put, skeleton
 
 INWARD = ("gate_proj", "up_proj")
 OUTWARD = "down_proj"
-ADAPTED = (LoRALinear, DoRA)
 ROWWISE = ("weight", "scales", "biases", "bias")
 LINEAR = (nn.Linear, nn.QuantizedLinear, DequantizedLinear)
 
@@ -140,7 +139,7 @@ def slices_of(inner: int, about: int) -> list[slice]:
 
 
 def can_be_sliced(module: Any) -> bool:
-    """Whether `module` is a gated MLP of plain linear layers, with or without LoRA or DoRA, that
+    """Whether `module` is a gated MLP of plain linear layers, with or without adapters, that
     computes each inner feature independently of the others."""
     if not isinstance(module, nn.Module) or set(module.children()) != {*INWARD, OUTWARD}:
         return False
@@ -150,8 +149,8 @@ def can_be_sliced(module: Any) -> bool:
 
 
 def knows_its_norms(mlp: nn.Module) -> bool:
-    """Whether the DoRA layers were given their norms, which need the whole weight, not a slice."""
-    return all(NORMS in layer for layer in mlp.children().values() if isinstance(layer, DoRA))
+    """Whether the layers were given their norms, which need the whole weight, not a slice."""
+    return all(NORMS in layer for layer in mlp.children().values() if isinstance(layer, NORMED))
 
 
 def is_separable(mlp: nn.Module) -> bool:
@@ -194,7 +193,7 @@ def axis_of(path: str) -> int | None:
     """The axis of an MLP's array that runs over inner features; None if it has no such axis."""
     layer, leaf = path.split(".")[0], path.split(".")[-1]
     if layer in INWARD:
-        return {**dict.fromkeys((*ROWWISE, "m", NORMS), 0), "lora_b": 1}.get(leaf)
+        return {**dict.fromkeys((*ROWWISE, *VECTORS, NORMS), 0), "lora_b": 1}.get(leaf)
     return {"weight": 1, "scales": 1, "biases": 1, "lora_a": 0}.get(leaf)
 
 

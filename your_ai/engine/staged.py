@@ -39,7 +39,7 @@ from your_ai.engine.tiles import TiledBlock, TiledBlocks, cut, joined, settings_
 from your_ai.engine.weights import Streamed, streams_vocabulary
 from your_ai.memory.sizes import tiles_of
 from your_ai.memory.workload import NOTHING, Kept, KeptAt
-from your_ai.nets.dora import dora_layers, norms_of
+from your_ai.nets.adapter_kinds import normed_layers, norms_of
 from your_ai.nets.head import Head, LinearHead, ScoreHead
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import DropoutKeys, KeyedDropout, TokenKeys
@@ -145,7 +145,7 @@ class Staged:
         )
         names = {id(module): name for name, module in model.named_modules()}
         self.names = [names[id(block)] for block in model.layers]
-        self.dora = [dora_layers(block) for block in self.blocks]
+        self.normed = [normed_layers(block) for block in self.blocks]
         self.first = first_trained(self.blocks)
         self.frozen, self.trained = range(self.first), range(self.first, len(self.blocks))
         self.keep(lambda rows, tokens: kept)
@@ -458,9 +458,9 @@ class Staged:
         return self.tiled.of(index, rows.shape, arrays, trained)
 
     def _arrays(self, index: int) -> Arrays:
-        """The frozen weights of block `index`, and the norms of its DoRA layers."""
+        """The frozen weights of block `index`, and the norms of its adapted layers."""
         arrays = self.weights.read(index)
-        return arrays | norms_of(self.dora[index], arrays)
+        return arrays | norms_of(self.normed[index], arrays)
 
     def _rows(self, batch: Batch, step_seed: int | None = None) -> BatchRows:
         """The rows of a batch; step_seed: the seed of dropout and noise, None outside training."""

@@ -35,7 +35,7 @@ from your_ai.errors import RESUME, RunError, UserError, is_read_error
 from your_ai.files import read_into
 from your_ai.gates.untrusted import read_header
 from your_ai.memory.facts import VOCABULARY
-from your_ai.nets.dora import compute_magnitudes
+from your_ai.nets.adapter_kinds import compute_magnitudes
 from your_ai.nets.head import HeadSlice, LinearHead, dense, part_of
 from your_ai.nets.mlx_types import Arrays, load_arrays, memory_of
 from your_ai.nets.model import EXPERTS, load_network

@@ -19,6 +19,7 @@ import mlx.nn as nn
 import numpy as np
 
 from your_ai.config import REWARD, TrainConfig
+from your_ai.config.adapter_facts import MATRICES
 from your_ai.data.batches import RowsAt
 from your_ai.data.encode import Encoder, SamplePrompt, token_ids
 from your_ai.data.lines import file_of_first_row
@@ -272,7 +273,7 @@ def training_of(adapter: Adapter, config: TrainConfig, blocks: int) -> Training:
         blocks=min(count, blocks) if count > 0 else blocks,
         rank=adapter.rank,
         targets=tuple(sorted({str(key) for key in keys})),
-        dora=adapter.is_dora,
+        adapter=adapter.kind,
         experts=config.lora_experts,
     )
 
@@ -292,13 +293,13 @@ def put_new_layers(network: nn.Module, adapter: Adapter) -> dict[str, mx.array]:
     new = model.adapter_arrays(network)
     saved_adapter.set_arrays(network, adapter)
     model.set_adapters(network, new)
-    return {name: array for name, array in new.items() if not name.endswith(("lora_a", "lora_b"))}
+    return {name: array for name, array in new.items() if not name.endswith(MATRICES)}
 
 
 def as_base(network: nn.Module, untrained: dict[str, mx.array]) -> dict[str, mx.array]:
     """Adapters with which the model computes what its base does.
 
-    A product with a B of zeros changes nothing, so only the magnitudes of DoRA had to be kept.
+    A product with a B of zeros changes nothing, so only the vectors had to be kept.
     """
     return {
         name: mx.zeros_like(array) if name.endswith("lora_b") else untrained.get(name, array)

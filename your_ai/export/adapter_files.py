@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from your_ai.config import DEMO
+from your_ai.config.adapter_facts import FACTS, TITLES, VECTORS
 from your_ai.errors import UserError, first_line
 from your_ai.export import peft_config
 from your_ai.export.names import block_of, check_names, name_in_block
@@ -135,7 +136,7 @@ def read(files: AdapterFiles) -> Adapter:
         array = check_array(files, name, part, arrays[name], sizes[path][0])
         checked[f"{path}.{part}"] = array
     config = {
-        "fine_tune_type": "dora" if files.peft.dora else "lora",
+        "fine_tune_type": files.peft.kind.name,
         "lora_parameters": {
             "rank": max((rank for rank, _ in sizes.values()), default=files.peft.rank),
             "scale": files.peft.scale,
@@ -301,7 +302,7 @@ def parse(file: Path, name: str) -> tuple[str, str]:
             f"{file}: contains {name}, a weight of the base model; save the adapter without it "
             "(save_embedding_layers=False)"
         )
-    raise UserError(f"{file}: contains {name}, which is not a LoRA or DoRA tensor")
+    raise UserError(f"{file}: contains {name}, which is not a {TITLES} tensor")
 
 
 def check_array(files: AdapterFiles, name: str, part: str, array: mx.array, rank: int) -> mx.array:
@@ -309,9 +310,10 @@ def check_array(files: AdapterFiles, name: str, part: str, array: mx.array, rank
     file = files.file
     if not mx.issubdtype(array.dtype, mx.floating):
         raise UserError(f"{file}: {name} has dtype {array.dtype}, not a floating-point dtype")
-    if part == "m":
-        if files.peft is not None and not files.peft.dora:
-            raise UserError(f"{file}: contains {name}, but use_dora is not set")
+    if part in VECTORS:
+        if files.peft is not None and part not in files.peft.kind.vectors:
+            needed = next(facts.setting for facts in FACTS.values() if part in facts.vectors)
+            raise UserError(f"{file}: contains {name}, but {needed} is not set")
         if array.ndim != 1:
             raise UserError(f"{file}: {name} is {model.text_of_shape(array.shape)}, not a vector")
         return array

@@ -1,10 +1,8 @@
 """Fuse an adapter into the weights of its base, lazily.
 
-    LoRA: W' = W + scale * B A, separately for each expert if a layer has experts
-    DoRA: W' = m * (W + scale * B A) / |W + scale * B A|, row by row
-
-This is what mlx-lm's layers compute, but in float32 and rounded only once, when written. A
-layer is computed in slices of rows, which are then concatenated.
+The kind of the adapter (`nets/adapter_kinds.py`) computes the new weight W' as mlx-lm's layers do,
+but in float32 and rounded only once, when written. A layer is computed in slices of rows, which
+are then concatenated.
 
 Weights that are quantized again are rounded up or down at random, so that their mean is W'. An
 adapter changes most weights by less than one quantization step, along a few directions.
@@ -40,6 +38,7 @@ from your_ai.modelfiles.repack import MLX_PARTS
 from your_ai.modelfiles.shards import Lazy, WriteProgress, load_as_written, read_bytes, write_model
 from your_ai.modelfiles.targets import check_target
 from your_ai.modelfiles.unfinished import Work
+from your_ai.nets.adapter_kinds import KINDS, AdapterKind
 from your_ai.nets.model import LINEAR
 from your_ai.nets.saved_adapter import Adapter, Trained, check_generates, put_adapter, read_adapter
 from your_ai.nets.tokenizer import GENERATION, added_end, content_of, open_tokenizer
@@ -66,7 +65,8 @@ class Change:
     seed: int
     """Seed of the random rounding."""
     parts: Mapping[str, mx.array]
-    """lora_a, lora_b and m; empty if the layer is only dequantized."""
+    """The arrays of the adapter; empty if the layer is only dequantized."""
+    kind: AdapterKind
     scale: float
     becomes: Quantization
     """The quantization of the result."""
@@ -205,7 +205,9 @@ def changes_of(
             kind = kind if mx.issubdtype(kind, mx.floating) else first
             becomes = {} if to == DEQUANTIZED else raised(own, to)
             seed = derive_seed("fuse", path)
-            changes[path] = Change(layer, seed, parts, adapter.scale, becomes, floats or kind)
+            changes[path] = Change(
+                layer, seed, parts, KINDS[adapter.kind], adapter.scale, becomes, floats or kind
+            )
     return changes
 
 
@@ -259,7 +261,7 @@ def changed_arrays(change: Change) -> dict[str, mx.array]:
         after = list(pieces[-1].values()) if pieces else []
         weight = dense_rows(layer, rows, after)
         if change.parts:
-            weight = adapted_rows(weight, change.parts, change.scale, rows)
+            weight = change.kind.fused_rows(weight, change.parts, change.scale, rows)
         if change.becomes.get("mode") == "affine":
             weight = dithered(weight, change.becomes, derive_seed(change.seed, rows.start))
         pieces.append(packed(weight, change.becomes, change.dtype))
@@ -278,23 +280,6 @@ def dense_rows(layer: nn.Module, rows: slice, after: list[mx.array]) -> mx.array
         others = [array.astype(mx.float32) for array in others]
     scales, biases = others[0], others[1] if len(others) > 1 else None
     return mx.dequantize(weight, scales, biases, **quantization, dtype=mx.float32)
-
-
-def adapted_rows(
-    weight: mx.array, parts: Mapping[str, mx.array], scale: float, rows: slice
-) -> mx.array:
-    """Rows of the weight with the adapter fused in.
-
-    lora_a, lora_b: (I, r) and (r, O), or (E, r, I) and (E, O, r) with experts; m: (O,).
-    """
-    a, b = (parts[name].astype(mx.float32) for name in ("lora_a", "lora_b"))
-    if a.ndim == 3:
-        return weight + (scale * b[rows]) @ a[rows]
-    weight = weight + (scale * b[:, rows].T) @ a.T
-    if "m" in parts:
-        magnitudes = parts["m"][rows].astype(mx.float32)
-        weight = (magnitudes / mx.linalg.norm(weight, axis=1))[:, None] * weight
-    return weight
 
 
 def dithered(weight: mx.array, becomes: Quantization, seed: int) -> mx.array:

@@ -89,9 +89,10 @@ def write_adapter(trained: Trained, target: Path) -> None:
     require_library()
     check_generates(trained.adapter)
     adapter = trained.adapter
-    if adapter.is_dora:
+    if not adapter.kind.is_sum:
         raise UserError(
-            f"{adapter.folder}: is DoRA, which llama.cpp does not support; fuse it with --fused"
+            f"{adapter.folder}: is {adapter.kind.title}, which llama.cpp does not support; fuse it "
+            "with --fused"
         )
     if adapter.scale == 0:
         raise UserError(f"{adapter.folder}: its scale is 0, which llama.cpp would read as 1")

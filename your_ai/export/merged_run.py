@@ -207,7 +207,7 @@ def merge(
     on_layer: called with the number of merged layers and of all layers.
 
     Raises UserError, before anything is written, for a request that makes no sense, and for
-    adapters that are damaged, are DoRA, or are not of one base model.
+    adapters that are damaged, have vectors, or are not of one base model.
     """
     check(request)
     if name is not None:
@@ -255,14 +255,14 @@ def check(request: MergeRequest) -> None:
 
 
 def read_input(name: str, weight: float) -> MergeInput:
-    """Read an adapter. Raises UserError if it is damaged, or is DoRA."""
+    """Read an adapter. Raises UserError if it is damaged, or has vectors."""
     files = adapter_files.find_adapter(name, shortened(name))
     adapter = adapter_files.read(files)
     check_generates(adapter)
-    if adapter.is_dora:
+    if not adapter.kind.is_sum:
         raise UserError(
-            f"{files.folder}: is a DoRA adapter, whose magnitudes cannot be added; merge LoRA "
-            "adapters, or fuse it"
+            f"{files.folder}: is a {adapter.kind.title} adapter, whose magnitudes cannot be "
+            "added; merge LoRA adapters, or fuse it"
         )
     return MergeInput(name, files, adapter, weight)
 

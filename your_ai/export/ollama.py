@@ -129,10 +129,10 @@ def decide(
     tokenizer = open_tokenizer(trained.base)
     settings, notes = settings_of(trained, tokenizer)
     if adapter_for is not None:
-        if trained.adapter.is_dora:
+        if not trained.adapter.kind.is_sum:
             raise UserError(
-                f"{trained.adapter.folder}: is DoRA, which Ollama cannot add to a model; leave "
-                "--adapter-for out"
+                f"{trained.adapter.folder}: is {trained.adapter.kind.title}, which Ollama cannot "
+                "add to a model; leave --adapter-for out"
             )
         gguf.require_library()
         weights = base_weights(adapter_for)

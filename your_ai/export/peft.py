@@ -1,10 +1,9 @@
 """Export an adapter for PEFT: `PeftModel.from_pretrained(model, FOLDER)`.
 
 `adapter_model.safetensors` contains `base_model.model.PATH.lora_A.weight` (r, in) and
-`.lora_B.weight` (out, r), and for DoRA also `.lora_magnitude_vector` (out,). These are the
-arrays of an mlx-lm adapter with the matrices transposed. PEFT decides from
-`adapter_config.json` alone which layers it adapts, so the config must name exactly the layers
-in the file.
+`.lora_B.weight` (out, r), and for magnitudes also `.lora_magnitude_vector` (out,). These are the
+arrays of an mlx-lm adapter with the matrices transposed. PEFT decides from `adapter_config.json`
+alone which layers it adapts, so the config must name exactly the layers in the file.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from your_ai.config.adapter_facts import settings_choosing
 from your_ai.export.names import (
     block_of,
     check_dense,
@@ -86,7 +86,7 @@ def config_of(trained: Trained, base: HubName | None) -> dict[str, Any]:
         "lora_alpha": whole(adapter.scale * adapter.rank),
         "lora_dropout": adapter.config["lora_parameters"].get("dropout", 0.0),
         **targets_of(set(adapter.layers), modules_of(trained.base)),
-        "use_dora": adapter.is_dora,
+        **settings_choosing(adapter.kind),
         "use_rslora": False,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -14,13 +14,15 @@ from typing import Any
 import regex
 
 from your_ai.config import nearest
+from your_ai.config.adapter_facts import LORA, AdapterFacts, chosen_by, settings_choosing
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, shown
 from your_ai.gates.untrusted import is_number
 
 READ = (
     *("peft_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora"),
-    *("use_dora", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *settings_choosing(LORA),
     *("bias", "init_lora_weights", "rank_pattern", "alpha_pattern"),
 )
 # Settings of training or loading. They do not change the result of the adapter.
@@ -51,7 +53,7 @@ class PeftSettings:
     scale: float
     """Factor of the product of A and B."""
     dropout: float
-    dora: bool
+    kind: AdapterFacts
     targets: tuple[str, ...] | str
     """Layer names or ends of layer paths, or one pattern."""
     excluded: tuple[str, ...] | str
@@ -104,7 +106,7 @@ def read(path: Path, config: dict[str, Any]) -> PeftSettings:
         rank=rank,
         scale=scale_of(rank, alpha, bool(config.get("use_rslora"))),
         dropout=float(dropout),
-        dora=bool(config.get("use_dora")),
+        kind=chosen_by(config),
         targets=targets,
         excluded=texts(path, config, "exclude_modules"),
         blocks=indices(path, config),

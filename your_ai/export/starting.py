@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from your_ai.config import DEMO, REWARD, TrainConfig, flag
+from your_ai.config.adapter_facts import MATRICES, settings_choosing
 from your_ai.errors import UserError
 from your_ai.export import adapter_files
 from your_ai.export.adapter_files import AdapterFiles
@@ -55,7 +56,7 @@ def settings_of(source: str, base: str | None) -> dict[str, Any]:
         "use_rslora": False,  # alpha has its scale
         "lora_layers": blocks_counted(adapter),
         "lora_targets": tuple(sorted({name_in_block(path) for path in adapter.layers})),
-        "use_dora": adapter.is_dora,
+        **settings_choosing(adapter.kind),
     }
 
 
@@ -78,7 +79,7 @@ def check_trainable(files: AdapterFiles, adapter: Adapter) -> None:
                 f"{files.file}: adapts {shown(path)}, which is outside of the model's blocks; "
                 f"{ALIKE}"
             )
-        wanted = {"lora_a", "lora_b", *(["m"] if adapter.is_dora else [])}
+        wanted = {*MATRICES, *adapter.kind.vectors}
         if parts.keys() != wanted:
             have, need = (", ".join(sorted(names)) for names in (parts, wanted))
             raise UserError(f"{files.file}: {shown(path)} has {have}, but needs {need}")

@@ -18,6 +18,7 @@ from typing import Any
 
 from your_ai import __version__
 from your_ai.config import TrainConfig
+from your_ai.config.adapter_facts import DORA
 from your_ai.errors import RunError, UserError, first_line
 from your_ai.export import adapter_files
 from your_ai.export.names import name_in_block
@@ -92,7 +93,7 @@ def settings_of(adapter: Adapter, name: str, path: Path) -> TrainConfig:
             lora_layers=count if count > 0 else "all",
             lora_targets=tuple(sorted(keys)),
             lora_dropout=float(parameters.get("dropout", 0.0)),
-            use_dora=adapter.is_dora,
+            use_dora=adapter.kind is DORA,
         )
     except UserError as error:
         raise UserError(f"{path}: {error}") from error

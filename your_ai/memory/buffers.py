@@ -57,7 +57,7 @@ def of_model(workload: Workload) -> int:
     facts, training = workload.facts, workload.training
     held = [OF_BLOCK + kind.norms + OF_LAYER * len(kind.linears) for kind in facts.kinds]
     trained = sum(count for _, count in arrays_of(facts, training))
-    each = 1 + training.dora
+    each = 1 + training.adapter.has_norms
     if not workload.forward:
         states = max(2, OPTIMIZERS[training.optimizer].states)
         each += 2 + states * (1 if training.optimizer_bits == 32 else 2)

@@ -57,8 +57,8 @@ class Coefficients:
     """The head that gives predictions as well as losses."""
     gemma: Table
     """What Gemma's blocks and head need in addition: more norms, and softcaps."""
-    dora: Table
-    """Outputs that the gradients of DoRA's magnitudes need."""
+    vectors: Table
+    """Outputs that the gradients of an adapter's vectors need."""
     generation: Table
     """Prompt and KV cache."""
     rollouts: Table
@@ -112,9 +112,17 @@ LATER = {
 LATER_KEYS = {"streamed": ("alone",), "kept": ("quantized_whole",)}
 
 
+def renamed(tables: dict[str, Any]) -> dict[str, Any]:
+    """The tables and their keys with the names of today: `vectors` was `dora`."""
+    return {
+        {"dora": "vectors"}.get(name, name): renamed(value) if isinstance(value, dict) else value
+        for name, value in tables.items()
+    }
+
+
 def with_later(tables: dict[str, Any]) -> dict[str, Any]:
     """The tables of a file of any version, with what was added later."""
-    found = LATER | tables
+    found = LATER | renamed(dict(tables))
     for name, keys in LATER_KEYS.items():
         if isinstance(found.get(name), dict):
             found[name] = {key: getattr(PACKAGED, name)[key] for key in keys} | found[name]

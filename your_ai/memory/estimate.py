@@ -26,7 +26,6 @@ from your_ai.memory.estimate_adapters import (
 )
 from your_ai.memory.estimate_blocks import (
     adapts_widest,
-    dora_bytes,
     fused_evaluation_bytes,
     gemma_bytes,
     kept_backward_bytes,
@@ -35,6 +34,7 @@ from your_ai.memory.estimate_blocks import (
     logits_bytes,
     staged_backward_bytes,
     staged_forward_bytes,
+    vectors_bytes,
 )
 from your_ai.memory.estimate_generation import (
     generation_bytes,
@@ -59,7 +59,7 @@ from your_ai.memory.workload import Plan, Training, Workload
 # Slices of the vocabulary that exist together: of a quantized head, and of one that is not.
 HEAD_SLICES, DENSE_HEAD_SLICES = 2, 3
 CUT_SLICES = 2  # of a head that is not quantized: while one tile ends, the next one begins
-DORA_NORMS_BYTES = 15_000_000  # norms are computed in slices, so this does not depend on the layer
+NORMS_BYTES = 15_000_000  # norms are computed in slices, so this does not depend on the layer
 SOFT_COLUMNS = 16  # tokens whose block inputs are computed together
 SOFT_POSITIONS = 64  # positions whose logits are slices of the head together
 SOFT_GRAPHS = 2  # of the policy's columns, and of the frozen networks
@@ -185,8 +185,8 @@ def phases_of(
         if workload.reduces:
             work = reduction_bytes(facts, training, plan)
             updating.append({"gradients": grads, "reduction": work})
-    if training.dora:
-        updating.append({"norms": DORA_NORMS_BYTES})
+    if training.adapter.has_norms:
+        updating.append({"norms": NORMS_BYTES})
     if not gradients_only:
         rewarding = reward_phases(workload, plan, rows, tokens)
         if workload.answer_tokens:
@@ -304,7 +304,7 @@ def fused_phases(
         lora = sum(i for i, _ in layers_named(part, training.targets, training.experts))
         kept = sum(o for _, o in part.linears.values())
         saved += count * n * number * (table["outs"] * kept + table["lora"] * lora)
-        saved += count * dora_bytes(alone, n, "fused")
+        saved += count * vectors_bytes(alone, n, "fused")
         saved += count * gemma_bytes(alone, rows, tokens, "fused")
         saved += count * kind_bytes(part, rows, tokens, kept=True)
         mixing = max(mixing, kind_bytes(part, rows, tokens))

@@ -52,20 +52,20 @@ def copied_bytes(facts: ModelFacts, training: Training) -> int:
 
 @memoized
 def bytes_with(facts: ModelFacts, training: Training, matrix_bytes: int) -> int:
-    """Bytes of the trained parameters; matrix_bytes: of a number of A and B. DoRA's magnitudes are
-    always in float32."""
+    """Bytes of the trained parameters; matrix_bytes: of a number of A and B. Vectors are always
+    in float32."""
     total = 0
     for layers, count in adapted_parts(facts, training):
         matrices = matrix_bytes * training.rank * sum(i + o for i, o in layers)
-        magnitudes = FLOAT32_BYTES * sum(o for _, o in layers) * training.dora
-        total += count * (matrices + magnitudes)
+        vectors = FLOAT32_BYTES * sum(o for _, o in layers) * len(training.adapter.vectors)
+        total += count * (matrices + vectors)
     return total
 
 
 @memoized
 def norms_bytes(facts: ModelFacts, training: Training) -> int:
-    """Bytes of DoRA's weight norms, which are kept between updates."""
-    if not training.dora:
+    """Bytes of weight norms, which are kept between updates."""
+    if not training.adapter.has_norms:
         return 0
     parts = adapted_parts(facts, training)
     return FLOAT32_BYTES * sum(count * sum(o for _, o in layers) for layers, count in parts)
@@ -80,7 +80,8 @@ def optimizer_bytes(facts: ModelFacts, training: Training) -> int:
         return kind.states * of_one
     numbers = 0
     for layers, count in adapted_parts(facts, training):
-        of_block = sum(i + o + 2 * training.rank + o * training.dora for i, o in layers)
+        vectors = len(training.adapter.vectors)
+        of_block = sum(i + o + 2 * training.rank + o * vectors for i, o in layers)
         numbers += count * of_block
     return FLOAT32_BYTES * numbers
 
@@ -91,7 +92,7 @@ def arrays_of(facts: ModelFacts, training: Training) -> Iterator[tuple[int, int]
         for inputs, outputs in layers:
             yield training.rank * inputs, count
             yield training.rank * outputs, count
-            if training.dora:
+            for _ in training.adapter.vectors:
                 yield outputs, count
 
 

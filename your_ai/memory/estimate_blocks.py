@@ -152,7 +152,7 @@ def kept_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
         + table["lora"] * n * lora * number
         + table["scores"] * scores
         + table["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix)
-        + dora_bytes(workload, n, "staged")
+        + vectors_bytes(workload, n, "staged")
         + gemma_bytes(workload, rows, tokens, "staged")
         + kind_bytes(workload.facts, rows, tokens)
     )
@@ -206,7 +206,7 @@ def staged_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
         + table["lora"] * n * lora * number
         + table["hidden"] * (n * (facts.hidden + facts.passed) * number)
         + copies
-        + dora_bytes(workload, n, "staged")
+        + vectors_bytes(workload, n, "staged")
         + gemma_bytes(workload, rows, tokens, "staged")
     )
 
@@ -236,15 +236,15 @@ def adapts_widest(workload: Workload) -> bool:
 
 
 @memoized
-def dora_bytes(workload: Workload, tokens: int, engine: str) -> float:
-    """Bytes of a block's outputs that the gradients of DoRA's magnitudes need."""
+def vectors_bytes(workload: Workload, tokens: int, engine: str) -> float:
+    """Bytes of a block's outputs that the gradients of vectors need."""
     facts, training = workload.facts, workload.training
-    if not training.dora:
+    if not training.adapter.vectors:
         return 0.0
     outputs = sum(
         min(o, facts.hidden) for _, o in layers_named(facts, training.targets, training.experts)
     )
-    return workload.process.coefficients.dora[engine] * tokens * outputs * facts.float_bytes
+    return workload.process.coefficients.vectors[engine] * tokens * outputs * facts.float_bytes
 
 
 @memoized

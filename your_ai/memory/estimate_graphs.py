@@ -49,7 +49,7 @@ def graphs_bytes(
             "slice": dequantized_slices(alone),
             "queries": queries,
             "adapted": adapted,
-            "dora": adapted * training.dora,
+            "vectors": adapted * len(training.adapter.vectors),
         }
         return sum(table.get(name, 0) * count for name, count in counts.items())
 

@@ -103,8 +103,8 @@ def unpredicted(facts: ModelFacts, training: Training, speed: MachineSpeed) -> s
         return "the time of routed experts is not predicted"
     if facts.softcaps or facts.passed or not mixers:
         return "the time of this architecture is not predicted"
-    if training.dora:
-        return "the time of DoRA is not predicted"
+    if not training.adapter.is_sum:
+        return f"the time of {training.adapter.title} is not predicted"
     if not OPTIMIZERS[training.optimizer].has_time:
         return f"the time of {training.optimizer} is not predicted"
     if facts.float_bytes != speed.float_bytes:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from your_ai.config import GRPO, REWARD, SOFT, TrainConfig, defaults
+from your_ai.config.adapter_facts import LORA, AdapterFacts
 from your_ai.gates.text import counted
 from your_ai.memory.calibration import Calibration
 from your_ai.memory.coefficients import PACKAGED, Coefficients
@@ -47,7 +48,7 @@ class Training:
     targets: tuple[str, ...]
     optimizer: str = "adamw"
     optimizer_bits: int = 32
-    dora: bool = False
+    adapter: AdapterFacts = LORA
     adapter_dtype: str = "float32"
     """Of the matrices A and B, and of their gradients: float32 or bfloat16."""
     experts: bool = False
@@ -316,7 +317,7 @@ def workload_of(
             targets=config.lora_targets,
             optimizer=config.optimizer,
             optimizer_bits=config.optimizer_bits,
-            dora=config.use_dora,
+            adapter=config.adapter,
             adapter_dtype=config.adapter_dtype,
             experts=config.lora_experts,
         ),

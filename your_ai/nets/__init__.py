@@ -1,1 +1,1 @@
-"""Models: loading, LoRA and DoRA layers, splitting into blocks and a head, saved adapters."""
+"""Models: loading, adapter layers, splitting into blocks and a head, saved adapters."""

@@ -10,27 +10,28 @@ calls the wrapped layer, so a quantized weight is never dequantized as a whole.
 Norms are evaluated at once, layer by layer, and never part of a larger graph: MLX needs about a
 kilobyte for each operation of a graph, outside its own count of memory, so the slices of all
 layers together took 120 MB for a model of 16 blocks. Code that compiles a layer passes the norms
-in (`norms_of`, `use_norms`). A layer without given norms computes its own.
+in (`adapter_kinds.norms_of`, `use_norms`). A layer without given norms computes its own.
 
 Shapes: N tokens, D inputs, O outputs, r rank.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.tuner.dora import DoRALinear
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
+from your_ai.nets import lora
 from your_ai.nets.head import LayerRows, rows_at_once
-from your_ai.nets.mlx_types import Arrays, custom_function
+from your_ai.nets.mlx_types import custom_function
 
 SLICE_BYTES = 1 << 20  # of float32 rows; MLX runs about ten operations ahead, one slice each
 TINY = 1e-30  # replaces 0 in a denominator
@@ -178,6 +179,12 @@ def nonzero(values: mx.array) -> mx.array:
     return mx.where(values == 0, TINY, values)
 
 
+def put(model: nn.Module, count: int, parameters: dict[str, Any]) -> None:
+    """Add layers to the last `count` blocks; parameters: of mlx-lm's adapter_config.json."""
+    linear_to_lora_layers(model, count, parameters, use_dora=True)
+    put_dora(model)
+
+
 def put_dora(model: nn.Module) -> None:
     """Replace the DoRA layers that mlx-lm has just added to a model with ours."""
     replaced = [
@@ -188,12 +195,19 @@ def put_dora(model: nn.Module) -> None:
     model.update_modules(tree_unflatten(replaced))
 
 
-Layers = list[tuple[str, DoRA]]
+def fused_rows(
+    weight: mx.array, parts: Mapping[str, mx.array], scale: float, rows: slice
+) -> mx.array:
+    """Rows of m * (W + scale * B A) / |W + scale * B A|, with the norm of each row; m: (O,)."""
+    weight = lora.fused_rows(weight, parts, scale, rows)
+    magnitudes = parts["m"][rows].astype(mx.float32)
+    return (magnitudes / mx.linalg.norm(weight, axis=1))[:, None] * weight
 
 
-def note_on_bits(model: nn.Module) -> str:
-    """A sentence for the user if mlx-lm cannot load the DoRA adapter of this model; or ""."""
-    bits = {getattr(layer.linear, "bits", 32) for _, layer in dora_layers(model)}
+def limits(model: nn.Module) -> str:
+    """A sentence for the user if mlx-lm cannot load the adapter of this model; or ""."""
+    layers = (module for module in model.modules() if isinstance(module, DoRA))
+    bits = {getattr(layer.linear, "bits", 32) for layer in layers}
     odd = ", ".join(str(each) for each in sorted(bits) if 32 % each)
     if not odd:
         return ""
@@ -203,39 +217,4 @@ def note_on_bits(model: nn.Module) -> str:
     )
 
 
-def dora_layers(module: nn.Module) -> Layers:
-    """The DoRA layers of a module, with their paths."""
-    return [(path, child) for path, child in module.named_modules() if isinstance(child, DoRA)]
-
-
-def compute_magnitudes(module: nn.Module) -> None:
-    """Compute the initial magnitudes (the norms of the weights), layer by layer."""
-    for _, layer in dora_layers(module):
-        layer.compute_magnitudes()
-
-
-def norms_of(layers: Layers, frozen: Arrays | None = None) -> Arrays:
-    """The norms of each layer by path; computed only if the adapter has changed.
-
-    frozen: the weights by path, if the layers themselves do not have them.
-    """
-    found: Arrays = {}
-    for path, layer in layers:
-        linear = layer.linear
-        if frozen is not None:
-            linear = copy.copy(linear)
-            dict.update(linear, {leaf: frozen[f"{path}.linear.{leaf}"] for leaf in linear})
-        found[f"{path}.{NORMS}"] = layer.norms(linear)
-    return found
-
-
-@contextlib.contextmanager
-def use_norms(layers: Layers, norms: Arrays) -> Iterator[None]:
-    """Make the layers use these norms, from `norms_of`, until the `with` block ends."""
-    for path, layer in layers:
-        layer[NORMS] = norms[f"{path}.{NORMS}"]
-    try:
-        yield
-    finally:
-        for _, layer in layers:
-            del layer[NORMS]
+Layer = DoRA

@@ -1,4 +1,4 @@
-"""Load models through mlx-lm, and add LoRA layers.
+"""Load models through mlx-lm, and add adapters.
 
 Shapes: B rows, T tokens per row, D hidden size.
 """
@@ -17,10 +17,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models.bitlinear_layers import BitLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
-from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model
 
-from your_ai.config import TrainConfig, defaults, nearest
+from your_ai.config import TrainConfig, defaults, flag, nearest
 from your_ai.config.names import selects
 from your_ai.data.batches import MULTIPLE
 from your_ai.errors import UserError, first_line, is_memory_error
@@ -30,7 +29,7 @@ from your_ai.gates.untrusted import EXPERT
 from your_ai.hub.awq_gptq import packing_of
 from your_ai.hub.check import check_model
 from your_ai.hub.config_values import method_of
-from your_ai.nets.dora import put_dora
+from your_ai.nets.adapter_kinds import KINDS
 from your_ai.nets.parts import put, weights_read
 from your_ai.rng import derive_seed
 
@@ -258,7 +257,7 @@ def uint32(value: int) -> mx.array:
 
 @dataclass(frozen=True)
 class Adapters:
-    """The LoRA layers that were added to a model."""
+    """The adapter layers that were added to a model."""
 
     dropout_keys: DropoutKeys
     config: dict[str, Any]
@@ -266,7 +265,7 @@ class Adapters:
 
 
 def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
-    """Add LoRA (or DoRA) layers, initialized from the seed, to a frozen model.
+    """Add adapter layers, initialized from the seed, to a frozen model.
 
     Raises UserError as `adapted_layers` does.
     """
@@ -279,7 +278,7 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
         "keys": list(keys),
     }
     mx.random.seed(derive_seed(config.seed, "adapters"))  # used by from_base
-    put_adapter_layers(model, count, parameters, config.use_dora)
+    KINDS[config.adapter].put(model, count, parameters)
     cast_matrices(model, config.adapter_dtype)
     dropout_keys = DropoutKeys([None])
     if config.lora_dropout > 0:
@@ -290,7 +289,7 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
     return Adapters(
         dropout_keys=dropout_keys,
         config={
-            "fine_tune_type": "dora" if config.use_dora else "lora",
+            "fine_tune_type": config.adapter.name,
             "model": config.model,
             "num_layers": count,
             "lora_parameters": parameters,
@@ -322,23 +321,11 @@ def lora_scale(config: TrainConfig, rank: int) -> float:
     return config.lora_alpha / (math.sqrt(rank) if config.use_rslora else rank)
 
 
-def put_adapter_layers(
-    model: nn.Module, count: int, parameters: dict[str, Any], use_dora: bool
-) -> None:
-    """Add mlx-lm's LoRA layers, or our DoRA layers, to the last `count` blocks.
-
-    parameters: `lora_parameters` of mlx-lm's adapter_config.json.
-    """
-    linear_to_lora_layers(model, count, parameters, use_dora=use_dora)
-    if use_dora:
-        put_dora(model)
-
-
 def cast_matrices(model: nn.Module, dtype: str) -> None:
     """Cast the matrices A and B of new adapters, which are float32.
 
-    DoRA's magnitudes stay in float32: they are few, and rounded ones would change the model before
-    it is trained.
+    Vectors stay in float32: they are few, and rounded ones would change the model before it is
+    trained.
     """
 
     def convert(path: str, array: mx.array) -> mx.array:
@@ -392,8 +379,9 @@ def find_targets(blocks: list[nn.Module], config: TrainConfig) -> tuple[str, ...
             raise UserError(f"--lora-targets {target}: {why_nothing_matches(target, linear)}")
         found |= matches
     experts = sorted(name for name in found if linear[name])
-    if experts and (config.use_dora or config.lora_dropout > 0):
-        option = "--use-dora" if config.use_dora else "--lora-dropout"
+    supported = config.adapter.adapts_experts
+    if experts and (not supported or config.lora_dropout > 0):
+        option = flag("lora_dropout" if supported else config.adapter.setting)
         raise UserError(f"{option}: not supported on the expert layers {', '.join(experts)}")
     return tuple(sorted(found))
 

@@ -1,7 +1,7 @@
 """Find and read the saved adapter of a run, and check that it fits its base model.
 
 An adapter has mlx-lm's layout (`run.checkpoint` writes it): `adapters.safetensors` with
-`PATH.lora_a` (in, r) and `PATH.lora_b` (r, out), and `PATH.m` (out,) for DoRA, and
+`PATH.lora_a` (in, r), `PATH.lora_b` (r, out) and the vectors of its kind (out,), and
 `adapter_config.json`. Our adapter_config.json also records the step and the base model's files.
 """
 
@@ -17,11 +17,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from your_ai.config import TrainConfig
+from your_ai.config.adapter_facts import FACTS, LORA, MATRICES, VECTORS, AdapterFacts, chosen_by
 from your_ai.errors import UserError, first_line
 from your_ai.gates.text import shown
 from your_ai.gates.untrusted import JSON_BYTES, is_number, parse_json, read_bytes, read_header
 from your_ai.hub.find import HubName, find_model, fingerprint, hub_name
 from your_ai.nets import head, model
+from your_ai.nets.adapter_kinds import KINDS
 from your_ai.nets.mlx_types import load_arrays
 from your_ai.run import checkpoint
 from your_ai.run.folder import RunFolder, find, is_running
@@ -32,7 +34,7 @@ FREE = (
     *("chat_template*", "additional_chat_templates/*", "processor_config.json"),
     *("vocab.txt", "*.model"),  # not recorded before 0.1.1
 )
-PARTS = ("lora_a", "lora_b", "m")
+PARTS = (*MATRICES, *VECTORS)
 MOST_LAYERS, MOST_SCALE = 100_000, 1e9  # limits for the settings of an adapter
 LISTED = 6  # maximum number of checkpoints in a message
 
@@ -64,12 +66,12 @@ class Adapter:
         return int(self.config["lora_parameters"]["rank"])
 
     @property
-    def is_dora(self) -> bool:
-        return self.config.get("fine_tune_type") == "dora"
+    def kind(self) -> AdapterFacts:
+        return FACTS[self.config.get("fine_tune_type", LORA.name)]
 
     @property
     def layers(self) -> dict[str, dict[str, mx.array]]:
-        """The arrays lora_a, lora_b and m of each adapted layer, by path in the model."""
+        """The arrays of each adapted layer by their names in it, by path in the model."""
         found: dict[str, dict[str, mx.array]] = defaultdict(dict)
         for name, array in self.arrays.items():
             path, _, part = name.rpartition(".")
@@ -199,7 +201,7 @@ def read_adapter(folder: Path, file: Path | None = None) -> Adapter:
 
     file: the file with its arrays; default: adapters.safetensors.
 
-    Raises UserError if a file is missing or damaged, or is not a LoRA or DoRA adapter.
+    Raises UserError if a file is missing or damaged, or is of an unknown kind.
     """
     path, file = folder / checkpoint.ADAPTER_CONFIG, file or folder / checkpoint.ADAPTERS
     try:
@@ -229,8 +231,8 @@ def with_new_keys(config: Any) -> Any:
     new = {}
     if config.get("num_layers") is None and "lora_layers" in config:
         new["num_layers"] = config["lora_layers"]
-    if "fine_tune_type" not in config and config.get("use_dora") is True:
-        new["fine_tune_type"] = "dora"
+    if "fine_tune_type" not in config:
+        new["fine_tune_type"] = chosen_by(config).name
     return {**config, **new}
 
 
@@ -245,10 +247,10 @@ def check_settings(path: Path, config: Any, largest: int) -> None:
 
     if not isinstance(config, dict):
         raise UserError(f"{path}: its adapter cannot be read (expected a JSON object)")
-    kind = config.get("fine_tune_type", "lora")
-    if kind not in ("lora", "dora"):
-        text = shown(kind)
-        raise UserError(f"{path}: fine_tune_type {text}: only lora and dora adapters can be used")
+    kind = config.get("fine_tune_type", LORA.name)
+    if kind not in (*FACTS,):
+        text, known = shown(kind), " and ".join(FACTS)
+        raise UserError(f"{path}: fine_tune_type {text}: only {known} adapters can be used")
     parameters = config.get("lora_parameters")
     if not isinstance(parameters, dict):
         refuse("lora_parameters", parameters, "an object")
@@ -301,7 +303,7 @@ def put_layers(network: nn.Module, adapter: Adapter) -> None:
     parameters = {"dropout": 0.0, **adapter.config["lora_parameters"]}
     try:
         count = int(adapter.config["num_layers"])
-        model.put_adapter_layers(network, count, parameters, adapter.is_dora)
+        KINDS[adapter.kind].put(network, count, parameters)
     except Exception as error:  # the code of an architecture may raise any type
         reason = first_line(error)
         raise UserError(f"{adapter.folder}: does not fit the model ({reason})") from error

@@ -156,7 +156,7 @@ class Method:
     """How the adapter changes the base."""
 
     name: str
-    """LoRA or DoRA."""
+    """The title of the kind of adapter."""
     rank: int
     alpha: float
     """As the run was given it; with rsLoRA the scale is alpha / sqrt(rank)."""
@@ -274,10 +274,9 @@ def base_of(trained: Trained) -> Base:
 
 def method_of(trained: Trained) -> Method:
     adapter = trained.adapter
-    name = "DoRA" if adapter.is_dora else "LoRA"
     rslora = trained.config.use_rslora
     divisor = math.sqrt(adapter.rank) if rslora else adapter.rank
-    return Method(name, adapter.rank, adapter.scale * divisor, rslora)
+    return Method(adapter.kind.title, adapter.rank, adapter.scale * divisor, rslora)
 
 
 def figures_of(records: Sequence[events.Record]) -> CardFigures:

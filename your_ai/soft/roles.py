@@ -23,7 +23,7 @@ from your_ai.engine.compiled import Graphs
 from your_ai.engine.programs import Programs, trained_arrays
 from your_ai.engine.staged import Resident, Weights, finished
 from your_ai.errors import UserError
-from your_ai.nets.dora import Layers, dora_layers, norms_of
+from your_ai.nets.adapter_kinds import Normed, normed_layers, norms_of
 from your_ai.nets.embedding import InputEmbedding, ResizedRows, input_embedding
 from your_ai.nets.gumbel import Noisy
 from your_ai.nets.head import LinearHead
@@ -46,7 +46,7 @@ class Network:
     final: LinearHead
     """The head of finished hidden states, as the trunk returns them."""
     weights: Weights
-    dora: list[Layers]
+    normed: list[Normed]
     names: list[str]
     """The paths of the blocks in the model."""
     programs: Programs
@@ -65,9 +65,9 @@ class Network:
         return next(trained, len(self.parts.blocks))
 
     def arrays(self, index: int) -> Arrays:
-        """The frozen weights of block `index`, and the norms of its DoRA layers."""
+        """The frozen weights of block `index`, and the norms of its adapted layers."""
         arrays = self.weights.read(index)
-        return arrays | norms_of(self.dora[index], arrays)
+        return arrays | norms_of(self.normed[index], arrays)
 
     def trained(self, index: int) -> Arrays:
         return trained_arrays(self.parts.blocks[index])
@@ -225,7 +225,7 @@ def network_of(
         embedding,
         found.head,
         weights or Resident(parts.blocks),
-        [dora_layers(block) for block in parts.blocks],
+        [normed_layers(block) for block in parts.blocks],
         [names[id(block)] for block in model.layers],
         Programs(parts, DropoutKeys([None]), True, Graphs() if graphs is None else graphs),
     )

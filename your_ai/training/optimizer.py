@@ -128,7 +128,7 @@ def clip_factor(norm: float, max_norm: float) -> float:
 def rate_factors(config: TrainConfig, model: nn.Module) -> dict[str, float]:
     """The learning rate of each trained parameter, relative to that of the step.
 
-    LoRA+ (Hayou et al., 2024) raises the rate of B alone, which begins at 0. DoRA's magnitudes
+    LoRA+ (Hayou et al., 2024) raises the rate of B alone, which begins at 0. Magnitudes
     begin at the norms of the base's weights, so they learn as fast as A.
 
     Layer-wise decay (Howard and Ruder, 2018) counts from the last block of the model, so that a
