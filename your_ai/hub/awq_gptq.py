@@ -109,38 +109,51 @@ def packed_layer(
     folder: Path, packing: Packing, by_name: Mapping[str, Entry], layer: str
 ) -> PackedLayer:
     """The sizes of a layer, from the shapes of its tensors, since layers may differ in bits."""
-    found = {part: by_name.get(f"{layer}.{part}") for part in PARTS}
-    shapes = {part: entry.shape for part, entry in found.items() if entry is not None}
-    kinds = {entry.kind for part, entry in found.items() if entry is not None and part != "scales"}
+    names = {part: f"{layer}.{part}" for part in PARTS}
+    found = {part: by_name[name] for part, name in names.items() if name in by_name}
+    shapes = {part: entry.shape for part, entry in found.items()}
+    kinds = {entry.kind for part, entry in found.items() if part != "scales"}
     qweight, scales = shapes["qweight"], shapes.get("scales", ())
-    zeros = shapes.get("qzeros")
     if len(qweight) != 2 or len(scales) != 2 or 0 in (*qweight, *scales) or kinds != {"I32"}:
         raise refused(folder, packing.method, f"the tensors of {shown(layer)} have another layout")
     groups, outputs = scales
+    bits, inputs = sizes_in(packing, shapes)
+    if not fit(packing, shapes, bits, inputs):
+        raise refused(folder, packing.method, f"the tensors of {shown(layer)} do not fit together")
+    size = inputs // groups
+    mlx_size = next((group for group in MLX_GROUPS if size % group == 0), None)
+    if mlx_size is None:
+        why = f"{shown(layer)} has groups of {size} weights, and MLX's have 32, 64 or 128"
+        raise refused(folder, packing.method, why)
+    if outputs % WORD_BITS:
+        why = f"{shown(layer)} has {outputs} outputs, not a multiple of {WORD_BITS}"
+        raise refused(folder, packing.method, why)
+    return PackedLayer(bits, inputs, outputs, size, mlx_size)
+
+
+def sizes_in(packing: Packing, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    """(bits, inputs) of a layer; shapes: of its tensors, by their names in it."""
+    outputs, zeros = shapes["scales"][1], shapes.get("qzeros")
     bits = packing.bits if zeros is None else zeros[-1] * WORD_BITS // outputs
-    is_awq = packing.method == "awq"
-    inputs = qweight[0] if is_awq else qweight[0] * WORD_BITS // max(1, bits)
+    words = shapes["qweight"][0]
+    return bits, words if packing.method == "awq" else words * WORD_BITS // max(1, bits)
+
+
+def fit(packing: Packing, shapes: Mapping[str, tuple[int, ...]], bits: int, inputs: int) -> bool:
+    """Whether the tensors of a layer are those of this many bits and inputs."""
+    groups, outputs = shapes["scales"]
+    wide = (inputs, outputs * bits // WORD_BITS)
     expected = {
-        "qweight": (inputs, outputs * bits // WORD_BITS) if is_awq else (qweight[0], outputs),
+        "qweight": wide if packing.method == "awq" else (shapes["qweight"][0], outputs),
         "scales": (groups, outputs),
         "qzeros": (groups, outputs * bits // WORD_BITS),
         "g_idx": (inputs,),
     }
-    fits = (
+    return (
         bits in PACKED_BITS[packing.method]
         and inputs * bits % WORD_BITS == outputs * bits % WORD_BITS == inputs % groups == 0
         and all(shape == expected[part] for part, shape in shapes.items())
     )
-    if not fits:
-        raise refused(folder, packing.method, f"the tensors of {shown(layer)} do not fit together")
-    size = inputs // groups
-    fitting = [group for group in MLX_GROUPS if size % group == 0]
-    if not fitting or outputs % WORD_BITS:
-        why = f"{shown(layer)} has groups of {size} weights, and MLX's have 32, 64 or 128"
-        if fitting:
-            why = f"{shown(layer)} has {outputs} outputs, not a multiple of {WORD_BITS}"
-        raise refused(folder, packing.method, why)
-    return PackedLayer(bits, inputs, outputs, size, fitting[0])
 
 
 def as_in_mlx(

@@ -143,6 +143,18 @@ def is_same_mask(call: Call, mask: Any, tokens: int) -> bool:
     return tokens > SEEN_WHOLE or mask_of(mask, tokens) == call.mask
 
 
+def axis_of_tokens(array: mx.array, longer: mx.array) -> int | None:
+    """The axis along which an array of one more token is longer; None if there is none.
+
+    Raises ValueError if tokens are not in one axis.
+    """
+    pairs = enumerate(zip(array.shape, longer.shape, strict=True))
+    differ = [axis for axis, (size, other) in pairs if size != other]
+    if len(differ) > 1:
+        raise ValueError("tokens are in several axes")
+    return differ[0] if differ else None
+
+
 def tile_call(
     call: Call, block: nn.Module, tokens: int, given: list[Any], longer: list[Any]
 ) -> TileCall | None:
@@ -152,23 +164,16 @@ def tile_call(
     if CACHE not in names or not plain or not call.passed[0][0]:
         return None
     slots = leaves((call.args, [value for _, value in call.keywords]))
-    used = {slot.name for slot in slots if isinstance(slot, Given)}
-    masks = [array for slot, array in zip(slots, given, strict=True) if isinstance(slot, Mask)]
+    masks = (array for slot, array in zip(slots, given, strict=True) if isinstance(slot, Mask))
     if not all(is_same_mask(call, mask, tokens) for mask in masks):
         return None
-    constants: Arrays = {}
-    axes: dict[str, int | None] = {}
-    for at, (array, other) in enumerate(zip(given, longer, strict=True)):
-        name = given_name(at)
-        if name not in used:
-            continue
-        differ = [
-            i for i, (a, b) in enumerate(zip(array.shape, other.shape, strict=False)) if a != b
-        ]
-        if array.ndim != other.ndim or len(differ) > 1:
-            return None
-        constants[name], axes[name] = array, differ[0] if differ else None
+    used = {slot.name for slot in slots if isinstance(slot, Given)}
+    arrays = {given_name(at): pair for at, pair in enumerate(zip(given, longer, strict=True))}
+    try:
+        axes = {name: axis_of_tokens(*arrays[name]) for name in arrays if name in used}
+    except ValueError:
+        return None
     return TileCall(
         call.args, call.keywords, call.passed[0][1], call.mask or Mask(),
-        names.index(CACHE) - 1, constants, axes,
+        names.index(CACHE) - 1, {name: arrays[name][0] for name in axes}, axes,
     )  # fmt: skip

@@ -190,39 +190,36 @@ def of_folder(folder: Path, repo: str) -> Contents:
         raise UserError(f"{folder}: has no model and no adapter")
     if (folder / STATE).exists():
         raise UserError(f"{folder}: is a checkpoint; push its run, with --checkpoint {folder.name}")
-    patterns = (MARKS[kind], *BESIDE)
     there = sorted(path for path in folder.iterdir() if path.is_file())
-    sent = [path for path in there if any(fnmatch(path.name, pattern) for pattern in patterns)]
-    for path in sent:
-        check_own(path, folder)
+    sent = own_files(folder, there, (MARKS[kind], *BESIDE))
     files: dict[str, bytes | Path] = {path.name: path for path in sent}
     known = front_of(folder / CARD)
-    base = base_in(known)
-    for name in CONFIGS:
-        if name in files:
-            config = read_json(folder / name, "it is sent")
-            base = base_in(config) or base
-            cleaned = without_paths(config)
-            if name == ADAPTER_CONFIG and "lora_parameters" in config:
-                cleaned = {key: cleaned[key] for key in ADAPTER_KEYS if key in cleaned}
-            if cleaned != config:
-                files[name] = as_json(cleaned)
+    base, library = base_in(known), known.get("library_name")
+    for name in [name for name in CONFIGS if name in files]:
+        config = read_json(folder / name, "it is sent")
+        base = base_in(config) or base
+        if (cleaned := cleaned_config(name, config)) != config:
+            files[name] = as_json(cleaned)
     subject = Subject(
         repo=repo,
         kind=kind,
         base=base,
-        library=known["library_name"] if known.get("library_name") in LIBRARIES else None,
+        library=library if library in LIBRARIES else None,
         files=[path.name for path in sent if fnmatch(path.name, MARKS[kind])],
     )
     files[CARD] = card(subject).encode("utf-8", "replace")
     ours = (*files, CHECKSUMS)
     left = [path.name for path in there if path.name not in ours and path.name[0] != "."]
-    note = (
-        f"not sent, because it does not belong to a {what_of(kind)}: {', '.join(left)}"
-        if left
-        else ""
-    )
-    return Contents(files, what_of(kind), (note,) if note else ())
+    note = f"not sent, because it does not belong to a {what_of(kind)}: {', '.join(left)}"
+    return Contents(files, what_of(kind), (note,) if left else ())
+
+
+def cleaned_config(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """A config without paths, and of an adapter in mlx-lm's format only what is read of it."""
+    cleaned: dict[str, Any] = without_paths(config)
+    if name == ADAPTER_CONFIG and "lora_parameters" in config:
+        return {key: cleaned[key] for key in ADAPTER_KEYS if key in cleaned}
+    return cleaned
 
 
 def what_of(kind: CardKind) -> str:
@@ -247,6 +244,14 @@ def base_in(config: dict[str, Any]) -> Base | None:
 
 
 # Files
+
+
+def own_files(folder: Path, there: list[Path], patterns: tuple[str, ...]) -> list[Path]:
+    """The files that match a pattern. Raises UserError as `check_own` does."""
+    found = [path for path in there if any(fnmatch(path.name, each) for each in patterns)]
+    for path in found:
+        check_own(path, folder)
+    return found
 
 
 def check_own(path: Path, folder: Path) -> None:
