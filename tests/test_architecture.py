@@ -25,7 +25,7 @@ LAYERS = [
     ["nets"],
     ["dashboard", "trackers", "rewards"],
     ["memory.budget", "engine"],
-    ["modelfiles", "publish.card", "publish.training_notes"],
+    ["modelfiles", "publish.card"],
     ["generation"],
     ["soft"],
     ["evaluation"],

@@ -21,7 +21,6 @@ from your_ai.errors import UserError
 from your_ai.export.fused_weights import (
     fuse,
     fused_lazily,
-    interrupted_message,
     with_turn_end,
     work_of,
 )
@@ -185,7 +184,7 @@ def test_fusing_continues_after_a_kill_to_the_same_bytes(tmp_path, trained, smal
     assert not (tmp_path / "out").exists()
     assert re.search(
         r"run the same command to continue from \d+ kB, or remove",
-        interrupted_message(tmp_path / "out"),
+        work_of(tmp_path / "out").interrupted_message,
     )
     steps = list(fuse(trained, tmp_path / "out", "dequantized"))
     assert 0 < steps[0].kept_bytes == steps[0].done_bytes < steps[0].total_bytes

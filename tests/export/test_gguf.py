@@ -7,6 +7,8 @@ import errno
 import math
 import resource
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import gguf as library
 import mlx.core as mx
@@ -22,8 +24,10 @@ from tests.export.gguf_files import fields, kinds, tensors
 from tests.export.runs import ALPHA, RANK, make_trained
 from your_ai.errors import RunError, UserError
 from your_ai.export import gguf
+from your_ai.export.fused_weights import fuse
 from your_ai.export.gguf_model import in_pairs
 from your_ai.nets.model import load_network
+from your_ai.nets.saved_adapter import Trained
 
 DENSE = [name for name in EXTRA if name != "qwen3_moe"]
 NORMS = {"llama": 0, "mistral": 0, "qwen2": 0, "qwen3": 0, "gemma2": 1, "gemma3_text": 1}
@@ -456,3 +460,30 @@ def test_weights_that_become_unreadable_are_an_error(tmp_path):
 def test_the_file_is_readable_by_other_users(trained, tmp_path):
     gguf.write_adapter(trained, tmp_path / "a.gguf")
     assert math.log2((tmp_path / "a.gguf").stat().st_mode & 0o004) == 2
+
+
+def write_gguf(trained: Trained, target: Path) -> None:
+    list(gguf.write_model(trained, target, "f32"))
+
+
+def write_fused(trained: Trained, target: Path) -> None:
+    folder = target.with_suffix(".folder")
+    list(fuse(trained, folder, to="dequantized"))
+    (found,) = folder.glob("model*.safetensors")
+    found.rename(target)
+
+
+@pytest.mark.parametrize(
+    ("write", "use_dora"),
+    [(gguf.write_adapter, False), (write_gguf, True), (write_fused, True)],
+)
+def test_the_export_is_that_of_a_float32_adapter_with_the_same_values(
+    tiny_model, tmp_path, write, use_dora
+):
+    trained = make_trained(tiny_model, use_dora=use_dora, adapter_dtype="bfloat16")
+    arrays = trained.adapter.arrays
+    assert {a.dtype for n, a in arrays.items() if not n.endswith(".m")} == {mx.bfloat16}
+    same = replace(trained.adapter, arrays={n: a.astype(mx.float32) for n, a in arrays.items()})
+    write(trained, tmp_path / "rounded")
+    write(replace(trained, adapter=same), tmp_path / "same")
+    assert (tmp_path / "rounded").read_bytes() == (tmp_path / "same").read_bytes()

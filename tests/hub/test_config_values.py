@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from tests.conftest import EXTRA, SMALL
 from your_ai.errors import UserError
 from your_ai.gates.untrusted import Entry
-from your_ai.hub.config_values import MOST_BLOCKS, REAL, WHOLE, check_config_values
+from your_ai.hub.config_values import (
+    MOST_BLOCKS,
+    REAL,
+    WHOLE,
+    check_config_values,
+    is_left,
+    names_layer,
+    quantization_of,
+)
 from your_ai.hub.registry import config_of, known
 
 PATH = Path("config.json")
@@ -190,3 +198,34 @@ def test_any_config_that_passes_has_values_within_bounds(config):
     for key in REAL:
         if isinstance(config.get(key), int | float | str):
             assert math.isfinite(config[key])
+
+
+LAYER = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": 32},
+        {"quant_method": "modelopt", "quantization": True},
+        {"quant_method": "compressed-tensors", "format": "x", "ignore": 7},
+        {"quant_method": ["mxfp4"]},
+    ],
+)
+def test_settings_of_another_kind_say_nothing(settings):
+    config = {"quantization_config": settings}
+    assert quantization_of(config) == {}
+    assert not is_left(LAYER, config)
+
+
+def test_patterns_name_layers():
+    assert names_layer("re:.*self_attn.*", LAYER)
+    assert names_layer("model.layers.*.self_attn", LAYER)
+    assert names_layer("self_attn", LAYER)
+    assert not names_layer("re:.*mlp.*", LAYER)
+
+
+@pytest.mark.timeout(5)
+def test_patterns_that_take_forever_are_not_tried():
+    assert not names_layer("re:(.*.*)*(x+)+y", LAYER * 20)
+    assert not names_layer("re:" + ".*" * 500 + "!", LAYER)

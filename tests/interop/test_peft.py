@@ -19,7 +19,7 @@ from tests.export.runs import logits, make_trained
 from tests.export.test_peft import MODULES
 from tests.export.test_peft_config import LINEARS, PATH, PLAIN
 from tests.interop.bases import TOLERANCE, largest, load, make_base, torch_logits
-from your_ai.export import peft, peft_config
+from your_ai.export import peft
 from your_ai.export.names import STACKS_EXPERTS, TRANSFORMERS
 from your_ai.nets.model import load_network
 
@@ -118,5 +118,5 @@ def test_settings_mean_to_us_what_they_mean_to_peft(settings):
     if isinstance(settings["target_modules"], str) or "layers_to_transform" not in settings:
         settings.pop("layers_to_transform", None)
         settings.pop("layers_pattern", None)  # PEFT refuses these together
-    ours = peft_config.targeted(peft_config.read(PATH, PLAIN | settings), LINEARS)
+    ours = peft.targeted(peft.read_settings(PATH, PLAIN | settings), LINEARS)
     assert ours == by_peft(settings, LINEARS)

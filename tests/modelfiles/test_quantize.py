@@ -23,10 +23,10 @@ from tests.modelfiles.large import MB, make_large, watched
 from your_ai.errors import RunError, UserError
 from your_ai.files import sha256
 from your_ai.hub.check import check_model
-from your_ai.modelfiles import shards, unfinished
-from your_ai.modelfiles.quantize import RECORD, interrupted_message, quantize, work_of
+from your_ai.modelfiles import shards, targets
+from your_ai.modelfiles.quantize import RECORD, quantize, work_of
 from your_ai.modelfiles.shards import INDEX
-from your_ai.modelfiles.unfinished import locked
+from your_ai.modelfiles.targets import locked
 
 
 def written(source: Path, target: Path, bits: int = 4, **options: Any) -> Path:
@@ -197,7 +197,7 @@ def test_quantizes_a_model_larger_than_the_memory_limit(tmp_path):
 
 
 STAGES = ((os, "replace"), (os, "rename"), (mx, "save_safetensors"), (shards, "sync"),
-          (unfinished, "sync"), (Path, "write_text"), (shards, "save_tokenizer"))  # fmt: skip
+          (targets, "sync"), (Path, "write_text"), (shards, "save_tokenizer"))  # fmt: skip
 
 
 def die_at(patch: pytest.MonkeyPatch, at: int, error: BaseException) -> list[str]:
@@ -338,7 +338,7 @@ def test_work_with_other_bits_starts_over(tmp_path, source, small_shards):
 
 def test_interrupted_user_is_told_how_to_continue(tmp_path, source, small_shards, monkeypatch):
     target = tmp_path / "out"
-    assert interrupted_message(target).endswith("run the same command to start again")
+    assert work_of(target).interrupted_message.endswith("run the same command to start again")
     evaluate, calls = mx.eval, iter(range(1000))
 
     def interrupted(*arrays: mx.array) -> None:
@@ -350,7 +350,8 @@ def test_interrupted_user_is_told_how_to_continue(tmp_path, source, small_shards
     with pytest.raises(KeyboardInterrupt):
         written(source, target)
     assert re.search(
-        r"run the same command to continue from \d+ kB, or remove", interrupted_message(target)
+        r"run the same command to continue from \d+ kB, or remove",
+        work_of(target).interrupted_message,
     )
     monkeypatch.setattr(shards.mx, "eval", evaluate)
     assert next(quantize(source, target, 4)).kept_bytes > 0

@@ -20,7 +20,7 @@ from your_ai.files import sha256
 from your_ai.hub.find import store
 from your_ai.modelfiles import quantize, quantized_copies
 from your_ai.modelfiles.quantized_copies import KEEP_DAYS, make_copy, model_folder, place_of_copy
-from your_ai.modelfiles.unfinished import locked
+from your_ai.modelfiles.targets import locked
 from your_ai.run import events
 
 DAY_S = 86_400

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from your_ai.errors import UserError
 from your_ai.modelfiles import shards
 from your_ai.modelfiles.shards import cut, put_in_place
-from your_ai.modelfiles.unfinished import Work
+from your_ai.modelfiles.targets import Work
 
 MB = 10**6
 

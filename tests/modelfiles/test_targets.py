@@ -1,12 +1,27 @@
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
+import json
 import os
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from your_ai.errors import UserError
-from your_ai.modelfiles.targets import check_target, write_error
+from your_ai.files import sha256
+from your_ai.modelfiles import targets
+from your_ai.modelfiles.targets import (
+    check_disk,
+    check_target,
+    finished_shards,
+    locked,
+    read_record,
+    write_error,
+)
 
 
 @pytest.fixture
@@ -101,3 +116,128 @@ def test_write_error_says_what_to_do(tmp_path, error, advice):
 def test_write_error_says_how_to_continue():
     full = write_error("out", OSError(errno.ENOSPC, "No space left on device"), goes_on=True)
     assert "free some disk space, then run the same command to continue" in str(full)
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from your_ai.modelfiles.targets import locked
+with locked(Path(sys.argv[1]), waits=False, creates=True):
+    (Path(sys.argv[1]) / "mine").touch()
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_lock_lasts_until_the_process_ends(own_folder):
+    folder = own_folder / "work"
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as process:
+        assert process.stdout.readline() == "locked\n"
+        with (
+            pytest.raises(UserError, match="work: another process is working on it"),
+            locked(folder, waits=False),
+        ):
+            pass
+        process.kill()
+    with locked(folder, waits=False):
+        assert (folder / "mine").exists()
+
+
+def test_empty_folder_is_removed_after_unlocking(own_folder):
+    with pytest.raises(RuntimeError), locked(own_folder / "work", waits=False, creates=True):
+        raise RuntimeError
+    assert not (own_folder / "work").exists()
+
+
+def test_missing_folder_is_not_created_by_default(own_folder):
+    with pytest.raises(FileNotFoundError), locked(own_folder / "work", waits=True):
+        pass
+
+
+def test_waits_until_another_process_is_done(own_folder, monkeypatch):
+    with contextlib.ExitStack() as other:
+        other.enter_context(locked(own_folder / "work", waits=False, creates=True))
+        waited = []
+
+        def sleep(seconds: float) -> None:
+            waited.append(seconds)
+            other.close()
+
+        monkeypatch.setattr(targets, "time", SimpleNamespace(sleep=sleep))
+        with locked(own_folder / "work", waits=True, creates=True):
+            assert waited == [targets.WAIT_S]
+
+
+@pytest.mark.parametrize("becomes", ["renamed", "replaced"])
+def test_the_folder_that_has_the_name_by_then_is_locked(own_folder, monkeypatch, becomes):
+    """Another process completes and renames the folder just before it is locked."""
+    monkeypatch.setattr(targets, "WAIT_S", 0)
+    folder, flock = own_folder / "work", fcntl.flock
+    folder.mkdir()
+    (folder / "old").touch()
+
+    def late(*args: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        folder.rename(own_folder / "done")
+        if becomes == "replaced":
+            folder.mkdir()
+            (folder / "new").touch()
+        flock(*args)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with locked(folder, waits=True, creates=True):
+        assert [path.name for path in folder.iterdir()] == ["new"] * (becomes == "replaced")
+        with pytest.raises(UserError, match="another process"), locked(folder, waits=False):
+            pass
+
+
+def test_works_on_a_file_system_without_locks(own_folder, monkeypatch):
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with locked(own_folder / "work", waits=False, creates=True):
+        pass
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"shards": []}', "\xff", "[" * 100_000])
+def test_damaged_record_reads_as_empty(own_folder, text):
+    (own_folder / "record.json").write_text(text, encoding="latin-1")
+    assert read_record(own_folder / "record.json") == {"shards": {}}
+
+
+def test_shards_without_a_record_are_deleted(own_folder):
+    work = own_folder / "work"
+    (work / "folder").mkdir(parents=True)
+    (work / "model.safetensors").write_text("")
+    assert finished_shards(work / "record.json", "key") == {}
+    assert list(work.iterdir()) == []
+
+
+def test_check_disk_checks_the_disk_of_a_future_folder(own_folder):
+    check_disk(own_folder / "not" / "there" / "yet", 1000)
+    with pytest.raises(UserError, match=r"yet: needs 1000000000\.0\d GB of disk space"):
+        check_disk(own_folder / "not" / "there" / "yet", 10**18)
+
+
+@pytest.mark.parametrize(
+    "shards", [{"../kept": "a" * 64}, {"/etc/passwd": "a" * 64}, {"a": 7}, {"a": "x"}, {"a/b": ""}]
+)
+def test_record_with_unsafe_names_reads_as_empty(own_folder, shards):
+    (own_folder / "record.json").write_text(json.dumps({"key": "key", "shards": shards}))
+    assert read_record(own_folder / "record.json") == {"shards": {}}
+
+
+def test_links_are_deleted_but_not_their_targets(own_folder):
+    work, kept = own_folder / "work", own_folder / "kept"
+    work.mkdir()
+    kept.mkdir()
+    (kept / "file").write_text("kept")
+    (work / "folder").symlink_to(kept)
+    (work / "model.safetensors").symlink_to(kept / "file")
+    shards = {"model.safetensors": sha256(kept / "file")}
+    (work / "record.json").write_text(json.dumps({"key": "key", "shards": shards}))
+    assert finished_shards(work / "record.json", "key") == {}
+    assert list(work.iterdir()) == []
+    assert (kept / "file").read_text() == "kept"

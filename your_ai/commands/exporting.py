@@ -78,7 +78,7 @@ def write(trained: Trained, target: Path, request: ExportRequest) -> list[str]:
         from your_ai.export import huggingface
 
         steps = huggingface.write(trained, target, dtype or "auto", max_memory, force)
-        show_resumable(steps, lambda: huggingface.interrupted_message(target))
+        show_resumable(steps, lambda: huggingface.work_of(target).interrupted_message)
     elif request.to == "ollama":
         return write_for_ollama(trained, target, request)
     elif request.to == "lmstudio":
@@ -125,7 +125,7 @@ def write_for_lm_studio(trained: Trained, target: Path, request: ExportRequest) 
         steps = fused_weights.fuse(
             trained, target, max_memory_gb=request.max_memory, force=request.force
         )
-        show_resumable(steps, lambda: fused_weights.interrupted_message(target))
+        show_resumable(steps, lambda: fused_weights.work_of(target).interrupted_message)
         return
     name = gguf_folder.model_file(trained.folder.name, kind)
     way = chosen_way(kind, request)

@@ -42,7 +42,7 @@ def fuse(request: FuseRequest, as_json: JsonObject = False) -> None:
     try:
         show_bytes("fusing", steps, console)
     except KeyboardInterrupt:
-        echo_error(folder.interrupted_message(out))
+        echo_error(folder.work_of(out).interrupted_message)
         raise
     found = measured(trained, out, request, console) if request.measure else None
     if as_json:

@@ -226,8 +226,8 @@ def verify(
     name: Annotated[str, typer.Argument(help="A local model: its name, alias or folder.")],
 ) -> None:
     """Check a model's files against the hashes from the hub."""
+    from your_ai.hub.check import verify as verify_folder
     from your_ai.hub.find import find_model, put_model, repo_of
-    from your_ai.hub.record import verify as verify_folder
 
     put = None if Path(name).is_dir() else put_model(repo_of(name, name))
     folder = put or find_model(name)  # a folder in models/ may be incomplete; report all faults
@@ -274,7 +274,7 @@ def quantize(
     try:
         show_bytes("quantizing", steps, open_console())
     except KeyboardInterrupt:
-        echo_error(quantize.interrupted_message(target))
+        echo_error(quantize.work_of(target).interrupted_message)
         raise
     echo(target)
 

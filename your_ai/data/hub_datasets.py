@@ -19,9 +19,9 @@ from your_ai.errors import UserError
 from your_ai.gates.text import shortened, shown, size_text
 from your_ai.gates.untrusted import is_hash, path_fault
 from your_ai.hub import download, remote
+from your_ai.hub.check import RECORD, read_record, size_fault
 from your_ai.hub.download import INCOMPLETE, PARTS, DownloadProgress
 from your_ai.hub.find import PART, store
-from your_ai.hub.record import RECORD, read_record, size_fault
 from your_ai.hub.remote import MOST_FILE_BYTES, Listing, RemoteFile
 
 PREFIX = "hf:"

@@ -19,7 +19,7 @@ import mlx.nn as nn
 from your_ai.config import DEMO
 from your_ai.config.adapter_facts import FACTS, TITLES, VECTORS
 from your_ai.errors import UserError, first_line
-from your_ai.export import peft_config
+from your_ai.export import peft
 from your_ai.export.names import block_of, check_names, name_in_block
 from your_ai.export.peft import PREFIX, SUFFIXES
 from your_ai.files import packaged
@@ -61,7 +61,7 @@ class AdapterFiles:
     folder: Path
     file: Path
     """The file with the arrays."""
-    peft: peft_config.PeftSettings | None
+    peft: peft.PeftSettings | None
     """The settings of a PEFT adapter; None for one in mlx-lm's format."""
     base: Any
     """The base model as the adapter names it, which may be anything."""
@@ -106,7 +106,7 @@ def files_in(source: Path, file: Path | None = None) -> AdapterFiles:
     path = source / checkpoint.ADAPTER_CONFIG
     config = read_json(path, "an adapter has one")
     if "peft_type" in config:
-        settings = peft_config.read(path, config)
+        settings = peft.read_settings(path, config)
         return AdapterFiles(source, file or source / PEFT_ADAPTERS, settings, settings.base)
     if "lora_parameters" not in config:
         raise UserError(
@@ -130,7 +130,7 @@ def read(files: AdapterFiles) -> Adapter:
         return in_float32(files.file, read_adapter(files.folder, files.file))
     arrays = read_arrays(files.file)
     named = {name: parse(files.file, name) for name in arrays}
-    sizes = peft_config.sizes_of(files.peft, {path for path, _ in named.values()})
+    sizes = peft.sizes_of(files.peft, {path for path, _ in named.values()})
     checked = {}
     for name, (path, part) in named.items():
         array = check_array(files, name, part, arrays[name], sizes[path][0])
@@ -252,7 +252,7 @@ def base_name(source: Path, named: Any) -> str:
 
 
 def check_layers(
-    file: Path, layers: set[str], settings: peft_config.PeftSettings, linears: set[str]
+    file: Path, layers: set[str], settings: peft.PeftSettings, linears: set[str]
 ) -> str:
     """Raise UserError if the adapted layers are not those that PEFT's settings select.
 
@@ -263,8 +263,8 @@ def check_layers(
             f"{file}: adapts {path}, a layer that the model does not have; is it for another "
             "--model?"
         )
-    note = peft_config.missing_targets(settings, linears)
-    for path in sorted(peft_config.targeted(settings, linears) ^ layers):
+    note = peft.missing_targets(settings, linears)
+    for path in sorted(peft.targeted(settings, linears) ^ layers):
         what = "has tensors for" if path in layers else "has no tensors for"
         which = "does not name" if path in layers else "names"
         raise UserError(f"{file}: {what} {path}, which target_modules {which}")

@@ -32,12 +32,10 @@ from mlx_lm.utils import get_total_parameters
 from your_ai.errors import UserError
 from your_ai.files import sha256
 from your_ai.memory.budget import limit_of
-from your_ai.modelfiles import unfinished
 from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.modelfiles.repack import MLX_PARTS
 from your_ai.modelfiles.shards import Lazy, WriteProgress, load_as_written, read_bytes, write_model
-from your_ai.modelfiles.targets import check_target
-from your_ai.modelfiles.unfinished import Work
+from your_ai.modelfiles.targets import Work, check_target
 from your_ai.nets.adapter_kinds import KINDS, AdapterKind
 from your_ai.nets.model import LINEAR
 from your_ai.nets.saved_adapter import Adapter, Trained, check_generates, put_adapter, read_adapter
@@ -355,11 +353,6 @@ def fuse(
     work = work_of(target)
     limit = limit_of(max_memory_gb)
     yield from write_model(lazy, source, work, settings, limit, replaces=force)
-
-
-def interrupted_message(target: Path) -> str:
-    """The message for a user who interrupted `fuse`."""
-    return unfinished.interrupted_message(work_of(target))
 
 
 def work_of(target: Path) -> Work:

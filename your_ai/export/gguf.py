@@ -33,8 +33,7 @@ from your_ai.memory import allocator
 from your_ai.memory.budget import limit_of
 from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.modelfiles.shards import WriteProgress, compute, hold_memory
-from your_ai.modelfiles.targets import write_error
-from your_ai.modelfiles.unfinished import check_disk
+from your_ai.modelfiles.targets import check_disk, write_error
 from your_ai.nets.model import load_network
 from your_ai.nets.saved_adapter import Trained, check_generates, put_adapter
 from your_ai.nets.tokenizer import open_tokenizer
@@ -222,22 +221,30 @@ def add_source(writer: GGUFWriter, trained: Trained, kind: str) -> None:
 def writing(
     target: Path, described: Description, draft: Path | None = None
 ) -> Iterator[GGUFWriter]:
-    """Yield a writer for a temporary file, which replaces `target` if the block succeeds.
-
-    draft: write only this temporary file of the caller. Raises UserError if the file cannot be
-    written.
-    """
+    """Yield a writer for a file, as `replacing` does."""
     from gguf import GGUFWriter
 
+    with (
+        replacing(target, draft) as path,
+        contextlib.closing(GGUFWriter(path, described.architecture)) as writer,
+    ):
+        yield writer
+
+
+@contextlib.contextmanager
+def replacing(target: Path, draft: Path | None = None) -> Iterator[Path]:
+    """Yield a temporary file, which replaces `target` if the block succeeds.
+
+    draft: yield this temporary file of the caller, and leave `target` alone. Raises UserError if
+    the file cannot be written.
+    """
     try:
         with contextlib.nullcontext(draft) if draft else temporary_file(target) as path:
-            with contextlib.closing(GGUFWriter(path, described.architecture)) as writer:
-                yield writer
-            if draft is not None:
-                return
-            sync(path)
-            os.replace(path, target)
-            sync(target.parent)
+            yield path
+            if draft is None:
+                sync(path)
+                os.replace(path, target)
+                sync(target.parent)
     except OSError as error:
         raise write_error(target, error) from error
 

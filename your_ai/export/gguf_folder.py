@@ -17,8 +17,7 @@ from your_ai.errors import UserError
 from your_ai.export import gguf, gguf_quantize
 from your_ai.files import sync
 from your_ai.modelfiles.shards import WriteProgress, put_in_place
-from your_ai.modelfiles.targets import GGUF, check_target, write_error
-from your_ai.modelfiles.unfinished import Work, locked
+from your_ai.modelfiles.targets import GGUF, Work, check_target, locked, write_error
 from your_ai.nets.saved_adapter import Trained
 
 RECORD = ""  # nothing of an interrupted export is kept

@@ -6,7 +6,6 @@ it is stopped when it makes no progress, and its file is read back before it rep
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import shutil
@@ -19,12 +18,10 @@ from typing import IO
 
 from your_ai.errors import UserError
 from your_ai.export import gguf
-from your_ai.files import sync
 from your_ai.gates.programs import begun, end
 from your_ai.gates.text import shown
 from your_ai.memory.budget import limit_of
 from your_ai.modelfiles.shards import WriteProgress, hold_memory
-from your_ai.modelfiles.targets import write_error
 from your_ai.nets.saved_adapter import Trained
 
 PROGRAM = "llama-quantize"
@@ -102,24 +99,13 @@ def write_model(
     if way.tool is None:
         yield from gguf.write_model(trained, target, kind, max_memory_gb, draft)
         return
-    place = draft or target
-    try:
-        with (
-            gguf.temporary_file(place) as wide,
-            contextlib.nullcontext(draft) if draft else gguf.temporary_file(place) as result,
-        ):
-            yield from gguf.write_model(
-                trained, target, BETWEEN, max_memory_gb, draft=wide, disk_share=DISK_SHARE
-            )
-            check_memory(wide, max_memory_gb)
-            yield from run_tool(way.tool, wide, result, kind)
-            check_result(way.tool, wide, result, TOOL_KINDS[kind])
-            if draft is None:
-                sync(result)
-                os.replace(result, target)
-                sync(target.parent)
-    except OSError as error:
-        raise write_error(target, error) from error
+    with gguf.replacing(target, draft) as result, gguf.temporary_file(draft or target) as wide:
+        yield from gguf.write_model(
+            trained, target, BETWEEN, max_memory_gb, draft=wide, disk_share=DISK_SHARE
+        )
+        check_memory(wide, max_memory_gb)
+        yield from run_tool(way.tool, wide, result, kind)
+        check_result(way.tool, wide, result, TOOL_KINDS[kind])
 
 
 def check_memory(wide: Path, max_memory_gb: float | None) -> None:

@@ -19,9 +19,8 @@ from your_ai.export.fused_weights import AUTO, DEQUANTIZED, base_of, fused_lazil
 from your_ai.export.names import STACKS_EXPERTS, TRANSFORMERS, check_names, classifier_of
 from your_ai.files import sha256
 from your_ai.memory.budget import limit_of
-from your_ai.modelfiles import unfinished
 from your_ai.modelfiles.shards import Lazy, WriteProgress, write_model
-from your_ai.modelfiles.unfinished import Work
+from your_ai.modelfiles.targets import Work
 from your_ai.nets.saved_adapter import Trained, has_score_head, read_score_head
 from your_ai.nets.tokenizer import open_tokenizer
 from your_ai.publish.card import exported_card
@@ -98,11 +97,6 @@ def padding_of(tokenizer: Any, config: dict[str, Any]) -> int | None:
     ends = set(tokenizer.eos_token_ids)
     asked = (config.get("pad_token_id"), tokenizer.pad_token_id, tokenizer.unk_token_id)
     return next((token for token in asked if type(token) is int and token not in ends), None)
-
-
-def interrupted_message(target: Path) -> str:
-    """The message for a user who interrupted `write`."""
-    return unfinished.interrupted_message(work_of(target))
 
 
 def work_of(target: Path) -> Work:

@@ -9,8 +9,7 @@ from your_ai.files import atomic_folder
 from your_ai.modelfiles.targets import write_error
 from your_ai.nets.saved_adapter import Trained, has_score_head
 from your_ai.nets.tokenizer import added_end_text
-from your_ai.publish.card import CARD, exported_card
-from your_ai.publish.training_notes import end_note
+from your_ai.publish.card import CARD, end_note, exported_card
 from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, SCORE_HEAD, write_json
 
 

@@ -26,19 +26,22 @@ from your_ai.files import is_plain_file, sha256, sync
 from your_ai.gates.text import counted, shown, size_text
 from your_ai.gates.untrusted import read_json
 from your_ai.hub import remote
-from your_ai.hub.check import AGAIN, can_run, check_model, model_file_fault
-from your_ai.hub.config_values import check_config_values
-from your_ai.hub.find import cached_file, cached_model, models_root, repo_of
-from your_ai.hub.record import (
+from your_ai.hub.check import (
+    AGAIN,
     RECORD,
     FilesRecord,
     RecordedFile,
+    can_run,
+    check_model,
     fault_of,
     file_fault,
     hash_like,
+    model_file_fault,
     read_record,
     write_record,
 )
+from your_ai.hub.config_values import check_config_values
+from your_ai.hub.find import cached_file, cached_model, models_root, repo_of
 from your_ai.hub.remote import (
     Listing,
     RemoteFile,

@@ -16,8 +16,7 @@ from your_ai.errors import UserError
 from your_ai.files import packaged, sha256
 from your_ai.gates.paths import missing_text
 from your_ai.gates.text import closest, counted
-from your_ai.hub.check import AGAIN
-from your_ai.hub.record import fault_of, read_record
+from your_ai.hub.check import AGAIN, fault_of, read_record
 from your_ai.hub.registry import alias_of, aliases_like, download_text, known, nearest_aliases
 
 ALIKE = 0.9  # least similarity of a repository to a known one, from 0 to 1, to suggest that

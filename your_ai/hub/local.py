@@ -15,10 +15,9 @@ from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, clean
 from your_ai.gates.text import nearest, size_text
 from your_ai.gates.untrusted import read_json
-from your_ai.hub.check import can_run
+from your_ai.hub.check import RECORD, can_run, fault_of, read_record
 from your_ai.hub.download import INCOMPLETE, open_lock, taken
 from your_ai.hub.find import FOLDER, REPO, cached_model, model_roots, put_model, repo_of
-from your_ai.hub.record import RECORD, fault_of, read_record
 from your_ai.hub.registry import alias_of, known
 
 HOUR_S = 3600

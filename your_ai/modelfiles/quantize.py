@@ -25,16 +25,14 @@ from your_ai.hub.check import check_model
 from your_ai.hub.config_values import GROUP_SIZE
 from your_ai.memory.budget import limit_of
 from your_ai.memory.limit import MemoryLimit
-from your_ai.modelfiles import unfinished
 from your_ai.modelfiles.shards import (
-    Lazy,
     WriteProgress,
     lazy_of,
     load_as_written,
     read_bytes,
     write_model,
 )
-from your_ai.modelfiles.unfinished import Work
+from your_ai.modelfiles.targets import Work
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -59,11 +57,6 @@ def quantize(
         raise UserError(f"{target}: exists; choose another name, or remove it first")
     limit = limit_of(max_memory_gb, force)
     yield from quantize_into(source, target, bits, group_size, limit, waits=False)
-
-
-def interrupted_message(target: Path) -> str:
-    """The message for a user who has interrupted `quantize`."""
-    return unfinished.interrupted_message(work_of(target))
 
 
 def work_of(target: Path) -> Work:
@@ -150,11 +143,6 @@ def input_bytes(source: Path, read: dict[str, mx.array], cast: dict[str, mx.arra
     return max(sizes.values())
 
 
-def lazy_model(source: Path, bits: int, group_size: int) -> Lazy:
-    model, config, most = quantized_lazily(source, bits, group_size)
-    return lazy_of(model, config, most)
-
-
 def quantize_into(
     source: Path,
     target: Path,
@@ -167,6 +155,6 @@ def quantize_into(
 
     waits: wait for another process that quantizes the same model, and use its result.
     """
-    lazy = lazy_model(source, bits, group_size)
+    lazy = lazy_of(*quantized_lazily(source, bits, group_size))
     work, settings = work_of(target), [bits, group_size]
     yield from write_model(lazy, source, work, settings, limit, waits=waits)

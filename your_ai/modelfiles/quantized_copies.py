@@ -27,8 +27,7 @@ from your_ai.memory.limit import MemoryLimit
 from your_ai.modelfiles.quantize import RECORD, check_source, quantize_into, work_of
 from your_ai.modelfiles.repack import is_repacked, repacked_model
 from your_ai.modelfiles.shards import WriteProgress, write_model
-from your_ai.modelfiles.targets import write_error
-from your_ai.modelfiles.unfinished import Work, locked, read_record
+from your_ai.modelfiles.targets import Work, locked, read_record, write_error
 
 KEEP_DAYS = 30
 REPACKED = ["repacked", 1]  # the number changes when `modelfiles.repack` computes something else

@@ -40,8 +40,15 @@ from your_ai.memory.budget import python_bytes
 from your_ai.memory.facts import entries_of
 from your_ai.memory.limit import MemoryLimit, rounded_up
 from your_ai.memory.sample import in_gb
-from your_ai.modelfiles.targets import check_target, write_error
-from your_ai.modelfiles.unfinished import Work, check_disk, finished_shards, locked, write_record
+from your_ai.modelfiles.targets import (
+    Work,
+    check_disk,
+    check_target,
+    finished_shards,
+    locked,
+    write_error,
+    write_record,
+)
 from your_ai.nets.model import check_packing, positions_of
 from your_ai.nets.tokenizer import open_tokenizer
 from your_ai.run.checkpoint import save_arrays

@@ -32,12 +32,15 @@ from your_ai.publish.card import (
     Subject,
     base_of,
     card,
+    end_note,
     figures_of,
     method_of,
+    named_run,
+    objective_of,
+    origin_notes,
     split,
     up_to,
 )
-from your_ai.publish.training_notes import end_note, named_run, objective_of, origin_notes
 from your_ai.run import events
 from your_ai.run.checkpoint import (
     ADAPTER_CONFIG,
