@@ -89,13 +89,13 @@ def test_every_entry_says_what_it_was_checked_against(model: Known):
     ],
 )
 def test_the_most_similar_alias_comes_first(name, first):
-    near = nearest_aliases(name)
+    near = nearest_aliases(name, ())
     assert near[0] == first
     assert len(near) <= 3
 
 
 def test_a_dissimilar_name_has_no_similar_alias():
-    assert nearest_aliases("xyzzy") == []
+    assert nearest_aliases("xyzzy", ()) == []
 
 
 def test_alias_of_finds_the_alias_of_a_repository():

@@ -393,7 +393,7 @@ def fine_tune_type(file: MlxlmFile) -> dict[str, Any]:
     kind = file.value("fine_tune_type")
     if kind == "full":
         raise file.error("fine_tune_type", f"full is not supported; use {' or '.join(FACTS)}")
-    if kind not in (*FACTS,):
+    if kind not in list(FACTS):  # it may be of a type that a dict cannot look up
         known = " or ".join(FACTS)
         raise file.error("fine_tune_type", f"expected {known}, found {quoted(kind)}")
     return settings_choosing(FACTS[kind])

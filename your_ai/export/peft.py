@@ -23,26 +23,21 @@ import regex
 from your_ai.config import nearest
 from your_ai.config.adapter_facts import LORA, AdapterFacts, chosen_by, settings_choosing
 from your_ai.errors import UserError
+from your_ai.export.mlxlm import write_folder
 from your_ai.export.names import (
     block_of,
     check_dense,
     check_names,
     modules_of,
 )
-from your_ai.files import atomic_folder
 from your_ai.gates.text import counted, shown
 from your_ai.gates.untrusted import is_number
 from your_ai.hub.find import HubName
-from your_ai.modelfiles.targets import write_error
 from your_ai.nets.saved_adapter import Trained, has_score_head, read_score_head
-from your_ai.nets.tokenizer import added_end_text
-from your_ai.publish.card import CARD, end_note, exported_card
 from your_ai.run.checkpoint import (
-    ADAPTER_CONFIG,
     PEFT_ADAPTERS,
     SCORE_WEIGHT,
     save_arrays,
-    write_json,
 )
 
 PREFIX = "base_model.model."
@@ -61,16 +56,11 @@ def write(trained: Trained, target: Path) -> None:
     arrays = arrays_of(trained.adapter.layers)
     if has_score_head(trained.adapter):
         arrays[f"{PREFIX}{SCORE_WEIGHT}"] = read_score_head(trained.adapter)
-    base = trained.hub_name
-    try:
-        with atomic_folder(target) as folder:
-            save_arrays(folder / PEFT_ADAPTERS, arrays, "pt")
-            write_json(folder / ADAPTER_CONFIG, config_of(trained, base))
-            note = end_note(added_end_text(trained.base))
-            text = exported_card(trained, "peft", note=note)
-            (folder / CARD).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise write_error(target, error) from error
+
+    def save(folder: Path) -> None:
+        save_arrays(folder / PEFT_ADAPTERS, arrays, "pt")
+
+    write_folder(trained, target, "peft", config_of(trained, trained.hub_name), save)
 
 
 def arrays_of(layers: dict[str, dict[str, mx.array]]) -> dict[str, mx.array]:

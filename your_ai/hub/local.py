@@ -57,8 +57,7 @@ def put_at(folder: Path) -> Local | None:
         name, size_bytes = folder.name.removeprefix(INCOMPLETE), size_of(folder)
         fault = f"its download stopped at {size_text(size_bytes)}"
         return Local(name=name, folder=folder, where="models", size_bytes=size_bytes, fault=fault)
-    files = (RECORD, "config.json")
-    if folder.name.startswith(".") or not any((folder / name).is_file() for name in files):
+    if folder.name.startswith(".") or not is_model(folder):
         return None
     repo = None
     with contextlib.suppress(UserError):  # reported as `fault`

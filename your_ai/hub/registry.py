@@ -97,6 +97,7 @@ def parameters_of(parts: Iterable[Part], experts: int | None = None) -> int:
 DATA = Path(__file__).with_name("registry.yaml")
 FLOAT_BYTES = 2  # bfloat16, the dtype of all of them
 NEAR = 0.5  # minimum similarity, from 0 to 1, to suggest a name in place of another
+MOST_NEAR = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,8 +185,8 @@ def aliases_like(name: str) -> list[str]:
     return [alias for alias in known() if name and alias.startswith(name.lower())]
 
 
-def nearest_aliases(name: str, others: Iterable[str] = (), count: int = 3) -> list[str]:
-    """Return up to `count` aliases similar to `name` by alias or repository, most similar first.
+def nearest_aliases(name: str, others: Iterable[str]) -> list[str]:
+    """Return up to MOST_NEAR aliases similar to `name` by alias or repository, most similar first.
 
     others: names of models that have no alias, which are compared, too.
     """
@@ -197,7 +198,7 @@ def nearest_aliases(name: str, others: Iterable[str] = (), count: int = 3) -> li
     near = {other: likeness(other) for other in others}
     near |= {m.alias: likeness(m.alias, m.repo.split("/")[1]) for m in known().values()}
     ranked = sorted(near, key=lambda alias: -near[alias])
-    return [alias for alias in ranked if near[alias] >= NEAR][:count]
+    return [alias for alias in ranked if near[alias] >= NEAR][:MOST_NEAR]
 
 
 def download_text(model: Known) -> str:

@@ -14,7 +14,6 @@ The process that writes the folder holds a lock on it.
 from __future__ import annotations
 
 import errno
-import glob
 import hashlib
 import json
 import os
@@ -33,7 +32,7 @@ from mlx_lm import utils as mlx_lm_utils
 from your_ai.errors import RunError, UserError, first_line, is_memory_error
 from your_ai.files import sha256, sync
 from your_ai.gates.untrusted import links_outside
-from your_ai.hub.check import INDEX, check_model
+from your_ai.hub.check import INDEX
 from your_ai.hub.find import fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import python_bytes
@@ -49,7 +48,7 @@ from your_ai.modelfiles.targets import (
     write_error,
     write_record,
 )
-from your_ai.nets.model import check_packing, positions_of
+from your_ai.nets.model import checked_config, positions_of
 from your_ai.nets.tokenizer import open_tokenizer
 from your_ai.run.checkpoint import save_arrays
 
@@ -107,10 +106,7 @@ def load_as_written(source: Path) -> tuple[nn.Module, dict[str, Any]]:
 
     Raises UserError if the folder is incomplete or mlx-lm cannot load it.
     """
-    raw_config = check_model(source)
-    check_packing(source, raw_config)
-    if glob.escape(str(source)) != str(source):
-        raise UserError(f"{source}: mlx-lm cannot load from a path with *, ? or [; rename it")
+    raw_config = checked_config(source)
     try:
         return mlx_lm_utils.load_model(source, lazy=True, model_config=positions_of(raw_config))
     except Exception as error:  # the code of an architecture may raise any type

@@ -47,11 +47,6 @@ NORMED = (dora.Layer,)  # the layers of kinds that have norms
 Normed = list[tuple[str, dora.Layer]]
 
 
-def limits_of(model: nn.Module, facts: AdapterFacts) -> str:
-    """A sentence for the user on what cannot use the adapter of this model; or ""."""
-    return KINDS[facts].limits(model)
-
-
 def normed_layers(module: nn.Module) -> Normed:
     """The layers of a module that need norms, with their paths."""
     return [(path, child) for path, child in module.named_modules() if isinstance(child, NORMED)]

@@ -54,10 +54,7 @@ def load_network(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, dict[str, An
 
     Raises UserError if the folder is incomplete or mlx-lm cannot load it.
     """
-    raw_config = check_model(folder)
-    check_packing(folder, raw_config)
-    if glob.escape(str(folder)) != str(folder):
-        raise UserError(f"{folder}: mlx-lm cannot load from a path with *, ? or [; rename it")
+    raw_config = checked_config(folder)
     try:
         model, config = load_model(folder, lazy=True, model_config=positions_of(raw_config))
         model.freeze()
@@ -74,6 +71,15 @@ def load_network(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, dict[str, An
     check_written_tokens(folder, model, vocabulary)
     cast(model, dtype)
     return model, config
+
+
+def checked_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a model's folder. Raises UserError if mlx-lm cannot read the folder."""
+    config = check_model(folder)
+    check_packing(folder, config)
+    if glob.escape(str(folder)) != str(folder):
+        raise UserError(f"{folder}: mlx-lm cannot load from a path with *, ? or [; rename it")
+    return config
 
 
 def check_written_tokens(folder: Path, model: nn.Module, vocabulary: int | None) -> None:

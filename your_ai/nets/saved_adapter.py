@@ -248,7 +248,7 @@ def check_settings(path: Path, config: Any, largest: int) -> None:
     if not isinstance(config, dict):
         raise UserError(f"{path}: its adapter cannot be read (expected a JSON object)")
     kind = config.get("fine_tune_type", LORA.name)
-    if kind not in (*FACTS,):
+    if kind not in list(FACTS):  # it may be of a type that a dict cannot look up
         text, known = shown(kind), " and ".join(FACTS)
         raise UserError(f"{path}: fine_tune_type {text}: only {known} adapters can be used")
     parameters = config.get("lora_parameters")

@@ -22,7 +22,7 @@ from your_ai.memory.limit import MemoryLimit
 from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.modelfiles.shards import WriteProgress
 from your_ai.nets import model
-from your_ai.nets.adapter_kinds import limits_of
+from your_ai.nets.adapter_kinds import KINDS
 from your_ai.rewards.chosen import Rewards
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
@@ -77,7 +77,7 @@ def prepare(
     adapters, start = add_adapters(job, network, budget.workload.facts.hidden, RunFolder(folder))
     ranks.check_same({"adapter": json.dumps(adapters.config, sort_keys=True)})
     announce(budget, past, job.config, log)
-    tell(log, limits_of(network, job.config.adapter))
+    tell(log, KINDS[job.config.adapter].limits(network))
     graphs = graphs_within(budget)
     built, soft = build(job, opened, adapters, beside, budget, graphs, folder)
     model.check_forward_pass(network, adapters, job.config)
