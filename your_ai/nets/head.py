@@ -8,7 +8,6 @@ Shapes: S hidden states, D hidden size, V vocabulary, n tokens per slice.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ import mlx.nn as nn
 from your_ai.errors import suppress_model_errors
 from your_ai.memory.sizes import HEAD_SLICE_BYTES
 from your_ai.nets.mlx_types import Arrays
+from your_ai.nets.split import StandIn, module_at, replaced
 from your_ai.rng import derive_seed
 from your_ai.run.checkpoint import SCORE_WEIGHT as WEIGHT
 
@@ -322,30 +322,6 @@ def _is_known(layer: nn.Module) -> bool:
     return quantized or type(layer) in DENSE
 
 
-class _StandIn(nn.Module):
-    """Replaces the linear layer of a head, with the same attributes, and records its input.
-
-    The layer may also embed tokens; it does so as before.
-    """
-
-    layer: nn.Module
-    answer: mx.array
-
-    def __init__(self, layer: nn.Module, answer: mx.array) -> None:
-        vars(self).update(vars(layer))
-        dict.update(self, layer)
-        vars(self).update(layer=layer, given=[], answer=answer)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        if not mx.issubdtype(x.dtype, mx.floating):
-            return self.layer(x)
-        self.given.append(x)
-        return self.answer
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        return self(x)
-
-
 def _run(
     head: nn.Module, path: tuple[str, ...], hidden: mx.array, answer: mx.array
 ) -> tuple[mx.array, mx.array]:
@@ -355,20 +331,24 @@ def _run(
     Works on a new copy of the modules along the path at each call, so that the arrays of the
     head are the current ones.
     """
-    node = shell = copy.copy(head)
-    for name in path[:-1]:
-        node[name] = copy.copy(node[name])
-        node = node[name]
-    stand_in = node[path[-1]] = _StandIn(node[path[-1]], answer)
-    result = shell(hidden)
-    (given,) = stand_in.given
+    layer, found = module_at(head, path), list[mx.array]()
+
+    def answered(x: mx.array) -> mx.array:
+        if not mx.issubdtype(x.dtype, mx.floating):  # the layer may also embed tokens
+            embedded: mx.array = layer(x)
+            return embedded
+        found.append(x)
+        return answer
+
+    stand_in = StandIn(layer, answered)
+    vars(stand_in)["as_linear"] = answered  # what a tied head calls
+    result = replaced(head, path, stand_in)(hidden)
+    (given,) = found
     return given, result
 
 
 def _taken_apart(head: nn.Module, path: tuple[str, ...], hidden: mx.array) -> LinearHead:
-    layer = head
-    for name in path:
-        layer = layer[name]
+    layer = module_at(head, path)
     rows = getattr(layer, "rows", None) or LayerRows(layer)
     vocabulary, width = rows.shape[0], hidden.shape[-1]
 

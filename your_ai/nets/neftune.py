@@ -28,6 +28,7 @@ from your_ai.errors import UserError
 from your_ai.gates.token_ids import EMBEDDINGS, is_outside_blocks
 from your_ai.memory.sizes import tiles_of
 from your_ai.nets.model import TRIED_TOKENS, TokenKeys, dropout_bits, uint32
+from your_ai.nets.split import StandIn
 from your_ai.rng import derive_seed
 
 LAYER = derive_seed("neftune") % 2**32  # among the keys of the layers with dropout
@@ -37,27 +38,19 @@ UNIFORM_BITS = 24  # that float32 can represent exactly
 TRIED_ALPHA = 1e3  # of the noise that tests a model
 
 
-class NoisyEmbedding(nn.Module):
-    """Replaces an embedding layer, with the same attributes, and adds `noise` to its output."""
+def noisy(embedding: nn.Module, noise: Noise) -> StandIn:
+    """A layer like `embedding` that adds `noise` to its output."""
 
-    _embedding: nn.Embedding | nn.QuantizedEmbedding
-
-    def __init__(self, embedding: nn.Module, noise: Noise) -> None:
-        vars(self).update(vars(embedding))
-        dict.update(self, embedding)
-        vars(self)["_embedding"], vars(self)["_noise"] = embedding, noise
-
-    def __call__(self, tokens: mx.array) -> mx.array:
+    def embed(tokens: mx.array) -> mx.array:
         """(B, T) -> (B, T, D)"""
         found: list[mx.array] = []
         for tile in tiles_of(*tokens.shape):
             (part,) = mx.depends([tokens[:, tile]], found[-1:]) if found else [tokens[:, tile]]
-            x = self._embedding(part)
-            found.append(x + self._noise(x.shape[-1], tile, found[-1:]).astype(x.dtype))
+            x = embedding(part)
+            found.append(x + noise(x.shape[-1], tile, found[-1:]).astype(x.dtype))
         return found[0] if len(found) == 1 else mx.concatenate(found, axis=1)
 
-    def as_linear(self, x: mx.array) -> mx.array:
-        return self._embedding.as_linear(x)
+    return StandIn(embedding, embed)
 
 
 @dataclass(frozen=True)
@@ -86,7 +79,7 @@ class Neftune:
             (places,) = mx.depends([places], after) if after else [places]
             return uniform_noise(self.alpha, TokenKeys(rows, places), counts, size)
 
-        self.owner[self.name] = NoisyEmbedding(embedding, noise)
+        self.owner[self.name] = noisy(embedding, noise)
         try:
             yield
         finally:
