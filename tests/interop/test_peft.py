@@ -16,8 +16,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import get_peft_model_state_dict
 
 from tests.export.runs import logits, make_trained
-from tests.export.test_peft import MODULES
-from tests.export.test_peft_config import LINEARS, PATH, PLAIN
+from tests.export.test_peft import MODULES, PATH, PATHS, PLAIN
 from tests.interop.bases import TOLERANCE, largest, load, make_base, torch_logits
 from your_ai.export import peft
 from your_ai.export.names import STACKS_EXPERTS, TRANSFORMERS
@@ -102,7 +101,7 @@ def test_peft_takes_the_settings_for_exactly_the_layers(layers):
     st.fixed_dictionaries(
         {
             "target_modules": st.lists(
-                st.sampled_from([LINEARS[0], LINEARS[5], "q_proj", "mlp.up_proj", "proj", "x"]),
+                st.sampled_from([PATHS[0], PATHS[5], "q_proj", "mlp.up_proj", "proj", "x"]),
                 min_size=1,
             )
             | st.sampled_from([r".*\.[02]\.mlp\..*", "q_proj", ".*q_proj"])
@@ -110,7 +109,7 @@ def test_peft_takes_the_settings_for_exactly_the_layers(layers):
         optional={
             "layers_to_transform": st.integers(0, 2) | st.lists(st.integers(0, 3)),
             "layers_pattern": st.sampled_from(["layers", ["layers"], ["blocks", "layers"], "h"]),
-            "exclude_modules": st.sampled_from([["o_proj"], LINEARS[:2], ".*2.*", [], "q_proj"]),
+            "exclude_modules": st.sampled_from([["o_proj"], PATHS[:2], ".*2.*", [], "q_proj"]),
         },
     )
 )
@@ -118,5 +117,5 @@ def test_settings_mean_to_us_what_they_mean_to_peft(settings):
     if isinstance(settings["target_modules"], str) or "layers_to_transform" not in settings:
         settings.pop("layers_to_transform", None)
         settings.pop("layers_pattern", None)  # PEFT refuses these together
-    ours = peft.targeted(peft.read_settings(PATH, PLAIN | settings), LINEARS)
-    assert ours == by_peft(settings, LINEARS)
+    ours = peft.targeted(peft.read_settings(PATH, PLAIN | settings), PATHS)
+    assert ours == by_peft(settings, PATHS)
