@@ -190,7 +190,7 @@ def test_running_out_of_memory_is_reported(run, capsys, monkeypatch):
         raise RuntimeError("[malloc] Unable to allocate 8 bytes.")
         yield
 
-    monkeypatch.setattr(compare, "measured", fail)
+    monkeypatch.setattr(compare, "measure_rows", fail)
     status, _, error = call(capsys, "eval", "r")
     assert status == 1
     assert "out of memory" in error.splitlines()[-1]

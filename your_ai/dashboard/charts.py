@@ -228,23 +228,16 @@ def plans_chart(past: RunHistory) -> Chart | None:
     front = sorted((x / 1e9, y) for x, y in found if 0 < x < LARGEST and 0 < y < LARGEST)
     if last is None or not front:
         return None
+    seconds = [step.seconds for step in past.steps[1:] if 0 < step.seconds < LARGEST]
     curves = [
         Curve(points=front, color="blue", label="predicted", look="line", width=1, dashes=(4, 3)),
         Curve(points=front, color="blue", look="dots", width=6),
+        *chosen_plan(last),
+        *measured_plan(past, seconds),
     ]
-    if last.seconds is not None and 0 < last.seconds < LARGEST:
-        chosen: Points = [(last.needed_bytes / 1e9, last.seconds)]
-        curves.append(Curve(points=chosen, color="orange", label="chosen", look="dots", width=11))
-    seconds = [step.seconds for step in past.steps[1:] if 0 < step.seconds < LARGEST]
-    highest_bytes = past.state.highest_bytes
-    if seconds and highest_bytes:  # the first step compiles
-        measured: Points = [(highest_bytes / 1e9, statistics.median(seconds))]
-        curves.append(
-            Curve(points=measured, color="green", label="measured", look="squares", width=9)
-        )
     limits = [limit.limit_bytes / 1e9 for _, limit in past.of(events.Limit)][-1:]
     near: Points = [(gb, 0.0) for gb in limits if gb <= NEAR * front[-1][0]]
-    limit = marked_limit(near)
+    limit = [Curve(points=near, color="red", label="limit", dashes=(6, 4))] if near else []
     values = [y for curve in curves for _, y in curve.points]
     text = (
         "The least memory limit of each plan, with its margin, and its predicted seconds per step; "
@@ -264,8 +257,20 @@ def plans_chart(past: RunHistory) -> Chart | None:
     )
 
 
-def marked_limit(points: Points) -> list[Curve]:
-    return [Curve(points=points, color="red", label="limit", dashes=(6, 4))] if points else []
+def chosen_plan(plan: Planned) -> list[Curve]:
+    """The mark of the run's plan, if its seconds were predicted."""
+    if plan.seconds is None or not 0 < plan.seconds < LARGEST:
+        return []
+    place: Points = [(plan.needed_bytes / 1e9, plan.seconds)]
+    return [Curve(points=place, color="orange", label="chosen", look="dots", width=11)]
+
+
+def measured_plan(past: RunHistory, seconds: Sequence[float]) -> list[Curve]:
+    """The mark of what the run measured. seconds: of its steps but the first, which compiles."""
+    if not seconds or not past.state.highest_bytes:
+        return []
+    place: Points = [(past.state.highest_bytes / 1e9, statistics.median(seconds))]
+    return [Curve(points=place, color="green", label="measured", look="squares", width=9)]
 
 
 CHARTS: dict[str, Callable[[RunHistory], Chart | None]] = {

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from your_ai.dashboard import view
-from your_ai.dashboard.gauge import known, level_color, memory_rows
+from your_ai.dashboard.gauge import clamped, drawn_size, level_color, memory_rows
 from your_ai.dashboard.metric_table import (
     REWARD,
     SPREAD,
@@ -48,7 +49,7 @@ from your_ai.dashboard.page import (
     printable,
     resampled,
 )
-from your_ai.dashboard.state import ViewState
+from your_ai.dashboard.state import Series, ViewState
 from your_ai.gates.text import counted, loss_text, model_name, size_text
 from your_ai.run import events
 
@@ -69,7 +70,7 @@ def rank_rows(page: Page, state: ViewState) -> list[ScreenRow]:
 
 
 def rank_line(page: Page, event: events.Ranks, rank: int) -> list[TextPart]:
-    held, limit = known(at(event.process_bytes, rank)), known(at(event.limit_bytes, rank))
+    held, limit = clamped(at(event.process_bytes, rank)), clamped(at(event.limit_bytes, rank))
     computed, waited = at(event.seconds, rank) or 0.0, at(event.waited, rank) or 0.0
     tokens, passed = at(event.tokens, rank), computed + waited
     fields = [Field(5, clean(page, event.hosts[rank]), style="")]
@@ -206,20 +207,49 @@ def with_more(
 
 def loss_chart(state: ViewState, of_reward: bool) -> LineChart | None:
     """The loss or the reward of each step, and of the validations; None for less than two."""
-    curve = [(x, y) for x, y in (state.rewards if of_reward else state.losses).points]
-    curve = [point for point in curve if math.isfinite(point[1])]
+    series = state.rewards if of_reward else state.losses
     measured = state.validation is not None and (state.validation.reward is not None) == of_reward
-    checked = [p for p in state.validations.points if math.isfinite(p[1])] if measured else []
+    curve, checked = (
+        [(x, y) for x, y in points if math.isfinite(y)]
+        for points in (series.points, state.validations.points if measured else [])
+    )
     if len(curve) < 2 or curve[0][0] >= curve[-1][0]:
         return None
-    ys = [y for _, y in (*curve, *checked)]
-    low, high = min(ys), max(ys)
+    scale = scale_of([y for _, y in (*curve, *checked)], of_reward)
+    curve, checked = ([(x, scale.placed(y)) for x, y in points] for points in (curve, checked))
+    return LineChart(curve, checked, scale.bounds, scale.texts)
+
+
+class CurveScale(NamedTuple):
+    """The lowest and the highest value of a curve, which is logarithmic if they are far apart."""
+
+    is_log: bool
+    bounds: tuple[float, float]
+    """Where they are drawn."""
+    texts: tuple[str, str]
+
+    def placed(self, value: float) -> float:
+        """The place of a value on this scale."""
+        return math.log(value) if self.is_log and value > 0 else value
+
+
+def scale_of(values: Sequence[float], of_reward: bool) -> CurveScale:
+    """The scale for finite values; that of rewards is never logarithmic."""
+    low, high = min(values), max(values)
     texts = brief(low), brief(high)
     if not of_reward and low > 0 and high / low > WIDE:
-        curve = [(x, math.log(y)) for x, y in curve]
-        checked = [(x, math.log(y)) for x, y in checked]
-        low, high, texts = math.log(low), math.log(high), (texts[0], f"{texts[1]} log")
-    return LineChart(curve, checked, (low, high), texts)
+        return CurveScale(True, (math.log(low), math.log(high)), (texts[0], f"{texts[1]} log"))
+    return CurveScale(False, (low, high), texts)
+
+
+def series_rows(page: Page, kind: str, series: Series, of_reward: bool) -> list[ScreenRow]:
+    """The curve of a loss or a reward; none without a finite value."""
+    values = resampled(series.values, curve_width(page), highest=False)
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return []
+    scale = scale_of(finite, of_reward)
+    return curve_rows(page, kind, list(map(scale.placed, values)), scale.bounds, scale.texts)
 
 
 def sample_rows(page: Page, state: ViewState, room: int) -> list[ScreenRow]:
@@ -302,16 +332,7 @@ def training_rows(page: Page, state: ViewState, now: float) -> list[ScreenRow]:
     rows += validation_rows(page, state)
     if step.metrics:
         rows += texts_rows(page, "metrics", "metrics", texts_of(step.metrics))
-    losses = resampled(state.losses.values, curve_width(page), highest=False)
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    if not finite:
-        return rows
-    low, high = min(finite), max(finite)
-    texts = brief(low), brief(high)
-    if low > 0 and high / low > WIDE:
-        losses = [math.log(loss) if loss > 0 else loss for loss in losses]
-        low, high, texts = math.log(low), math.log(high), (texts[0], f"{texts[1]} log")
-    return rows + curve_rows(page, "loss curve", losses, (low, high), texts)
+    return rows + series_rows(page, "loss curve", state.losses, of_reward=False)
 
 
 def loss_fields(page: Page, state: ViewState, step: events.Step) -> list[Field]:
@@ -345,45 +366,51 @@ def validation_rows(page: Page, state: ViewState) -> list[ScreenRow]:
 
 def reward_rows(page: Page, state: ViewState, step: events.Step) -> list[ScreenRow]:
     """Show a step that trained on rewards: the rewards, the policy, the rollouts, the phases."""
-    metrics, rows = step.metrics, []
-    fields = [Field(0, plain(metrics[REWARD])) if REWARD in metrics else Field(0, "missing")]
+    rows = [field_row(page, "reward", "reward", reward_fields(state, step))]
+    rows += validation_rows(page, state)
+    rows += series_rows(page, "reward curve", state.rewards, of_reward=True)
+    named = [
+        (name, plain(mean) if std is None else f"{plain(mean)} {page.glyphs.spread}{plain(std)}")
+        for name, (mean, std) in named_rewards(step.metrics).items()
+    ]
+    if named:
+        rows.append(texts_row(page, "rewards", "rewards", named))
+    losses = loss_fields(page, state, step)
+    if state.validation is not None and state.validation.reward is None:
+        losses.append(validation_field(state, state.validation))
+    rows.append(field_row(page, "loss", "loss", losses))
+    for label, texts in rows_of(step.metrics).items():
+        rows += texts_rows(page, label, label, texts)
+    # Of several updates of the same completions, only the first has phases.
+    return rows + phase_rows(page, state, state.generated or step)
+
+
+def reward_fields(state: ViewState, step: events.Step) -> list[Field]:
+    metrics, best = step.metrics, state.best_smooth_reward
+    fields = [Field(0, plain(metrics[REWARD]) if REWARD in metrics else "missing")]
     if SPREAD in metrics:
         fields.append(Field(1, plain(metrics[SPREAD]), "spread "))
     if state.smooth_reward is not None:
         fields.append(Field(3, plain(state.smooth_reward), "smoothed ", style=""))
-    if state.best_smooth_reward is not None and state.reward_mean.is_settled:
-        fields.append(Field(4, plain(state.best_smooth_reward), "highest ", style=""))
-    of_loss = loss_fields(page, state, step)
-    if state.validation is not None:
-        shown = fields if state.validation.reward is not None else of_loss
-        shown.append(validation_field(state, state.validation))
+    if best is not None and state.reward_mean.is_settled:
+        fields.append(Field(4, plain(best), "highest ", style=""))
+    if state.validation is not None and state.validation.reward is not None:
+        fields.append(validation_field(state, state.validation))
     if missing := metrics.get("rewards/missing"):
         fields.append(Field(2, plain(missing), "missing ", style=WARN))
-    rows.append(field_row(page, "reward", "reward", fields))
-    rows += validation_rows(page, state)
-    rewards = resampled(state.rewards.values, curve_width(page), highest=False)
-    finite = [reward for reward in rewards if math.isfinite(reward)]
-    if finite:
-        bounds = min(finite), max(finite)
-        ends = brief(bounds[0]), brief(bounds[1])
-        rows += curve_rows(page, "reward curve", rewards, bounds, ends)
-    named = [
-        (name, plain(mean) if std is None else f"{plain(mean)} {page.glyphs.spread}{plain(std)}")
-        for name, (mean, std) in named_rewards(metrics).items()
-    ]
-    if named:
-        rows.append(texts_row(page, "rewards", "rewards", named))
-    rows.append(field_row(page, "loss", "loss", of_loss))
-    for label, texts in rows_of(metrics).items():
-        rows += texts_rows(page, label, label, texts)
-    generated = state.generated or step  # with several updates, others only train
+    return fields
+
+
+def phase_rows(page: Page, state: ViewState, generated: events.Step) -> list[ScreenRow]:
+    """The seconds and the peak memory of each phase of a step."""
+    rows = []
     if seconds := phase_seconds(generated):
         texts = [(phase, short_span(value)) for phase, value in seconds.items()]
         rows.append(texts_row(page, "phases", "seconds", texts))
     if peaks := phase_peaks(generated):
-        texts = [(phase, size_text(known(size) or 0)) for phase, size in peaks.items()]
+        texts = [(phase, drawn_size(size)) for phase, size in peaks.items()]
         if state.limit is not None:
-            texts.append(("of", size_text(known(state.limit.limit_bytes) or 0)))
+            texts.append(("of", drawn_size(state.limit.limit_bytes)))
         rows.append(texts_row(page, "peaks", "MLX peak", texts))
     return rows
 
@@ -460,10 +487,10 @@ def plan_rows(page: Page, state: ViewState) -> list[ScreenRow]:
         if why:
             rows.append(ScreenRow("why", line(page, "why", [(clean(page, why), DIM)])))
         if margin := view.margin_text(state.planned):
-            text = f"at least {size_text(known(state.planned.needed_bytes) or 0)}: {margin}"
+            text = f"at least {drawn_size(state.planned.needed_bytes)}: {margin}"
             rows.append(ScreenRow("needs", line(page, "needs", [(text, DIM)])))
     if state.limit is not None:
-        text = f"{size_text(known(state.limit.limit_bytes) or 0)}: {state.limit.reason}"
+        text = f"{drawn_size(state.limit.limit_bytes)}: {state.limit.reason}"
         rows.append(ScreenRow("limit", line(page, "limit", [(clean(page, text), DIM)])))
     machine = machine_fields(state)
     if machine:
@@ -494,7 +521,7 @@ def reason_of_plan(state: ViewState) -> str:
 
 def machine_fields(state: ViewState) -> list[Field]:
     gauges = state.gauges or events.Gauges()
-    available, swap = known(gauges.available_bytes), known(gauges.swap_bytes)
+    available, swap = clamped(gauges.available_bytes), clamped(gauges.swap_bytes)
     fields = []
     if available is not None:
         fields.append(Field(0, size_text(available), after=" free", style=""))

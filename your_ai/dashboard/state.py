@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -415,36 +415,21 @@ def changes_of(state: ViewState, event: events.Event) -> dict[str, Any]:
     kind = type(event)
     if kind in LATEST:
         return {LATEST[kind]: event}
+    if kind in AFTER:
+        return AFTER[kind](state, event)
     match event:
-        case events.Step():
-            return after_step(state, event)
         case events.Gauges():
             return with_gauges(state, event, event.process_bytes)
-        case events.Notice():
-            others = tuple(text for text in state.notices if text != event.text)
-            return {"notices": (*others, event.text)[-KEPT:]}
-        case events.Action():
-            actions = with_action(state.actions, event)[-KEPT:]
-            gone = {"loaded": False, "gauges": None, "replanned": event.cause}
-            return {"actions": actions} | (gone if event.kind in REPLANS else {})
         case events.Died():
             deaths, gave_up = (*state.deaths, event), event.level is None
             gone = {"loaded": False, "gauges": None, "paused": False}
             return {"deaths": deaths, "replanned": event.reason, "gave_up": gave_up, **gone}
-        case events.Started():
-            return after_start(state, event)
         case events.Ranks() if all(isinstance(host, str) for host in event.hosts):
             return {"ranks": event}
         case events.Continued():
             return {"paused": False, "pace": state.pace.paused(event.seconds)}
-        case events.Validation():
-            return after_validation(state, event)
         case events.Skipped():
             return {"skipped": event, "at": event.step, "stepped": True}
-        case events.Checkpoint():
-            means = {**state.means_at, event.step: (state.loss_mean, state.reward_mean)}
-            kept = dict(list(means.items())[-KEPT_MEANS:])
-            return {"checkpoint": event, "means_at": kept}
         case events.Samples():
             return {"samples_before" if event.when == "before" else "samples_after": event}
         case events.ExactMatch():
@@ -452,6 +437,22 @@ def changes_of(state: ViewState, event: events.Event) -> dict[str, Any]:
         case events.Finished():
             return {"finished": event, "paused": False, "stopping": False}
     return FLAGS.get(kind, {})
+
+
+def after_notice(state: ViewState, event: events.Notice) -> dict[str, Any]:
+    others = tuple(text for text in state.notices if text != event.text)
+    return {"notices": (*others, event.text)[-KEPT:]}
+
+
+def after_action(state: ViewState, event: events.Action) -> dict[str, Any]:
+    actions = with_action(state.actions, event)[-KEPT:]
+    gone = {"loaded": False, "gauges": None, "replanned": event.cause}
+    return {"actions": actions} | (gone if event.kind in REPLANS else {})
+
+
+def after_checkpoint(state: ViewState, event: events.Checkpoint) -> dict[str, Any]:
+    means = {**state.means_at, event.step: (state.loss_mean, state.reward_mean)}
+    return {"checkpoint": event, "means_at": dict(list(means.items())[-KEPT_MEANS:])}
 
 
 def after_start(state: ViewState, event: events.Started) -> dict[str, Any]:
@@ -530,6 +531,16 @@ def after_validation(state: ViewState, event: events.Validation) -> dict[str, An
     value = event.loss if event.reward is None else event.reward
     curve = state.validations.add(value, event.step)
     return {"validation": event, "first_validation": first, "validations": curve, **judged, **best}
+
+
+AFTER: dict[type[events.Event], Callable[[ViewState, Any], dict[str, Any]]] = {
+    events.Notice: after_notice,
+    events.Action: after_action,
+    events.Started: after_start,
+    events.Step: after_step,
+    events.Validation: after_validation,
+    events.Checkpoint: after_checkpoint,
+}
 
 
 def with_judge(state: ViewState, metrics: Mapping[str, float]) -> dict[str, Any]:

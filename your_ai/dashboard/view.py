@@ -65,26 +65,31 @@ def advice_line(state: ViewState, run: str) -> str:
     pairs = [] if after is None else expected_pairs(after)
     if pairs and all(answer == wanted for answer, wanted in pairs):
         return ""
-    reasons = []
     overfits = last is not None and best is not None and falls(last.loss, best.loss)
-    before = [each for each in state.bests if last and each.step <= LATE * last.step]
-    if best is not None and before and falls(before[-1].loss, best.loss) and not overfits:
-        since = f"from {loss_text(before[-1].loss)} at step {before[-1].step}"
-        reasons.append(f"the validation loss still fell, {since} to {loss_text(best.loss)}")
-    goes_on = bool(reasons) or last is None
+    still = "" if overfits else fall_text(state)
+    reasons = [still] if still else []
     wrong = sum(map(is_wrong, pairs))
     if 2 * wrong > len(pairs):
         what = counted(len(pairs), "answer")
         reasons.append(f"{wrong} of {what} to held-out prompts are unlike the expected ones")
     if not reasons:
         return ""
-    if goes_on and (longer := length_option(state)):
+    if (still or last is None) and (longer := length_option(state)):
         return f"not learned enough: {', and '.join(reasons)}; go on with: " + (
             f"your_ai train --resume {run} {longer}"
         )
-    if overfits:
-        return f"not learned enough: {reasons[0]}; try more rows, or a lower --learning-rate"
-    return f"not learned enough: {reasons[0]}; try {ways_to_learn_more(state)}"
+    other = "more rows, or a lower --learning-rate" if overfits else ways_to_learn_more(state)
+    return f"not learned enough: {reasons[0]}; try {other}"
+
+
+def fall_text(state: ViewState) -> str:
+    """How far the validation loss still fell at the end; empty if it did not."""
+    last, best = state.validation, state.best_validation
+    before = [each for each in state.bests if last and each.step <= LATE * last.step]
+    if best is None or not before or not falls(before[-1].loss, best.loss):
+        return ""
+    since = f"from {loss_text(before[-1].loss)} at step {before[-1].step}"
+    return f"the validation loss still fell, {since} to {loss_text(best.loss)}"
 
 
 def falls(before: float, after: float) -> bool:
@@ -241,41 +246,54 @@ def summary(state: ViewState, run: str, events_shown: bool = True) -> list[Rende
     if not events_shown:
         parts += [f"note: {text}" for text in (*state.notices, *state.warnings)]
     finished = state.finished
-    if finished is None:
-        where = f" after step {state.step.step}" if state.step else ""
-        if state.gave_up:
-            parts.append(f"died{where}: {state.deaths[-1].reason}")
-            return [*parts, "Continue with:", resuming(run)]
-        return [*parts, f"ended{where} before it was finished. Continue with:", resuming(run)]
-    if finished.reason != "done":
-        what = f"{finished.reason} after step {finished.step}; everything is saved. Continue with:"
-        return [*parts, what, resuming(run)]
+    if finished is None or finished.reason != "done":
+        return [*parts, *unfinished_lines(state), resuming(run)]
     if state.samples_after is not None:
         parts.append(samples_table(state.samples_before, state.samples_after))
     parts.append(f"done: {counted(finished.step, 'step')} in {duration(state.took_s)}")
-    if state.highest_bytes is not None:
-        limit = f" of {size_text(state.limit.limit_bytes)}" if state.limit else ""
-        parts.append(f"peak memory: {size_text(state.highest_bytes)}{limit}")
-        if state.limit and state.highest_bytes > state.limit.limit_bytes:
-            over = size_text(state.highest_bytes - state.limit.limit_bytes)
-            text = f"the run passed its memory limit by {over}, which is a bug in your_ai"
-            parts.append(f"{text}; {REPORT}")
-    parts += result_lines(state)
+    parts += [*peak_lines(state), *result_lines(state)]
     if preference := preference_line(state):
         parts.append(preference)
     elif not state.barely_learned and (advice := advice_line(state, run)):
         parts.append(advice)
     parts.append(f"adapter: {finished.adapter}{which_adapter(finished)}")
-    has_answers = state.started is None or state.started.has_answers
-    has_rows = state.validation is not None or state.match_after is not None
-    measured = f"eval {run}{'' if has_rows else ' --data FILE'}"  # held-out rows, or others
-    evaluate = f"; evaluate it: your_ai {measured}" if has_answers else ""
-    is_reward = state.started is not None and state.started.is_reward_model
-    parts.append(f"try it: your_ai {f'score {run} FILE' if is_reward else f'chat {run}'}{evaluate}")
-    parts += reward_lines(state) + judge_lines(state)
+    parts += [next_line(state, run), *reward_lines(state), *judge_lines(state)]
     if state.match_after is not None:
         parts.append(match_text(state.match_before, state.match_after))
     return parts
+
+
+def unfinished_lines(state: ViewState) -> list[str]:
+    """Say how a run ended that has not done all its steps, before the command that goes on."""
+    if state.finished is not None:
+        at = f"{state.finished.reason} after step {state.finished.step}"
+        return [f"{at}; everything is saved. Continue with:"]
+    where = f" after step {state.step.step}" if state.step else ""
+    if state.gave_up:
+        return [f"died{where}: {state.deaths[-1].reason}", "Continue with:"]
+    return [f"ended{where} before it was finished. Continue with:"]
+
+
+def peak_lines(state: ViewState) -> list[str]:
+    """The peak memory of a run and its limit, and that it was passed if it was."""
+    peak, limit = state.highest_bytes, state.limit.limit_bytes if state.limit else None
+    if peak is None:
+        return []
+    lines = [f"peak memory: {peak_of_limit(peak, limit)}"]
+    if limit is not None and peak > limit:
+        text = f"the run passed its memory limit by {size_text(peak - limit)}"
+        lines.append(f"{text}, which is a bug in your_ai; {REPORT}")
+    return lines
+
+
+def next_line(state: ViewState, run: str) -> str:
+    """The commands that try and evaluate the adapter of a finished run."""
+    has_rows = state.validation is not None or state.match_after is not None
+    data = "" if has_rows else " --data FILE"  # held-out rows, or others
+    has_answers = state.started is None or state.started.has_answers
+    evaluate = f"; evaluate it: your_ai eval {run}{data}" if has_answers else ""
+    is_reward = state.started is not None and state.started.is_reward_model
+    return f"try it: your_ai {f'score {run} FILE' if is_reward else f'chat {run}'}{evaluate}"
 
 
 def result_lines(state: ViewState) -> list[str]:

@@ -142,16 +142,11 @@ def compare(
     network, tokenizer = opened.network, opened.tokenizer()
     tokenized_by = tokenizer_fingerprint(fingerprint(run.base), tokenizer.eos_token_ids)
     limit = row_limit(config.max_row_bytes, memory)
-    vocabulary = vocabulary_of(network)
     kind: Kind = config.row_kind if config.row_kind in ("answers", "rated") else "any"
-    is_reward = config.objective == REWARD
-    encoder = Encoder(tokenizer, config.mask_prompt, vocabulary, limit, kind)
-    rows = load_rows(path, config, encoder, tokenized_by)
+    encoder = Encoder(tokenizer, config.mask_prompt, vocabulary_of(network), limit, kind)
+    rows = rows_to_measure(path, config, request, encoder, tokenized_by)
     start = start_of(run) if rows.has_preferences else None
-    if request.metric is not None and is_reward:
-        raise UserError("--metric: the run is a reward model, which scores answers and gives none")
-    if request.metric is not None and not rows.asks.any():
-        raise UserError(f"{path}: no row asks for an answer; --metric needs rows that do")
+    is_reward = config.objective == REWARD
     most = max(len(rows.trained.examples), len(rows.answers.examples))
     request = replace(request, batch_size=min(request.batch_size, most))
     yield EvaluationProgress("checking whether the rows are in the training data")
@@ -189,12 +184,12 @@ def compare(
     plan = budget.choice.option.plan
     rows_at = partial(plan.rows, batch_size=request.batch_size)
     ready = Ready(network, tokenizer, built.engine, rows_at, plan.wave)
-    base, started = (yield from measured("base", ready, rows, request)), None
+    base, started = (yield from measure_rows("base", ready, rows, request)), None
     if start is not None:
         saved_adapter.set_arrays(network, read_adapter(start))
-        started = yield from measured("start", ready, rows, replace(request, metric=None))
+        started = yield from measure_rows("start", ready, rows, replace(request, metric=None))
     saved_adapter.set_arrays(network, run.adapter)
-    adapter = yield from measured("adapter", ready, rows, request)
+    adapter = yield from measure_rows("adapter", ready, rows, request)
     notes = (*budget.limit.notices, cut_text(rows, config), start_text(config, started))
     text = words(plan, max(budget.workload.lengths))
     name = None if request.metric is None else request.metric.name
@@ -213,6 +208,18 @@ def compare(
         note = f"no answers to the worst rows are shown: {error}"
         return replace(found, notes=(*notes, note))
     return found
+
+
+def rows_to_measure(
+    path: Path, config: TrainConfig, request: Request, encoder: Encoder, tokenized_by: str
+) -> EvaluationRows:
+    """Read the rows of a file. Raises UserError if they cannot be measured as asked."""
+    rows = load_rows(path, config, encoder, tokenized_by)
+    if request.metric is not None and config.objective == REWARD:
+        raise UserError("--metric: the run is a reward model, which scores answers and gives none")
+    if request.metric is not None and not rows.asks.any():
+        raise UserError(f"{path}: no row asks for an answer; --metric needs rows that do")
+    return rows
 
 
 def with_answers(
@@ -307,7 +314,7 @@ def as_base(network: nn.Module, untrained: dict[str, mx.array]) -> dict[str, mx.
     }
 
 
-def measured(
+def measure_rows(
     name: str, ready: Ready, rows: EvaluationRows, request: Request
 ) -> Generator[EvaluationProgress, None, RowMeasures]:
     """Measure the rows with the model in its current state."""

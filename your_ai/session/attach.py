@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -36,6 +36,7 @@ from your_ai.gates.console import echo_error
 from your_ai.gates.programs import python_module, quick_imports
 from your_ai.run import child, events, requests
 from your_ai.run.child import DONE, FAILED, POLL_S, Child
+from your_ai.run.events import Event
 from your_ai.run.folder import RunFolder, discard, is_running
 from your_ai.run.stopping import SIGNALS, recorded_signals, stop_signals
 from your_ai.session.computer import looked_after
@@ -146,29 +147,54 @@ def train(
         recorded = [record.event for record in events.tail(folder.events, offset)[0]]
         output = child.read_log(log, start)
     follower.report_failure()
+    is_signal = status - 128 in SIGNALS
+    if received and status > 0 and not (is_signal or recorded or child.errors_in(output)):
+        raise Interrupted(received[0])  # while Python started, which then ends with status 1
+    return shown_end(folder, follower, status, recorded, output)
+
+
+def shown_end(
+    folder: RunFolder, follower: Follower, status: int, recorded: Sequence[Event], output: str
+) -> int:
+    """Show how a run ended whose supervisor did; return the exit status of `your_ai train`.
+
+    recorded: its events since it was started or resumed. output: what its processes printed.
+    Raises the error that they reported.
+    """
+    number = status - 128 if status > 0 else -status  # of a signal that it handled, or died of
+    if number in SIGNALS:
+        return stopped(folder, follower, number, recorded)
     is_done = any(isinstance(e, events.Finished) and e.reason == "done" for e in recorded)
     if status == DONE or (status == FAILED and is_done):  # the push failed; raised below
         follower.print_summary(folder.reference)
     if status == DONE:
         return DONE
-    number = status - 128 if status > 0 else -status  # of a signal that it handled, or died of
-    if status < 0 and number not in SIGNALS:
-        raise child.Lost(
-            f"{folder.path}: the supervisor was killed by {signal.Signals(-status).name}; the "
-            f"training process saves and ends; continue with: your_ai train --resume "
-            f"{folder.reference}"
-        )
-    if number not in SIGNALS:
-        if received and not recorded and not child.errors_in(output):
-            raise Interrupted(received[0])  # while Python started, which then ends with status 1
-        raise child.reported_error(folder, status, output)
-    if not any(isinstance(event, events.Started) for event in recorded):
+    raise supervisor_error(folder, status, output)
+
+
+def stopped(folder: RunFolder, follower: Follower, number: int, recorded: Sequence[Event]) -> int:
+    """Print how a run ended after a signal; return the exit status.
+
+    recorded: its events since it was started or resumed. Raises Interrupted if it had not begun.
+    """
+    if not events.of(events.Started, recorded):
         raise Interrupted(number)
-    if any(isinstance(event, events.Finished) for event in recorded):
+    if events.of(events.Finished, recorded):
         follower.print_summary(folder.reference)
     else:
         follower.leave(folder.reference)
     return 128 + number
+
+
+def supervisor_error(folder: RunFolder, status: int, output: str) -> Exception:
+    """The error of a supervisor that did not end with a signal to stop."""
+    if status >= 0:
+        return child.reported_error(folder, status, output)
+    return child.Lost(
+        f"{folder.path}: the supervisor was killed by {signal.Signals(-status).name}; the "
+        f"training process saves and ends; continue with: your_ai train --resume "
+        f"{folder.reference}"
+    )
 
 
 def train_and_show(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from your_ai.config import TrainConfig, last_step
+from your_ai.config import FIELDS, TrainConfig, last_step
 from your_ai.run import events
 from your_ai.run.folder import RunFolder, is_running, with_absolute_paths
 
@@ -17,30 +17,20 @@ def already_finished(folder: RunFolder, config: TrainConfig) -> str:
     It is only recognized if the other settings are those of the run, its adapter is intact, and
     it has no trackers or hub to send the rest to.
     """
-    recorded = [record.event for record in events.tail(folder.events)[0]]
-    ends = [e for e in recorded if isinstance(e, events.Started | events.Died | events.Finished)]
-    starts = [e for e in ends if isinstance(e, events.Started)]
-    if not starts or not isinstance(ends[-1], events.Finished) or ends[-1].reason != "done":
+    if (ends := ends_of_finished(folder)) is None:
         return ""
-    if config.report_to or config.push_to or is_running(folder):
-        return ""
-    saved, wanted = folder.read_config(), with_absolute_paths(config)
-    if any(
-        getattr(saved, name) != getattr(wanted, name)
-        for name in TrainConfig.__dataclass_fields__
-        if name not in (*LENGTH, *AROUND)
-    ):
+    start, end = ends
+    if config.report_to or config.push_to or is_running(folder) or not is_same(folder, config):
         return ""
     from your_ai.run import checkpoint  # it loads MLX, which is not needed for a run that goes on
 
-    end = ends[-1]
     there = checkpoint.list_checkpoints(folder.checkpoints)
     state = checkpoint.load_state(there[0]) if there else None
     result = end.step if end.adapter_step is None else end.adapter_step
     if state is None or state.step != end.step or state.validation_due:
         return ""
     enough = 0 < config.patience <= state.without_better
-    if not enough and state.step != last_step(config, starts[-1].steps_per_epoch):
+    if not enough and state.step != last_step(config, start.steps_per_epoch):
         return ""
     if checkpoint.adapter_step(folder.adapter) != result:
         return ""
@@ -49,3 +39,21 @@ def already_finished(folder: RunFolder, config: TrainConfig) -> str:
         f"more {'--epochs' if config.max_steps is None else '--max-steps'}"
         f"{' or --patience 0' if enough else ''}"
     )
+
+
+def ends_of_finished(folder: RunFolder) -> tuple[events.Started, events.Finished] | None:
+    """The last start of a run and its end; None if it has not done all its steps."""
+    recorded = [record.event for record in events.tail(folder.events)[0]]
+    ends = [e for e in recorded if isinstance(e, events.Started | events.Died | events.Finished)]
+    starts = events.of(events.Started, ends)
+    end = ends[-1] if starts else None
+    if not isinstance(end, events.Finished) or end.reason != "done":
+        return None
+    return starts[-1], end
+
+
+def is_same(folder: RunFolder, config: TrainConfig) -> bool:
+    """Whether a config is that of the run, except for how long it trains."""
+    saved, wanted = folder.read_config(), with_absolute_paths(config)
+    names = [name for name in FIELDS if name not in (*LENGTH, *AROUND)]
+    return all(getattr(saved, name) == getattr(wanted, name) for name in names)

@@ -149,12 +149,7 @@ def supervise(
     life, level = Life(), 0
     lives: list[Life] = []
     watch = StallWatch(patience or Patience(), offset=offset)
-    processes, machines = 1, None
-    if config is not None:
-        check_processes(config)
-        processes, machines = config.processes, machines_of(config)
-        if machines is not None:
-            prepare_machines(machines, config, folder)
+    processes, machines = ready_ranks(folder, config)
     is_alone = processes == 1 and machines is None
     settings = settings if is_alone else with_settings(folder, settings)
     run = str(folder.path if is_alone else folder.path.resolve())
@@ -168,35 +163,23 @@ def supervise(
             )
             records, offset = events.tail(folder.events, offset)
             life = summarize_process(life, level, status, [record.event for record in records])
-            life, said = replace(life, stalled=stalled), ""
+            life, said = replace(life, stalled=stalled), read_log(log, log_start)
             if not is_alone:
-                said = read_log(log, log_start)
-                if status == PEER_LOST and is_users_error(said):
-                    raise reported_error(folder, USER, said)
                 life = with_ranks(life, rank, said, machines)
             if status == DONE:
                 return DONE
-            if status == USER and machines is not None and (reason := refused_in(said)):
-                raise UserError(f"{machines.option}: {LAUNCHER} started nothing ({reason})")
-            if status in (FAILED, USER):
-                raise reported_error(folder, status, read_log(log, log_start))
+            check_reported(folder, status, said, machines)
             if stop_signal(status) is not None:
                 break
 
             decision = decide(lives, life, told_to_stop=bool(received))
             if status != RESTART or decision.level is None:
                 died = events.Died(step=life.step, reason=decision.reason, level=decision.level)
-                write(folder, died)
+                write_event(folder, died)
             if decision.level is None and received:
                 break
             if decision.level is None:
-                fault = ""
-                if life.status in FAULTS:
-                    fault = f"this is a bug in your_ai or in MLX: {REPORT}; "
-                raise Lost(
-                    f"{folder.path}: training died: {decision.reason}; {fault}its output is in "
-                    f"{folder.path / LOG}; continue with: your_ai train --resume {folder.reference}"
-                )
+                raise gave_up(folder, life, decision.reason)
             lives.append(life)
             level = decision.level
 
@@ -204,6 +187,25 @@ def supervise(
     if not life.began:
         raise Interrupted(number)
     return 128 + number
+
+
+def check_reported(folder: RunFolder, status: int, output: str, machines: Machines | None) -> None:
+    """Raise the error that a training process reported, if that is how it ended."""
+    if status == PEER_LOST and is_users_error(output):
+        raise reported_error(folder, USER, output)
+    if status == USER and machines is not None and (reason := refused_in(output)):
+        raise UserError(f"{machines.option}: {LAUNCHER} started nothing ({reason})")
+    if status in (FAILED, USER):
+        raise reported_error(folder, status, output)
+
+
+def gave_up(folder: RunFolder, life: Life, reason: str) -> Lost:
+    """The error of a run that is not started again."""
+    fault = f"this is a bug in your_ai or in MLX: {REPORT}; " if life.status in FAULTS else ""
+    return Lost(
+        f"{folder.path}: training died: {reason}; {fault}its output is in {folder.path / LOG}; "
+        f"continue with: your_ai train --resume {folder.reference}"
+    )
 
 
 def with_ranks(life: Life, rank: int, output: str, machines: Machines | None) -> Life:
@@ -322,37 +324,43 @@ def has_shown_stack(child: Child, pid: int, log: BinaryIO, what: str, watch: Sta
 def note(folder: RunFolder, text: str) -> None:
     """Write a notice; a full disk is for the training process to report."""
     with contextlib.suppress(RunError):
-        write(folder, events.Notice(text=text))
+        write_event(folder, events.Notice(text=text))
 
 
-def write(folder: RunFolder, event: Event) -> None:
+def write_event(folder: RunFolder, event: Event) -> None:
     with contextlib.closing(EventLog(folder.events)) as log:
         log.write(event)
 
 
 def summarize_process(before: Life, level: int, status: int, written: Sequence[Event]) -> Life:
     """Summarize the process after `before`, started at `level`, from the events it wrote."""
-    limits, plans = events.of(events.Limit, written), events.of(events.Planned, written)
+    plans = events.of(events.Planned, written)
     started = [event.step for event in events.of(events.Started, written)]
     turns = [e for e in written if isinstance(e, events.Planned | events.Action)]
+    turn = turns[-1] if turns else None
     done = [e.step for e in written if isinstance(e, events.Step | events.Skipped)]
     samples = events.of(events.Step, written)[-LAST_SAMPLES:]
-    gauges = [gauge for s in samples for gauge in (s.process_bytes, s.highest_bytes)]
-    held = [gauge for gauge in gauges if gauge is not None]
     saved = [before.checkpoint, *(step for step in started if step > 0)]
     saved += [event.step for event in events.of(events.Checkpoint, written)]
     return Life(
         status=status,
         level=plans[-1].level if plans else level,
-        smaller=bool(turns) and getattr(turns[-1], "kind", None) == SMALLER_PLAN,
+        smaller=isinstance(turn, events.Action) and turn.kind == SMALLER_PLAN,
         moved=bool(done),
-        used=max(held) / max(1, limits[-1].limit_bytes) if held and limits else None,
+        used=used_share(samples, events.of(events.Limit, written)),
         critical=any((s.pressure or 0) >= CRITICAL_PRESSURE for s in samples),
         finished=bool(events.of(events.Finished, written)),
         step=[before.step, *started, *done][-1],
         checkpoint=max((step for step in saved if step is not None), default=None),
         began=before.began or bool(started),
     )
+
+
+def used_share(samples: Sequence[Step], limits: Sequence[events.Limit]) -> float | None:
+    """The highest share of the last limit that the process held; None if one is unknown."""
+    gauges = [gauge for s in samples for gauge in (s.process_bytes, s.highest_bytes)]
+    held = [gauge for gauge in gauges if gauge is not None]
+    return max(held) / max(1, limits[-1].limit_bytes) if held and limits else None
 
 
 def decide(lives: Sequence[Life], life: Life, told_to_stop: bool) -> Decision:
@@ -426,13 +434,22 @@ def settings_of(folder: RunFolder, settings: str) -> TrainConfig:
     return build(json.loads(settings), "--settings") if settings else folder.read_config()
 
 
-def prepare_machines(machines: Machines, config: TrainConfig, folder: RunFolder) -> None:
-    """Check that all hosts can be reached, and copy what they need, if asked to."""
-    check_programs(machines)
-    check_reachable(machines)
-    if config.sync != "off":
-        note(folder, "copying to the other hosts")
-        sync(machines, paths_to_sync(config, find_model(config.model)))
+def ready_ranks(folder: RunFolder, config: TrainConfig | None) -> tuple[int, Machines | None]:
+    """How many processes a run has on this machine, and its hosts if it has several.
+
+    Checks that all hosts can be reached, and copies what they need, if asked to.
+    """
+    if config is None:
+        return 1, None
+    check_processes(config)
+    machines = machines_of(config)
+    if machines is not None:
+        check_programs(machines)
+        check_reachable(machines)
+        if config.sync != "off":
+            note(folder, "copying to the other hosts")
+            sync(machines, paths_to_sync(config, find_model(config.model)))
+    return config.processes, machines
 
 
 def with_settings(folder: RunFolder, settings: str) -> str:
@@ -507,7 +524,7 @@ def recorded_errors(folder: RunFolder) -> Iterator[None]:
         died = events.Died(step=max(steps, default=0), reason=str(error), level=None)
         if type(error) is not Lost and folder.events.exists():
             with contextlib.suppress(RunError):
-                write(folder, died)
+                write_event(folder, died)
         raise
 
 
