@@ -119,8 +119,8 @@ def test_rollouts_reach_mlx_lm_lora_with_the_same_prompts_rewards_and_settings(t
     assert run_peer(contest, "mlx-lm-lora") == [(0.0, 0.25, 48), (0.25, 0.25, 48)]
     (given,) = calls
     (prompt, answer, _, _), _ = given["train_dataset"]
-    ours = our_plans.prepare_ours(contest, "fused").prompts
-    assert (prompt, answer) == (ours[0].tolist(), [])
+    ours = our_plans.prepare_ours(contest, "fused").loop.trainer.schedule.examples
+    assert (prompt, answer) == (ours[0].tokens.tolist(), [])
     args, (reward,) = given["args"], given["reward_funcs"]
     assert (args.group_size, args.max_completion_length, args.batch_size) == (3, 8, 2)
     assert (args.beta, args.epsilon, args.grpo_loss_type) == (0.1, 0.2, "bnpo")

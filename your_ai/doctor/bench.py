@@ -26,7 +26,14 @@ from your_ai.doctor.contest import (
     OBJECTIVES,
     Contest,
 )
-from your_ai.doctor.our_plans import LONGEST, SHORT, SHORT_ROWS, Steps, mlx_room, prepare_ours
+from your_ai.doctor.our_plans import (
+    LONGEST,
+    SHORT,
+    SHORT_ROWS,
+    OurSteps,
+    mlx_room,
+    prepare_ours,
+)
 from your_ai.doctor.peers import PEERS, check_peers, run_peer
 from your_ai.doctor.shapes import SHAPES, make_shape
 from your_ai.errors import RunError, UserError
@@ -262,23 +269,23 @@ def pairs_per_step(contest: Contest, contender: str) -> int:
 
 def run_contender(contest: Contest, contender: str) -> dict[str, Any]:
     """What one contender did, measured in this process."""
-    ready: Steps | None = None
+    ready: OurSteps | None = None
     turns: list[tuple[float, float]] = []
     waits: list[float | None] = []
     if contender in PEERS:
         steps = run_peer(contest, contender)
     else:
-        ready = prepare_ours(contest, contender)
-        steps, waits = [], []
+        ready, steps = prepare_ours(contest, contender), []
         for _ in range(contest.steps):
-            ready.engine.waited()
             steps.append(ready.step())
-            waits.append(ready.engine.waited())
+            waits.append(ready.waited_s)
     losses, seconds, tokens = zip(*steps, strict=True)
-    measured = {"peak_bytes": mx.get_peak_memory(), "process_bytes": probe.process_peak()}
+    process_bytes = probe.process_peak()
     if ready is not None and contest.rows_together > 1 and compares_with_rows(contest, contender):
         turns = turns_with_rows(ready, contender)
-    return measured | {
+    return {
+        "peak_bytes": mx.get_peak_memory() if ready is None else ready.peak_bytes,
+        "process_bytes": process_bytes,
         "losses": losses,
         "seconds": [*seconds, *(pairs for pairs, _ in turns)],
         "tokens": tokens[-1],
@@ -293,7 +300,7 @@ def compares_with_rows(contest: Contest, contender: str) -> bool:
     return contest.max_memory is None and contender not in (*SHORT, "auto")
 
 
-def turns_with_rows(ready: Steps, contender: str) -> list[tuple[float, float]]:
+def turns_with_rows(ready: OurSteps, contender: str) -> list[tuple[float, float]]:
     """Seconds of a step of pairs and of one of sft on the same rows, in turn, `steps` times."""
     alone = prepare_ours(ready.contest.of_single_rows(), contender, beside=ready)
     alone.step()  # compiles

@@ -30,7 +30,6 @@ from your_ai.doctor.contest import Contest, contest_batches, contest_tokens
 from your_ai.doctor.machine import SHARED, read_machine
 from your_ai.doctor.shapes import make_shape
 from your_ai.engine.build import build_engine
-from your_ai.engine.gradients import gradients_in
 from your_ai.engine.protocol import Engine
 from your_ai.engine.reload import reload_adapted
 from your_ai.engine.weights import FileTensor, open_model
@@ -38,11 +37,8 @@ from your_ai.files import packaged
 from your_ai.gates.console import echo_json
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.memory import allocator, probe
-from your_ai.memory.estimate_kept import everything
-from your_ai.memory.workload import NOTHING, Plan
 from your_ai.nets import model
 from your_ai.run.checkpoint import ADAPTERS
-from your_ai.training import optimizer
 
 SHAPE, SHAPE_OF_A_GPU = "tiny", "small"  # the second is used only to measure speed
 BITS = 4
@@ -89,7 +85,6 @@ class MadeModel(NamedTuple):
 
     network: nn.Module
     engine: Engine
-    tensors: dict[str, FileTensor]
     batches: list[Batch]
 
 
@@ -266,7 +261,7 @@ def compare_reloads(folder: Path) -> Outcome:
     contest = contest_of(model_in(folder), dtype, FEW_TOKENS)
     found, read, same_weights = [], 0, True
     for plan in PLANS[:2]:
-        plain, again, reloaded = (updated(folder, plan, contest, r) for r in (False, False, True))
+        plain, again, reloaded = (updated(plan, contest, r) for r in (False, False, True))
         read, same_weights = reloaded.read_bytes, same_weights and reloaded.same_weights
         found.append((plan, same(plain, again), same(plain, reloaded)))
     texts = [
@@ -358,14 +353,15 @@ def model_in(folder: Path) -> Path:
 def made(folder: Path, plan: str, contest: Contest, dropout: float = 0.1) -> MadeModel:
     """Load the model with nonzero adapters. plan: as in `bench`."""
     network, tensors, keys, tokens = opened_with_adapters(contest, contest.dtype, dropout)
-    wanted = planned(plan, len(network.layers))
+    blocks = len(network.layers)
+    wanted = our_plans.named_plan(contest, plan, blocks, blocks)
     built = build_engine(
         network, keys, wanted.engine, tensors=tensors, kept=wanted.kept,
         spill=folder / "spill" if wanted.inputs_on_disk else None,
         resident=wanted.resident, blocks_ahead=wanted.blocks_ahead,
     )  # fmt: skip
     batches = contest_batches(contest, tokens, lambda _: ROWS)
-    return MadeModel(network, built.engine, tensors, batches)
+    return MadeModel(network, built.engine, batches)
 
 
 def opened_with_adapters(
@@ -377,20 +373,16 @@ def opened_with_adapters(
     network = opened.network
     config = dataclasses.replace(contest.train_config(), lora_dropout=dropout)
     adapters = model.add_adapters(network, config)
-    mx.random.seed(1)  # lora_b starts at zero, which makes half the gradients zero
-    shaken = tree_map(
-        lambda p: p + 0.05 * mx.random.normal(p.shape), network.trainable_parameters()
-    )
-    network.update(shaken)
+    shake(network)
     tokens = contest_tokens(contest, vocabulary_of(network) or opened.config["vocab_size"])
     return network, opened.tensors, adapters.dropout_keys, tokens
 
 
-def planned(plan: str, blocks: int) -> Plan:
-    """plan: as in `bench`."""
-    kept = everything(blocks) if plan == "kept" else NOTHING
-    resident = blocks // 2 if plan == "resident" else 0
-    return Plan(our_plans.ENGINES.get(plan, plan), 0, kept=kept, resident=resident)
+def shake(network: nn.Module) -> None:
+    """Move all adapters: lora_b starts at zero, which makes half the gradients zero."""
+    mx.random.seed(1)
+    trained = network.trainable_parameters()
+    network.update(tree_map(lambda p: p + 0.05 * mx.random.normal(p.shape), trained))
 
 
 def step_of(found: MadeModel) -> LossAndGradients:
@@ -408,24 +400,23 @@ class Updated(NamedTuple):
     same_weights: bool
 
 
-def updated(folder: Path, plan: str, contest: Contest, reloads: bool) -> Updated:
+def updated(plan: str, contest: Contest, reloads: bool) -> Updated:
     """Do a few updates. With `reloads`, drop compiled functions and reload before each update."""
-    found = made(folder, plan, contest)
-    adamw = optimizer.build_optimizer(contest.train_config(), found.network.trainable_parameters())
-    update = optimizer.make_update(found.network, adamw)
-    on_disk = planned(plan, len(found.network.layers)).gradients_on_disk
-    gradients = gradients_in(folder if on_disk else None)
+    ready = our_plans.prepare_ours(dataclasses.replace(contest, lora_dropout=0.1), plan)
+    trainer = ready.loop.trainer
+    network = trainer.model
+    shake(network)
     losses, read, same_weights = [], 0, True
     for _ in range(contest.steps):
         if reloads:
-            before = dict(tree_flatten(found.network.parameters()))
-            found.engine.drop()
-            read = reload_adapted(found.network, found.tensors)
-            after = dict(tree_flatten(found.network.parameters()))
+            before = dict(tree_flatten(network.parameters()))
+            trainer.engine.drop()
+            read = reload_adapted(network, trainer.opened.tensors)
+            after = dict(tree_flatten(network.parameters()))
             alike = [mx.array_equal(after[name], array) for name, array in before.items()]
             same_weights = same_weights and all(each.item() for each in alike)
-        losses.append(our_plans.one_update(found.engine, update, gradients, found.batches, contest))
-    return Updated(losses, model.adapter_arrays(found.network), read, same_weights)
+        losses.append(ready.step()[0])
+    return Updated(losses, model.adapter_arrays(network), read, same_weights)
 
 
 def same(a: Updated, b: Updated) -> float:

@@ -46,6 +46,8 @@ class Contest:
     """With grpo: completions of each prompt."""
     kl_beta: float = 0.0
     """With grpo."""
+    lora_dropout: float = 0.0
+    """Of our plans; the peers have none."""
 
     @property
     def targets(self) -> int:
@@ -75,6 +77,8 @@ class Contest:
             learning_rate=self.learning_rate,
             optimizer_bits=coerce("optimizer_bits", self.optimizer_bits, "--optimizer-bits"),
             adapter_dtype=coerce("adapter_dtype", self.adapter_dtype, "--adapter-dtype"),
+            lora_dropout=self.lora_dropout,
+            warmup_steps=0,
             max_grad_norm=0,
             batch_size=self.batch_size * self.rollouts,
             max_memory=self.max_memory,
@@ -98,23 +102,20 @@ def contest_tokens(contest: Contest, vocabulary: int) -> np.ndarray:
     return tokens
 
 
-def examples_of(contest: Contest, tokens: np.ndarray) -> Examples:
-    """The rows with the tokens that `contest_tokens` returned."""
+def examples_of(tokens: np.ndarray, targets: int) -> Examples:
+    """Rows of equal length, (rows, T + 1) tokens, of which the last `targets` are trained."""
     trained = np.zeros(tokens.shape, bool)
-    trained[:, -contest.targets :] = True
+    trained[:, tokens.shape[1] - targets :] = True
     starts = np.arange(len(tokens) + 1) * tokens.shape[1]
     weights = np.ones(len(tokens), np.float32)
     return Examples(tokens.reshape(-1), trained.reshape(-1), starts, weights, RowCounts())
 
 
-def batches_of(contest: Contest, examples: Examples, rows_at: RowsAt) -> list[Batch]:
-    """The micro-batches of a step, which trains every row."""
-    rows, edges = np.arange(len(examples)), np.array([contest.seq_len])
-    return list(micro_batches(examples, rows, rows_at, edges, contest.rows_together))
-
-
 def contest_batches(contest: Contest, tokens: np.ndarray, rows_at: RowsAt) -> list[Batch]:
-    return batches_of(contest, examples_of(contest, tokens), rows_at)
+    """The micro-batches of a step, which trains every row."""
+    examples, edges = examples_of(tokens, contest.targets), np.array([contest.seq_len])
+    rows = np.arange(len(examples))
+    return list(micro_batches(examples, rows, rows_at, edges, contest.rows_together))
 
 
 def contest_prompts(contest: Contest, tokens: np.ndarray) -> np.ndarray:

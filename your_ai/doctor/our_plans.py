@@ -1,62 +1,73 @@
-"""Our plans on the task of a benchmark."""
+"""Our plans on the task of a benchmark: steps of the recipe of training, on random tokens."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import json
+import math
 import re
 import statistics
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
-from your_ai.config import GRPO
-from your_ai.data.batches import Batch, RowsAt, few_edges, make_schedule, micro_batches
+from your_ai.config import GRPO, TrainConfig, defaults
+from your_ai.dashboard.metric_table import REWARD, phase_peaks
 from your_ai.data.examples import Examples, RowCounts
+from your_ai.data.prompts import PromptRows
 from your_ai.doctor.contest import (
     Contest,
-    batches_of,
     contest_prompts,
     contest_reward,
     contest_tokens,
     examples_of,
 )
-from your_ai.engine.build import build_engine
-from your_ai.engine.gradients import Gradients, gradients_in
-from your_ai.engine.prefix import MemoryStore
-from your_ai.engine.protocol import Engine
-from your_ai.engine.weights import open_model
+from your_ai.engine.gradients import gradients_in
+from your_ai.engine.weights import Opened, open_model
 from your_ai.errors import RunError, UserError
 from your_ai.gates.token_ids import vocabulary_of
-from your_ai.generation.rollouts import RolloutPrompt, complete, sampler_of
-from your_ai.memory import allocator
-from your_ai.memory.budget import budget_of, process_here, run_limit
+from your_ai.memory import allocator, probe
+from your_ai.memory.budget import limit_of, process_here, run_limit
+from your_ai.memory.corrections import Corrections
 from your_ai.memory.estimate_kept import everything
 from your_ai.memory.facts import facts_of
+from your_ai.memory.governor import Watch, policy_of
+from your_ai.memory.limit import MemoryLimit
 from your_ai.memory.plan import (
     MEASURED_MARGIN,
+    Budget,
+    Choice,
     Option,
     estimate_rows,
     fastest,
     rows_of,
+    with_margin,
 )
 from your_ai.memory.workload import NOTHING, DataSizes, Plan, Workload, workload_of
-from your_ai.nets import model
-from your_ai.objectives.chosen import needs_reference, objective_of
-from your_ai.objectives.grpo import advantages_of, completion_weights
+from your_ai.objectives.chosen import needs_reference
+from your_ai.rewards.chosen import Rewards
+from your_ai.rewards.names import parse_rewards
+from your_ai.rewards.rollout import Rollout
 from your_ai.rng import derive_seed
+from your_ai.run import events
+from your_ai.run.checkpoint import TrainState
+from your_ai.run.events import EventLog
+from your_ai.run.folder import RunFolder
+from your_ai.run.stopping import Stop
 from your_ai.training import optimizer
-from your_ai.training.optimizer import Update
+from your_ai.training.distributed import ALONE, Ranks
+from your_ai.training.job import Job, schedule_of
+from your_ai.training.memory_actions import Governor
+from your_ai.training.planned import budget_of_job
 from your_ai.training.reference import computed
-from your_ai.training.rollouts import completion_examples
-from your_ai.training.steps import accumulate
+from your_ai.training.rollouts import keep_first_adapters
+from your_ai.training.run_data import RunData
+from your_ai.training.train import Loop, source_of, train_step
+from your_ai.training.trainer import Beside, Trainer, add_adapters, build, graphs_within
 
 MLX_ROOM = "@"
 SHORT = ("unpacked", "packed")
@@ -80,114 +91,70 @@ def mlx_room(contender: str) -> int | None:
 def examples_for(contest: Contest, contender: str, vocabulary: int) -> Examples:
     """The rows of a step. Those of unpacked and packed are short, and all their tokens trained."""
     if contender not in SHORT:
-        return examples_of(contest, contest_tokens(contest, vocabulary))
+        return examples_of(contest_tokens(contest, vocabulary), contest.targets)
     rng = np.random.Generator(np.random.PCG64(derive_seed("bench rows")))
     starts = np.cumsum([0, *rng.integers(SHORTEST, LONGEST + 1, SHORT_ROWS)])
     tokens = rng.integers(0, vocabulary, starts[-1], dtype=np.uint32)
-    weights = np.ones(SHORT_ROWS, np.float32)
-    return Examples(tokens, np.ones(len(tokens), bool), starts, weights, RowCounts())
-
-
-def updates_of(
-    contest: Contest, contender: str, examples: Examples, rows_at: RowsAt
-) -> list[list[Batch]]:
-    """The micro-batches of each update of a step. Only unpacked has several updates per step."""
-    together = contest.rows_together
-    if contender == "packed":
-        packed = make_schedule(examples, SHORT_ROWS, SHORT_ROWS, 0, contest.seq_len, together)
-        return [packed.batches_of(0)]
-    if contender == "unpacked":
-        one_by_one = make_schedule(examples, together, together, 0, rows_together=together)
-        return [one_by_one.batches_of(step) for step in range(one_by_one.steps_per_epoch)]
-    return [batches_of(contest, examples, rows_at)]
+    trained, weights = np.ones(len(tokens), bool), np.ones(SHORT_ROWS, np.float32)
+    trained[starts[:-1]] = False  # nothing predicts the first token
+    return Examples(tokens, trained, starts, weights, RowCounts())
 
 
 @dataclass(frozen=True)
-class PreparedSteps:
-    """Steps that train rows of random tokens."""
+class RandomTokens:
+    """Stands for the tokenizer of random tokens, none of which ends a completion."""
+
+    backend_tokenizer: str = "none"
+    eos_token_ids: tuple[int, ...] = ()
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return " ".join(map(str, tokens))
+
+
+EVEN = "run:even"  # stands for the name of a reward
+
+
+def even_shares(rollouts: Sequence[Rollout]) -> list[float | None]:
+    return [contest_reward(rollout.ids[-rollout.tokens :]) for rollout in rollouts]
+
+
+@dataclass
+class OurSteps:
+    """Steps of one of our plans, which are those of a training run."""
 
     contest: Contest
-    network: nn.Module
-    engine: Engine
-    update: Update
-    gradients: Gradients
+    loop: Loop
     estimated_bytes: int | None
     """The estimate of MLX's peak memory, if there is one for this plan."""
-    updates: list[list[Batch]]
-    """The micro-batches of each update of a step."""
+    place: tempfile.TemporaryDirectory[str]
+    """The folder of the run, which is removed with this object."""
+    state: TrainState
+    peak_bytes: int
+    """MLX's peak memory so far, with the computation of the reference."""
+    waited_s: float | None = None
+    """Time in which the last step waited for weights; None if all are in memory."""
+    offset: int = 0
+    """Bytes of the events file that were read."""
 
     def step(self) -> tuple[float, float, int]:
-        began = time.perf_counter()
-        losses = [
-            one_update(self.engine, self.update, self.gradients, each, self.contest)
-            for each in self.updates
-        ]
-        seconds = time.perf_counter() - began
-        tokens = sum(batch.real_tokens for batches in self.updates for batch in batches)
-        return statistics.mean(losses), seconds, tokens
-
-
-@dataclass(frozen=True)
-class RolloutSteps:
-    """Steps of GRPO: completions are generated, rewarded, scored and trained."""
-
-    contest: Contest
-    network: nn.Module
-    engine: Engine
-    update: Update
-    gradients: Gradients
-    estimated_bytes: int | None
-    prompts: np.ndarray
-    """As `contest_prompts` returned them."""
-    rows_at: RowsAt
-    wave: int
-    """Completions that are generated together."""
-    first: dict[str, mx.array]
-    """The adapters before the first step, which make the model the reference."""
-    counter: Iterator[int]
-
-    def step(self) -> tuple[float, float, int]:
-        """Do a step; return (mean reward, seconds, tokens)."""
-        began = time.perf_counter()
-        texts = self.generated(next(self.counter))
-        allocator.free(collect=False)
-        rewards = np.array([contest_reward(completion) for _, completion in texts])
-        advantages = advantages_of(rewards.reshape(len(self.prompts), -1), "group").reshape(-1)
-        lengths = np.array([len(completion) for _, completion in texts])
-        counts = np.ones(len(texts), bool)
-        weights = completion_weights(lengths, counts, "dapo", self.contest.targets)
-        examples = completion_examples(texts, weights, {"advantages": advantages})
-        edges = few_edges(int(examples.lengths.max()))
-        if self.contest.kl_beta:
-            examples = examples.with_columns({"reference": self.reference(examples, edges)})
-        order = np.argsort(-examples.lengths, kind="stable")
-        batches = list(micro_batches(examples, order, self.rows_at, edges))
-        one_update(self.engine, self.update, self.gradients, batches, self.contest)
-        allocator.free(collect=False)
-        return float(rewards.mean()), time.perf_counter() - began, int(lengths.sum())
-
-    def generated(self, step: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The tokens of each prompt and of each of its completions."""
-        samples = range(self.contest.rollouts)
-        prompts = [
-            RolloutPrompt(tokens, tuple(derive_seed("bench", step, row, s) for s in samples))
-            for row, tokens in enumerate(self.prompts)
-        ]
-        new = self.contest.targets
-        found = complete(self.network, prompts, sampler_of(1.0), (), new, self.wave)
-        by_place = {(each.prompt, each.sample): np.array(each.tokens, np.uint32) for each in found}
-        return [(prompts[prompt].tokens, by_place[prompt, s]) for prompt, s in sorted(by_place)]
-
-    def reference(self, examples: Examples, edges: np.ndarray) -> np.ndarray:
-        """The log-probabilities under the model with its first adapters."""
-        current = model.adapter_arrays(self.network)
-        model.set_adapters(self.network, self.first)
-        found = computed(examples, self.engine, self.rows_at, lambda _: None, edges)
-        model.set_adapters(self.network, current)
-        return found
-
-
-Steps = PreparedSteps | RolloutSteps
+        """Do a step; return (loss, seconds, tokens), with grpo the mean reward as the loss."""
+        trainer = self.loop.trainer
+        updates = trainer.schedule.steps_per_epoch  # only unpacked has several
+        for _ in range(updates):
+            self.state, _ = train_step(self.loop, self.state)
+        records, self.offset = events.tail(self.loop.log.path, self.offset)
+        done = events.of(events.Step, (record.event for record in records))
+        if len(done) < updates:
+            raise RunError(f"step {self.state.step}: the loss or its gradients are not finite")
+        peaks = [size for step in done for size in (step.peak_bytes, *phase_peaks(step).values())]
+        self.peak_bytes = max(self.peak_bytes, *(int(size or 0) for size in peaks))
+        waits = [step.read_wait_s for step in done if step.read_wait_s is not None]
+        self.waited_s = sum(waits) if waits else None
+        losses, tokens = [step.loss for step in done], sum(step.tokens for step in done)
+        if self.contest.objective == GRPO:
+            losses = [step.metrics.get(REWARD, math.nan) for step in done]
+            tokens = self.contest.rows * self.contest.targets
+        return statistics.mean(losses), sum(step.seconds for step in done), tokens
 
 
 def run_ours(contest: Contest, contender: str) -> Iterator[tuple[float, float, int]]:
@@ -197,7 +164,9 @@ def run_ours(contest: Contest, contender: str) -> Iterator[tuple[float, float, i
         yield ready.step()
 
 
-def prepare_ours(contest: Contest, contender: str, beside: Steps | None = None) -> Steps:
+def prepare_ours(
+    contest: Contest, contender: str, beside: OurSteps | None = None, ranks: Ranks = ALONE
+) -> OurSteps:
     """Load the model for one of our plans. From here on, MLX's peak memory is counted.
 
     auto: the fastest plan that fits --max-memory or the machine; auto@GB: as `mlx_room` says.
@@ -206,79 +175,155 @@ def prepare_ours(contest: Contest, contender: str, beside: Steps | None = None) 
     a time. staged-spilled, spilled: staged and streamed, with --spill. prefix: fused, with a prefix
     cache in memory. unpacked, packed: fused, on short rows; one row or pair per update, or rows
     joined up to --seq-len.
-    beside: shares its weights in memory.
+    beside: shares its weights in memory. ranks: those that train together.
     """
-    plan = ENGINES.get(contender, "fused")
-    spill = contender in SPILLED
+    place = tempfile.TemporaryDirectory(prefix="bench-")
+    folder = RunFolder(Path(place.name))
     opened = open_model(Path(contest.folder), getattr(mx, contest.dtype))
-    network, config = opened.network, contest.train_config()
-    adapters = model.add_adapters(network, config)
-    if beside is not None and plan != "streamed":
-        network.update(beside.network.parameters())
-    is_grpo = contest.objective == GRPO
-    wave, kept = contest.rows if is_grpo else 0, NOTHING
-    if contender == "kept":
-        kept = everything(adapters.config["num_layers"])
-    resident = len(network.layers) // 2 if contender == "resident" else 0
-    blocks_ahead = int(contender not in ("streamed", "spilled"))
-    size = contest.rows * contest.seq_len
-    wanted = Plan(plan, size, spill, wave, kept, resident, blocks_ahead)
-    prompt_tokens = contest.seq_len + 1 - contest.targets if is_grpo else 0
-    facts = facts_of(opened.folder, opened.dtype.size)
-    sizes = DataSizes(lengths=(contest.seq_len,), prompt_tokens=prompt_tokens)
-    if plan == "auto" or contest.max_memory is not None:
-        asked = dataclasses.replace(contest.train_config(plan), spill=spill)
-        workload = workload_of(asked, facts, sizes, process_here())
-        budget = budget_of(asked, workload, opened.dtype, run_limit(asked))
-        chosen = budget.choice.option
-        wanted, estimate = chosen.plan, chosen.estimate
-        rows_at: RowsAt = partial(wanted.rows, batch_size=contest.rows)
-        allocator.set_limits(budget.limit.limit_bytes, chosen.needed_bytes, estimate.beside_bytes)
-    else:
-        workload = workload_of(config, facts, sizes, process_here(), can_stream=opened.can_stream)
-        room = mlx_room(contender)
-        if room is not None:
-            workload = dataclasses.replace(workload, batch_size=contest.rows)
-            wanted = fastest_within(workload, room).plan
-        estimate = estimate_rows(workload, wanted, contest.rows, contest.seq_len)
-        rows_at = lambda _: contest.rows  # noqa: E731
-    temporary = Path(tempfile.gettempdir())
-    built = build_engine(
-        network,
-        adapters.dropout_keys,
-        wanted.engine,
-        packing=contender == "packed",
-        tensors=opened.tensors,
-        make_store=(lambda _: MemoryStore()) if contender == "prefix" else None,
-        spill=temporary if wanted.gradients_on_disk else None,
-        kept=wanted.kept,
-        resident=wanted.resident,
-        blocks_ahead=wanted.blocks_ahead,
-        objective=objective_of(config),
-    )
+    network = opened.network
+    asked = contest_job(contest, contender, opened, folder.path)
+    budget = contest_budget(contest, contender, asked, opened)
+    plan, facts = budget.choice.option.plan, budget.workload.facts
+    training = budget.workload.training
+    job = asked.with_adapters(training.rank, training.blocks, len(network.layers))
+    adapters, start = add_adapters(job, network, facts.hidden, folder)
+    if beside is not None and plan.engine != "streamed":
+        network.update(beside.loop.trainer.model.parameters())
+    graphs = graphs_within(budget)
+    built, _ = build(job, opened, adapters, Beside([], None), budget, graphs, folder.path)
     if built.notices:
         raise RunError(built.notices[-1])
     allocator.free()
-    engine = built.engine
-    adamw = optimizer.build_optimizer(
-        config, network.trainable_parameters(), temporary if wanted.states_on_disk else None
+    trained = network.trainable_parameters()
+    trainer = Trainer(
+        job=job,
+        budget=budget,
+        opened=opened,
+        adapters=adapters,
+        built=built,
+        graphs=graphs,
+        optimizer=optimizer.build_optimizer(
+            job.config, trained, folder.path if plan.states_on_disk else None
+        ),
+        gradients=gradients_in(folder.path if plan.gradients_on_disk else None),
+        depends_on=start,
+        schedule=job.schedule,
+        valid=None,
+        beside=Beside([], None),
+        rewards=contest_rewards() if contest.objective == GRPO else None,
+        ranks=ranks,
     )
-    update = optimizer.make_update(network, adamw)
-    gradients = gradients_in(temporary if wanted.gradients_on_disk else None)
-    known = contender not in (*SHORT, "prefix")
-    ready = (contest, network, engine, update, gradients, estimate.mlx_bytes if known else None)
-    vocabulary = vocabulary_of(network) or opened.config["vocab_size"]
     mx.reset_peak_memory()
-    if is_grpo:
-        prompts = contest_prompts(contest, contest_tokens(contest, vocabulary))
-        first = model.adapter_arrays(network)
-        return RolloutSteps(*ready, prompts, rows_at, wanted.wave, first, itertools.count())
+    if needs_reference(job.config):
+        examples, engine = job.schedule.examples, trainer.engine
+        reference = computed(examples, engine, trainer.rows_at, lambda _: None)
+        examples = dataclasses.replace(examples, reference=reference)
+        schedule = dataclasses.replace(job.schedule, examples=examples)
+        trainer = dataclasses.replace(trainer, schedule=schedule)
+    known = contender not in (*SHORT, "prefix")
+    return OurSteps(
+        contest=contest,
+        loop=contest_loop(trainer, folder),
+        estimated_bytes=budget.choice.option.estimate.mlx_bytes if known else None,
+        place=place,
+        state=optimizer.first_state(opened.dtype),
+        peak_bytes=mx.get_peak_memory(),
+    )
+
+
+def contest_loop(trainer: Trainer, folder: RunFolder) -> Loop:
+    """The recipe's steps, without its checkpoints and changes of the plan."""
+    log, stop, budget = EventLog(folder.events), Stop(), trainer.budget
+    option, limit_bytes = budget.choice.option, budget.limit.limit_bytes
+    corrections = Corrections(
+        budget.workload, option.plan, limit_bytes, room_bytes=option.needed_bytes
+    )
+    policy = policy_of(trainer.config, limit_bytes)
+    governor = Governor(trainer, policy, probe.Sampler(), log, corrections, Watch())
+    keep_first_adapters(trainer, folder, 0)
+    factors = optimizer.rate_factors(trainer.config, trainer.model)
+    update = optimizer.make_update(trainer.model, trainer.optimizer, factors)
+    source = source_of(trainer, folder, log, stop)
+    return Loop(folder, trainer, source, governor, update, log, stop, stop)
+
+
+def contest_job(contest: Contest, contender: str, opened: Opened, folder: Path) -> Job:
+    """The task as the job of a run. folder: for the file of the prompts."""
+    config = contest_config(contest, contender)
+    vocabulary = vocabulary_of(opened.network) or opened.config["vocab_size"]
     examples = examples_for(contest, contender, vocabulary)
-    updates = updates_of(contest, contender, examples, rows_at)
-    if needs_reference(config):
-        updates = [[with_reference(engine, batch) for batch in batches] for batches in updates]
-        engine.drop()
-    return PreparedSteps(*ready, updates)
+    prompts = None
+    if contest.objective == GRPO:
+        tokens = contest_prompts(contest, contest_tokens(contest, vocabulary))
+        examples = examples_of(tokens, targets=0)
+        rows = folder / "prompts.jsonl"
+        rows.write_text("".join(json.dumps({"prompt": str(n)}) + "\n" for n in range(len(tokens))))
+        prompts = {"train": PromptRows(rows)}
+    size = len(examples.tokens)
+    data = RunData({"train": examples}, [], None, [contest.seq_len], size, 0, prompts)
+    schedule = schedule_of(config, data)
+    if contender not in SHORT:  # of one length, which needs no padding
+        edges = np.array([int(examples.lengths.max()) - 1])
+        schedule = dataclasses.replace(schedule, edges=edges)
+    sized = defaults.sized(config, len(examples) // contest.rows_together)
+    return Job(config, sized, data, schedule, contest.steps, {}, [], RandomTokens())
+
+
+def contest_config(contest: Contest, contender: str) -> TrainConfig:
+    """The settings of one of our plans. The plan is named where the budget chooses it."""
+    chosen = ENGINES.get(contender, "fused") if contest.max_memory is not None else "auto"
+    config = dataclasses.replace(contest.train_config(chosen), spill=contender in SPILLED)
+    if contender == "prefix":
+        return dataclasses.replace(config, prefix_cache="memory")
+    if contender == "unpacked":
+        return dataclasses.replace(config, batch_size=1)
+    if contender == "packed":
+        rows, tokens = SHORT_ROWS // contest.rows_together, contest.seq_len
+        return dataclasses.replace(config, batch_size=rows, packing=True, max_seq_length=tokens)
+    return config
+
+
+def contest_budget(contest: Contest, contender: str, job: Job, opened: Opened) -> Budget:
+    """The plan: the one that fits, or without a limit the one that is named."""
+    if contender == "auto" or contest.max_memory is not None:
+        budget = budget_of_job(job, opened, run_limit(job.config))
+        chosen = budget.choice.option
+        limit_bytes = budget.limit.limit_bytes
+        allocator.set_limits(limit_bytes, chosen.needed_bytes, chosen.estimate.beside_bytes)
+        return budget
+    sizes = DataSizes(lengths=tuple(job.data.lengths), prompt_tokens=job.data.prompt_tokens)
+    facts = facts_of(opened.folder, opened.dtype.size)
+    workload = workload_of(job.config, facts, sizes, process_here(), can_stream=opened.can_stream)
+    workload = dataclasses.replace(workload, batch_size=contest.rows)
+    room = mlx_room(contender)
+    if room is None:
+        plan = named_plan(contest, contender, workload.training.blocks, len(opened.network.layers))
+    else:
+        plan = fastest_within(workload, room).plan
+    estimate = estimate_rows(workload, plan, contest.rows, contest.seq_len)
+    option = Option(plan, estimate, 1.0, with_margin(estimate))
+    limit_bytes = max(limit_of(None).limit_bytes, 2 * option.needed_bytes)
+    return Budget(MemoryLimit(limit_bytes, "no limit"), workload, Choice(option, 0, None, None))
+
+
+def named_plan(contest: Contest, contender: str, adapted: int, blocks: int) -> Plan:
+    """The plan of a contender, with all rows in one micro-batch; adapted: blocks with adapters."""
+    return Plan(
+        ENGINES.get(contender, "fused"),
+        contest.rows * contest.seq_len,
+        contender in SPILLED,
+        contest.rows if contest.objective == GRPO else 0,
+        everything(adapted) if contender == "kept" else NOTHING,
+        blocks // 2 if contender == "resident" else 0,
+        int(contender not in ("streamed", "spilled")),
+    )
+
+
+def contest_rewards() -> Rewards:
+    """The reward of a completion: the share of even tokens."""
+    rewards = Rewards(parse_rewards([EVEN]))
+    rewards.models[EVEN] = even_shares
+    return rewards
 
 
 def fastest_within(workload: Workload, mlx_bytes: int) -> Option:
@@ -294,19 +339,3 @@ def fastest_within(workload: Workload, mlx_bytes: int) -> Option:
     if found is None:
         raise UserError(f"--plan auto{MLX_ROOM}{mlx_bytes / 1e9:g}: no plan fits; name more GB")
     return found
-
-
-def with_reference(engine: Engine, batch: Batch) -> Batch:
-    """The batch with log-probabilities under the model as it is now."""
-    losses, _ = engine.score(batch)
-    return batch.with_columns({"reference": -np.array(losses)})
-
-
-def one_update(
-    engine: Engine, update: Update, gradients: Gradients, batches: list[Batch], contest: Contest
-) -> float:
-    """Do one update and return the mean loss before it. gradients: for the sums of the step."""
-    denominator = engine.objective.denominator(batches)
-    sums = accumulate(engine, batches, 1 / denominator, 0, gradients)
-    update(gradients, 1.0, contest.learning_rate)
-    return sums.loss / denominator

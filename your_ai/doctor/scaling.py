@@ -13,23 +13,21 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
+from mlx.utils import tree_flatten
 from rich.table import Table
 
 from your_ai.config import GRPO, build
 from your_ai.doctor.contest import Contest
-from your_ai.doctor.our_plans import SHORT, PreparedSteps, prepare_ours
+from your_ai.doctor.our_plans import SHORT, prepare_ours
 from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo_json
 from your_ai.gates.programs import python_module
 from your_ai.gates.text import size_text
-from your_ai.objectives.objective import Totals
 from your_ai.session.ranks import LOOPBACK, check_processes, free_ports
 from your_ai.training.distributed import Ranks
 from your_ai.training.joining import join
@@ -89,8 +87,7 @@ def measured(
 
 def run_ranks(contest: Contest, plan: str, processes: int) -> dict[str, Any]:
     """What rank 0 of `processes` measured."""
-    own = dataclasses.replace(contest, batch_size=contest.batch_size // processes)
-    task = json.dumps({"contest": dataclasses.asdict(own), "plan": plan}).encode()
+    task = json.dumps({"contest": dataclasses.asdict(contest), "plan": plan}).encode()
     command = python_module("your_ai.doctor.scaling")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         place = Path(folder, "hosts.json")
@@ -123,29 +120,17 @@ def run_ranks(contest: Contest, plan: str, processes: int) -> dict[str, Any]:
 
 def run_rank(contest: Contest, plan: str, ranks: Ranks) -> dict[str, Any]:
     """Do the steps of one rank; return what it measured."""
-    ready = prepare_ours(contest, plan)
-    assert isinstance(ready, PreparedSteps)
-    seconds, waited, gradient_bytes = [], [], 0
-    for step in range(contest.steps):
-        ranks.begin_step(step)
-        began = time.perf_counter()
-        totals, batches = Totals(), ready.updates[0]
-        denominator = ready.engine.objective.denominator(batches) * ranks.size
-        for batch in batches:
-            sums = ready.engine.add_gradients(batch, 1 / denominator, 0, ready.gradients)
-            mx.eval(sums)
-            totals.add(sums)
-        parameters = ready.network.trainable_parameters()
-        ranks.step_sums(totals, ready.gradients, parameters, [0])
-        gradient_bytes = sum(ready.gradients.sizes().values())
-        ready.update(ready.gradients, 1.0, contest.learning_rate)
-        seconds.append(time.perf_counter() - began)
+    ready = prepare_ours(contest, plan, ranks=ranks)
+    seconds, waited = [], []
+    for _ in range(contest.steps):
+        seconds.append(ready.step()[1])
         waited.append(ranks.waited_s)
+    trained = tree_flatten(ready.loop.trainer.model.trainable_parameters())
     return {
         "seconds": seconds,
         "waited": waited,
         "sent_bytes": ranks.sent_bytes,
-        "gradient_bytes": gradient_bytes,
+        "gradient_bytes": sum(array.nbytes for _, array in trained),
     }
 
 
