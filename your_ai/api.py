@@ -142,10 +142,10 @@ def evaluate(request: EvaluateRequest) -> dict[str, Any]:
     request.on_note(f"evaluating on {file_of_first_row(path)}")
     steps = compare(trained, path, settings)
     found = _guarded(trained.folder, lambda: _last(steps, request.on_progress))
-    for text in summary.notes(found):
+    for text in summary.evaluation_notes(found):
         request.on_note(text)
     measured = summary.summarize(trained, found, request)
-    record.write(trained.folder, measured)
+    record.write_evaluation(trained.folder, measured)
     return measured
 
 
@@ -330,7 +330,7 @@ class Run:
     def _past(self) -> RunHistory:
         from your_ai.dashboard import history
 
-        return history.read(events.tail(self._folder.events)[0])
+        return history.read_history(events.tail(self._folder.events)[0])
 
 
 def load_run(name: str | Path) -> Run:

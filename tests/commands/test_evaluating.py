@@ -74,7 +74,7 @@ def test_without_a_name_the_newest_run_is_evaluated(run, capsys):
 def test_json_output_equals_the_evaluation_saved_in_the_run(run, capsys):
     status, out, _ = call(capsys, "eval", "r", "--json", "--worst", "1", "--confidence", "0.5")
     assert status == 0
-    assert json.loads(out) == record.read(run)
+    assert json.loads(out) == record.read_evaluation(run)
     assert json.loads(out)["confidence"] == 0.5
     again = call(capsys, "eval", "r", "--json", "--worst", "1", "--confidence", "0.5")[1]
     assert again == out
@@ -91,7 +91,7 @@ def test_best_checkpoint_can_be_evaluated(run, capsys):
 def test_checkpoint_option_evaluates_that_checkpoint(run, capsys):
     out = json.loads(call(capsys, "eval", "r", "--json", "--checkpoint", "20")[1])
     assert (out["step"], out["checkpoint"]) == (20, "step-000020")
-    assert record.read(run) == out
+    assert record.read_evaluation(run) == out
 
 
 def test_metric_is_imported_from_the_current_folder(run, capsys):
@@ -144,7 +144,7 @@ def test_invalid_input_is_reported_in_one_line(run, capsys, options, message):
     assert (status, out) == (2, "")
     assert message in error.splitlines()[-1]
     assert len(error.splitlines()) <= 2  # the other line is "evaluating on ..."
-    assert record.read(run) is None
+    assert record.read_evaluation(run) is None
 
 
 def test_a_run_without_an_adapter_names_its_checkpoints(run, capsys):
@@ -170,7 +170,7 @@ def test_results_are_shown_even_if_they_cannot_be_saved(run, capsys):
 
 
 def test_ctrl_c_keeps_the_previous_evaluation(run, capsys):
-    record.write(run, {"version": 1, "rows": 0})
+    record.write_evaluation(run, {"version": 1, "rows": 0})
     Path("metric_stop.py").write_text(STOPPING_METRIC)
     done = subprocess.run(
         [sys.executable, "-c", COMMAND, "eval", "r", "--metric", "metric_stop:f",
@@ -179,7 +179,7 @@ def test_ctrl_c_keeps_the_previous_evaluation(run, capsys):
     )  # fmt: skip
     assert done.returncode == 130
     assert done.stderr.splitlines()[-1] == "interrupted: nothing of this evaluation is kept"
-    assert record.read(run) == {"version": 1, "rows": 0}
+    assert record.read_evaluation(run) == {"version": 1, "rows": 0}
     assert not list(run.path.glob("*.tmp"))
 
 

@@ -6,7 +6,7 @@ from your_ai.dashboard import metric_table
 
 def test_every_metric_is_in_one_row_or_shown_elsewhere():
     metrics = rewarded(1).metrics | {"strange": 1.0}
-    rows = metric_table.rows_of(metrics)
+    rows = metric_table.metric_rows(metrics)
     assert [name for name, _ in rows["metrics"]] == ["strange"]
     assert [name for name, _ in rows["judge"]] == ["calls", "cache hits"]
     assert [name for name, _ in rows["rollouts"]] == ["length", "cut off", "no spread", "tokens/s"]

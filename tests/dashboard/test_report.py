@@ -114,7 +114,7 @@ def written(folder: Path, happened: Sequence[Event], config_text: str = "model: 
 
 
 def past(*happened: Event) -> history.RunHistory:
-    return history.read(records(*happened))
+    return history.read_history(records(*happened))
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +295,7 @@ def test_time_between_two_processes_is_not_running_time():
     loading = events.Stage(text="loading m")
     times = [0.0, 5.0, 90_000.0, 90_004.0]
     happened = map(Record, times, [loading, step(1), loading, step(2)])
-    assert [seconds for seconds, _ in history.read(list(happened)).timeline] == [0, 5, 5, 9]
+    assert [seconds for seconds, _ in history.read_history(list(happened)).timeline] == [0, 5, 5, 9]
 
 
 def test_curve_has_a_gap_where_a_process_died():
@@ -321,7 +321,7 @@ def test_history_grows_as_events_are_written():
     happened = records(*STORY)
     for start in range(0, len(happened), 3):
         reader.add(happened[start : start + 3])
-    assert reader.past == history.read(happened)
+    assert reader.past == history.read_history(happened)
 
 
 @given(st.lists(st.floats(0, 1e12) | st.just(math.nan), max_size=4000))
@@ -551,7 +551,7 @@ def test_page_is_legible_in_a_browser(own_folder):
 def test_plans_are_drawn_with_the_chosen_one_and_the_run():
     front = [[4e9, 2.0], [2e9, 3.5]]
     plan = planned("staged", needed_bytes=2 * 10**9, seconds=3.5, front=front)
-    past = history.read(records(LIMIT, plan, started(), *map(step, (1, 2, 3))))
+    past = history.read_history(records(LIMIT, plan, started(), *map(step, (1, 2, 3))))
     chart = charts.plans_chart(past)
     found = {curve.label: curve.points for panel in chart.panels for curve in panel.curves}
     assert found["predicted"] == [(2.0, 3.5), (4.0, 2.0)]
@@ -563,5 +563,5 @@ def test_plans_are_drawn_with_the_chosen_one_and_the_run():
 
 @pytest.mark.parametrize("front", [[], [[1e9, 0]], [[math.inf, math.nan]]])
 def test_plans_without_seconds_are_not_drawn(front):
-    past = history.read(records(LIMIT, planned("fused", front=front, seconds=math.nan)))
+    past = history.read_history(records(LIMIT, planned("fused", front=front, seconds=math.nan)))
     assert charts.plans_chart(past) is None

@@ -9,11 +9,11 @@ import pytest
 
 from your_ai.dashboard.trials import (
     TrialRow,
-    best_of,
+    best_trial,
     by_loss,
-    line,
-    marked,
+    trial_line,
     trials_table,
+    with_best,
     write_trial_report,
 )
 from your_ai.gates.console import open_console
@@ -30,7 +30,7 @@ def row(number: int, loss: float | None, state: str = "finished", **more: object
     return TrialRow(number=number, state=state, validation_loss=loss, **known)
 
 
-ROWS = marked([
+ROWS = with_best([
     row(0, 0.5),
     row(1, 0.7, "pruned", reason="worse than most at step 20", step=20),
     row(2, None, "failed", reason=NASTY, step=None, steps=None, seconds=None, peak_bytes=None,
@@ -48,10 +48,10 @@ def shown(rows: list[TrialRow], width: int) -> list[str]:
 
 
 def test_best_is_the_first_finished_trial_with_the_lowest_loss():
-    assert best_of(ROWS).number == 3
+    assert best_trial(ROWS).number == 3
     assert [r.number for r in ROWS if r.is_best] == [3]
     assert [r.number for r in by_loss(ROWS)] == [3, 4, 0, 5, 1, 2]
-    assert best_of([row(0, None, "failed"), row(1, 0.1, "pruned")]) is None
+    assert best_trial([row(0, None, "failed"), row(1, 0.1, "pruned")]) is None
 
 
 @pytest.mark.parametrize("width", [70, 80, 100, 200])
@@ -65,17 +65,17 @@ def test_table_fits_and_has_the_best_first(width):
 
 
 def test_lines():
-    assert line(ROWS[0]) == (
+    assert trial_line(ROWS[0]) == (
         "trial 000 (the default): rate 2.00e-04, rank 16, layers all, schedule constant: finished, "
         "validation loss 0.5000, 1:15, peak 200 MB of 300 MB"
     )
-    assert "pruned (worse than most at step 20), validation loss 0.7000" in line(ROWS[1])
-    assert line(ROWS[3]).startswith("trial 003: rate 1.23e-03, rank 16, layers 2, ")
-    assert "validation loss 0.2500 (the best so far)" in line(ROWS[3])
+    assert "pruned (worse than most at step 20), validation loss 0.7000" in trial_line(ROWS[1])
+    assert trial_line(ROWS[3]).startswith("trial 003: rate 1.23e-03, rank 16, layers 2, ")
+    assert "validation loss 0.2500 (the best so far)" in trial_line(ROWS[3])
 
 
 @pytest.mark.parametrize(
-    "rows", [ROWS, ROWS[:1], [], ROWS[2:3], marked([row(0, 0.0, settings={}), row(1, math.inf)])]
+    "rows", [ROWS, ROWS[:1], [], ROWS[2:3], with_best([row(0, 0.0, settings={}), row(1, math.inf)])]
 )
 def test_report_shows_every_trial_and_loads_nothing(own_folder, rows):
     out = own_folder / "report.html"
@@ -93,9 +93,9 @@ def test_report_shows_every_trial_and_loads_nothing(own_folder, rows):
 
 def test_rewards_are_shown_as_rewards_and_the_highest_is_the_best(own_folder):
     found = [row(0, None, reward=0.25), row(1, None, reward=0.75), row(2, None, reward=-0.5)]
-    rows = marked([*found, row(3, None, "pruned", reward=0.9)])
-    assert (best_of(rows).number, [r.number for r in by_loss(rows)]) == (1, [1, 0, 2, 3])
-    assert "finished, validation reward 0.75 (the best so far)" in line(rows[1])
+    rows = with_best([*found, row(3, None, "pruned", reward=0.9)])
+    assert (best_trial(rows).number, [r.number for r in by_loss(rows)]) == (1, [1, 0, 2, 3])
+    assert "finished, validation reward 0.75 (the best so far)" in trial_line(rows[1])
     head, first, *_ = shown(rows, 200)
     assert head.split()[2] == "reward"
     assert first.split()[:3] == ["001", "best", "0.75"]
@@ -107,7 +107,7 @@ def test_rewards_are_shown_as_rewards_and_the_highest_is_the_best(own_folder):
 
 def test_wide_ranges_have_readable_logarithmic_axes(own_folder):
     rows = [row(n, 10.0**-n, settings={"learning_rate": 10.0**-n}) for n in range(4)]
-    write_trial_report(marked(rows), "a tune", "", own_folder / "report.html")
+    write_trial_report(with_best(rows), "a tune", "", own_folder / "report.html")
     page = (own_folder / "report.html").read_text()
     assert page.count("validation loss (log scale)</div>") == 2
     assert page.count(">0.01</span>") == 3

@@ -73,7 +73,7 @@ def test_all_contenders_follow_the_same_losses(capsys):
         assert 0 < row["seconds_min"] <= row["seconds_median"]
         assert row["process_mb"] > row["peak_mb"] > 0
     console = Console(file=io.StringIO(), width=80)
-    console.print(bench.table([bench.BenchRow(**row) for row in rows]))
+    console.print(bench.bench_table([bench.BenchRow(**row) for row in rows]))
     text = console.file.getvalue()
     assert "fused" in text
     assert text.count("vs") == len(peers)
@@ -150,7 +150,7 @@ def test_pairs_are_measured_beside_rows_of_sft_and_the_estimate(capsys):
     assert row["times_rows"] > 0
     assert row["estimated_mb"] > 0
     console = Console(file=io.StringIO(), width=80)
-    console.print(bench.table([bench.BenchRow(**row)]))
+    console.print(bench.bench_table([bench.BenchRow(**row)]))
     assert "s/pair" in console.file.getvalue()
 
 

@@ -34,7 +34,7 @@ def found(machine: MachineInfo, word: str) -> Finding:
 
 def shown(machine: MachineInfo, width: int = 80) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(doctor.table(machine, findings(machine)))
+    console.print(doctor.findings_table(machine, findings(machine)))
     return console.file.getvalue()
 
 
@@ -204,7 +204,7 @@ SIZES = st.none() | st.integers(0, 2**45)
 )
 def test_any_machine_can_be_judged_and_shown(machine, changes):
     odd = replace(machine, **changes)
-    json.dumps(doctor.as_json(odd, findings(odd)))
+    json.dumps(doctor.findings_json(odd, findings(odd)))
     assert shown(odd)
 
 
@@ -236,7 +236,7 @@ def test_the_limit_is_95_percent_of_the_recommended_working_set():
 
 
 def test_json_contains_the_machine_the_limit_and_the_findings():
-    told = json.loads(json.dumps(doctor.as_json(MAC, findings(MAC))))
+    told = json.loads(json.dumps(doctor.findings_json(MAC, findings(MAC))))
     assert told["machine"]["chip"] == "Apple M2"
     assert told["limit_bytes"] == limit_of(MAC).limit_bytes
     assert {"level": "ok", "what": "MLX 0.32.4", "command": ""} in told["findings"]
@@ -245,5 +245,5 @@ def test_json_contains_the_machine_the_limit_and_the_findings():
 
 def test_a_machine_with_unknown_properties_is_shown():
     unknown = MachineInfo(system="Linux")
-    assert doctor.as_json(unknown, [])["limit_bytes"] is None
+    assert doctor.findings_json(unknown, [])["limit_bytes"] is None
     assert re.search(r"machine +Linux", shown(unknown))

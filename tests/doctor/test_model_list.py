@@ -16,7 +16,7 @@ SMALL, LARGE = room_of(8), room_of(128)
 
 
 # Of the known models alone: a room has a thousand plans to weigh.
-rows = functools.cache(model_list.rows)
+rows = functools.cache(model_list.model_rows)
 
 
 def row(name: str, found: list[model_list.ModelRow]) -> model_list.ModelRow:
@@ -47,14 +47,14 @@ def test_more_memory_never_makes_a_model_fit_worse():
 
 def test_a_local_model_is_planned_from_its_files(few_known):
     make_model(models_root() / "mine")
-    found = row("mine", model_list.rows(LARGE))
+    found = row("mine", model_list.model_rows(LARGE))
     assert (found.where, found.bits, found.fits) == ("models", 4, "yes")
 
 
 def test_a_damaged_model_names_the_fault_and_no_fit(few_known):
     folder = make_model(models_root() / "mine")
     (folder / "model.safetensors").write_bytes(b"cut")
-    found = row("mine", model_list.rows(LARGE))
+    found = row("mine", model_list.model_rows(LARGE))
     assert found.fits is None
     assert "model.safetensors" in found.fault
 
@@ -62,7 +62,7 @@ def test_a_damaged_model_names_the_fault_and_no_fit(few_known):
 @pytest.mark.parametrize("width", [80, 140])
 def test_the_table_fits_the_width(width):
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(model_list.table(rows(LARGE), width))
+    console.print(model_list.models_table(rows(LARGE), width))
     lines = console.file.getvalue().splitlines()
     assert len(lines) == 2 + len(known())
     assert lines[1].split()[0] == "demo"  # what is here comes first

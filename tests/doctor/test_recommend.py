@@ -222,9 +222,9 @@ def test_every_known_model_fits_into_128_gb():
 def test_nothing_is_recommended_if_no_model_fits():
     room = room_of(0.3)
     assert recommend(room) == []
-    assert "no known model fits" in shown(recommending.table(room, []))
-    assert "no known model fits" in shown(recommending.answer(room, []))
-    assert recommending.as_json(room, [])["recommendations"] == []
+    assert "no known model fits" in shown(recommending.recommendations_table(room, []))
+    assert "no known model fits" in shown(recommending.recommendation_text(room, []))
+    assert recommending.recommendations_json(room, [])["recommendations"] == []
 
 
 @settings(max_examples=25, deadline=None)
@@ -291,7 +291,7 @@ def test_recommending_imports_no_mlx_and_is_quick():
 def test_each_recommendation_is_shown_with_its_command(gb):
     room = room_of(gb)
     found = recommended(room)
-    text = shown(recommending.table(room, found))
+    text = shown(recommending.recommendations_table(room, found))
     whole = " ".join(text.replace("\\\n", "").split())
     for each in found:
         assert f"{each.known.alias} {each.seq_len} {each.rank} {each.layers}" in whole
@@ -307,7 +307,7 @@ def test_each_recommendation_is_shown_with_its_command(gb):
 def test_the_answer_is_one_model_with_one_command(gb):
     room = room_of(gb)
     found = recommended(room)
-    text = shown(recommending.answer(room, found))
+    text = shown(recommending.recommendation_text(room, found))
     assert text.startswith(f"{found[0].known.alias}, ")
     assert "\n\nlimit " in text[text.index("other models") :]
     assert text.count("your_ai train") == 1
@@ -320,9 +320,9 @@ def test_the_answer_is_one_model_with_one_command(gb):
 def test_the_answer_has_the_measured_seconds_if_there_are_any():
     room = room_of(16)
     found = recommended(room)
-    assert "newest run" not in shown(recommending.answer(room, found))
-    assert "about 12.3 s per step" in shown(recommending.answer(room, found, 12.345))
-    assert "no other known model fits" in shown(recommending.answer(room, found[:1]))
+    assert "newest run" not in shown(recommending.recommendation_text(room, found))
+    assert "about 12.3 s per step" in shown(recommending.recommendation_text(room, found, 12.345))
+    assert "no other known model fits" in shown(recommending.recommendation_text(room, found[:1]))
 
 
 def test_the_answer_has_predicted_seconds_where_the_speed_is_known():
@@ -330,10 +330,13 @@ def test_the_answer_has_predicted_seconds_where_the_speed_is_known():
     (model,) = [each for each in known().values() if each.alias == "qwen2.5-0.5b"]
     found = recommend(room, [model])
     assert found[0].seconds > 0
-    text = shown(recommending.answer(room, found, 12.345))
+    text = shown(recommending.recommendation_text(room, found, 12.345))
     assert "per step of full rows, predicted" in text
     assert "newest run" not in text
-    assert recommending.as_json(room, found)["recommendations"][0]["seconds"] == found[0].seconds
+    assert (
+        recommending.recommendations_json(room, found)["recommendations"][0]["seconds"]
+        == found[0].seconds
+    )
 
 
 def test_pairs_need_room_for_both_answers():
@@ -357,7 +360,7 @@ def test_a_long_command_can_still_be_copied(width):
 def test_json_contains_every_value():
     room = room_of(16)
     found = recommended(room)
-    parsed = json.loads(json.dumps(recommending.as_json(room, found)))
+    parsed = json.loads(json.dumps(recommending.recommendations_json(room, found)))
     assert parsed["limit_bytes"] == room.limit.limit_bytes
     assert len(parsed["recommendations"]) == len(found)
     first = parsed["recommendations"][0]

@@ -61,7 +61,7 @@ def canned_part(name: str = "fake", **changes: Any) -> Part:
 
 
 def test_a_fault_of_our_own_in_a_part_is_a_failure_too(canned):
-    lines = list(report.run([Part("broken", lambda *_: {}["x"]), canned_part()], 1.0))
+    lines = list(report.run_report([Part("broken", lambda *_: {}["x"]), canned_part()], 1.0))
     assert [(line.ok, line.measured) for line in lines[2:]] == [
         (False, "KeyError: 'x'"), (True, "well"),
     ]  # fmt: skip
@@ -75,7 +75,7 @@ def test_a_part_that_dies_or_hangs_fails_with_its_line_and_others_continue(canne
         running("import time; time.sleep(60)", most_s=1.5),
         running("""print('{"ok": true, "measured": "fine", "figures": {"a": 1}}')"""),
     ]
-    lines = list(report.run(parts, 1.0))
+    lines = list(report.run_report(parts, 1.0))
     assert [line.ok for line in lines] == [True, True, False, False, False, True]
     assert lines[2].measured == "its process was killed by SIGSEGV"
     assert lines[3].measured == (
@@ -88,7 +88,7 @@ def test_a_part_that_dies_or_hangs_fails_with_its_line_and_others_continue(canne
 def test_the_last_parts_are_dropped_when_time_runs_out(canned, monkeypatch):
     monkeypatch.setattr(selftest, "LEAST_S", 0.5)
     slow = running("import time; time.sleep(60)")
-    lines = list(report.run([canned_part("first"), slow, canned_part("last")], 1.5 / 60))
+    lines = list(report.run_report([canned_part("first"), slow, canned_part("last")], 1.5 / 60))
     content = report.document(lines, 1.5, 1.5 / 60)
     assert content["dropped"] == [slow.name, "last"]
     assert content["failed"] == []
@@ -97,7 +97,7 @@ def test_the_last_parts_are_dropped_when_time_runs_out(canned, monkeypatch):
 
 def test_without_a_model_all_others_are_named(canned):
     canned["model"] = Failed("its process was killed by SIGABRT: no kernel image")
-    lines = list(report.run([canned_part("first"), canned_part("last")], 1.0))
+    lines = list(report.run_report([canned_part("first"), canned_part("last")], 1.0))
     assert [(line.check, line.ok) for line in lines] == [
         ("machine", True), ("model", False), ("first", None), ("last", None),
     ]  # fmt: skip
@@ -106,7 +106,7 @@ def test_without_a_model_all_others_are_named(canned):
 
 def test_a_machine_on_which_mlx_ends_the_process_is_still_named(canned):
     canned["machine"] = Failed("its process was killed by SIGILL")
-    lines = list(report.run([], 1.0))
+    lines = list(report.run_report([], 1.0))
     content = report.document(lines, 1.0, 1.0)
     assert content["failed"] == ["machine"]
     assert content["machine"].keys() == {"system", "python"}
@@ -262,7 +262,7 @@ def test_nothing_private_is_in_the_file(canned, own_folder, monkeypatch):
     ]
     parts = [running(f"import sys; sys.exit({line!r})") for line in told]
     parts.append(canned_part(measured=told[0], figures={"cases": [{"fault": told[1]}]}))
-    written = report.text_of(report.document(list(report.run(parts, 1.0)), 1.0, 1.0))
+    written = report.text_of(report.document(list(report.run_report(parts, 1.0)), 1.0, 1.0))
     for secret in ("Ada", "Lovelace", "Secret", "ada_l", "nalytical", "customers", "homebrew",
                    "payroll", "secret", "site-packages", str(own_folder), sys.prefix):  # fmt: skip
         assert secret not in written, secret
@@ -299,7 +299,7 @@ def test_wrong_input_is_one_line_before_anything_runs(
 ):
     (own_folder / "there.json").touch()
     (own_folder / "link").symlink_to("nowhere")
-    monkeypatch.setattr(report, "run", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(report, "run_report", lambda *_: pytest.fail("it ran"))
     status, out, told = call(capsys, "doctor", *flags)
     assert (status, out, told.count("\n")) == (2, "", 1)
     assert error in told

@@ -30,7 +30,7 @@ from your_ai.doctor.selftest import (
     failed,
     peak_memory_of,
     report,
-    run,
+    run_selftest,
     text,
 )
 from your_ai.memory import probe
@@ -85,7 +85,7 @@ def late(computed_s: float, ran_s: float = SOON_S) -> OutOfTime:
 
 
 def test_every_check_yields_a_result_in_order(canned, temporary):
-    lines = list(run())
+    lines = list(run_selftest())
     assert [line.check for line in lines] == ["model", *CHECKS]
     assert all(line.ok and line.measured == "all is well" for line in lines)
     assert not failed(lines)
@@ -94,7 +94,7 @@ def test_every_check_yields_a_result_in_order(canned, temporary):
 
 def test_the_selftest_ends_if_the_model_cannot_be_created(canned):
     canned["model"] = Failed("its process was killed by SIGABRT")
-    (line,) = run()
+    (line,) = run_selftest()
     assert (line.ok, line.measured) == (False, "its process was killed by SIGABRT")
     assert failed([line])
 
@@ -102,7 +102,7 @@ def test_the_selftest_ends_if_the_model_cannot_be_created(canned):
 def test_a_failed_check_does_not_stop_the_others(canned):
     canned["gradients"] = {"ok": False, "measured": "worst 0.3"}
     canned["budget"] = Failed("its process ended with status 1: error: no")
-    lines = list(run())
+    lines = list(run_selftest())
     assert len(lines) == 1 + len(CHECKS)
     assert [line.check for line in lines if line.ok is False] == ["gradients", "budget"]
     assert failed(lines)
@@ -111,7 +111,7 @@ def test_a_failed_check_does_not_stop_the_others(canned):
 def test_remaining_checks_are_not_done_when_time_runs_out(canned, monkeypatch):
     clock = itertools.count(0.0, 10.0)  # read once at the start, and twice per check
     monkeypatch.setattr(selftest.time, "monotonic", lambda: next(clock))
-    lines = list(run(93.0))
+    lines = list(run_selftest(93.0))
     assert [line.ok for line in lines] == [True] * 4 + [None] * 3
     assert lines[-1].measured == "not done: out of time"
     assert not failed(lines)
@@ -187,7 +187,7 @@ def test_checks_that_measure_no_time_run_together_on_cuda(canned, monkeypatch, o
 
 
 def test_stopping_early_removes_the_temporary_folder(canned, temporary):
-    lines = run()
+    lines = run_selftest()
     next(lines)
     assert len(list(temporary.iterdir())) == 1
     lines.close()

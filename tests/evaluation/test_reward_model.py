@@ -105,7 +105,7 @@ def test_an_evaluation_of_pairs_has_accuracy_and_no_loss(pairs):
     accuracy = found["measures"]["rewards/accuracies"]["adapter"]
     assert accuracy["low"] < accuracy["value"] == 1.0
     assert found["reward_model"] is True
-    assert record.read(RunFolder(pairs)) == found
+    assert record.read_evaluation(RunFolder(pairs)) == found
     rows = scored(pairs, PAIRS, pairs / "scored")
     margin = np.mean([row["reward_chosen"] - row["reward_rejected"] for row in rows])
     measured = found["measures"]["rewards/margins"]["adapter"]["value"]

@@ -25,7 +25,7 @@ from your_ai.evaluation.compare import Comparison, RowMeasures
 from your_ai.evaluation.custom_metric import Metric
 from your_ai.evaluation.rewards import judge, objective_name, rewarding, rewards_of
 from your_ai.evaluation.rows import load_rows
-from your_ai.evaluation.summary import notes, summarize
+from your_ai.evaluation.summary import evaluation_notes, summarize
 from your_ai.nets.saved_adapter import Adapter, Trained, open_trained
 from your_ai.objectives.chosen import needs_reference, objective_of
 from your_ai.objectives.dpo import DPO
@@ -122,7 +122,7 @@ def test_a_run_on_rewards_of_completions_has_no_rewards_of_pairs(dpo, expected, 
     assert (found["preferences"]["objective"], found["preferences"]["reference"]) == ("", None)
     assert "adapter_margin" not in found["worst"][0]
     out = Console(file=io.StringIO(), width=80)
-    out.print(show.report(found, "r"))
+    out.print(show.evaluation_report(found, "r"))
     assert "Rewards are" not in out.file.getvalue()
     assert "Logp accuracy: pairs whose chosen answer is more likely." in out.file.getvalue()
 
@@ -305,7 +305,7 @@ def test_a_pair_that_is_not_finite_makes_the_means_unknown(own_folder, demo_toke
     for name in ("rewards/accuracies", "rewards/margins", "logps/accuracies"):
         assert summary["measures"][name]["adapter"]["value"] is None
     assert summary["measures"]["loss"]["adapter"]["value"] is not None
-    (text,) = notes(Comparison(rows, base, adapter, None, 0, "fused", ()))
+    (text,) = evaluation_notes(Comparison(rows, base, adapter, None, 0, "fused", ()))
     assert "adapter: 1 of 2 rows has a loss that is not finite, the first is rows.jsonl:2" in text
 
 

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from your_ai.evaluation.compare import EvaluationProgress
-from your_ai.evaluation.show import SYSTEMS, progress_bar, report
+from your_ai.evaluation.show import SYSTEMS, evaluation_report, progress_bar
 from your_ai.gates.console import open_console
 
 INTERVAL = {"value": 1.5, "low": 1.25, "high": 1.75}
@@ -47,7 +47,7 @@ FOUND = {
 def shown() -> list[str]:
     console = open_console(file=io.StringIO())
     console.width = 80
-    console.print(report(FOUND, "first"))
+    console.print(evaluation_report(FOUND, "first"))
     return console.file.getvalue().splitlines()
 
 
@@ -81,7 +81,7 @@ def test_large_numbers_do_not_cut_the_labels():
     columns = {"loss": small, "perplexity": large, "exact_match": whole}
     found = {**FOUND, "measures": {n: dict.fromkeys(SYSTEMS, c) for n, c in columns.items()}}
     console = Console(file=io.StringIO(), width=80, highlight=False)
-    console.print(report({**found, "confidence": 0.999}, "first"))
+    console.print(evaluation_report({**found, "confidence": 0.999}, "first"))
     text = console.file.getvalue()
     cells = [" ".join(line.split()) for line in text.splitlines()[3:6]]
     assert cells[0].startswith("loss 1.801 [1.589, 2.221] 1.801 [")
@@ -113,7 +113,7 @@ def test_answers_of_base_and_adapter_are_below_what_was_expected_and_cut_to_the_
     }  # fmt: skip
     console = open_console(file=io.StringIO())
     console.width = 80
-    console.print(report({**FOUND, "worst": [row]}, "first"))
+    console.print(evaluation_report({**FOUND, "worst": [row]}, "first"))
     assert console.file.getvalue().splitlines()[-6:] == [
         "Lowest score with the adapter:",
         "  test.jsonl:4  score 0.250 -> 0.000",
@@ -139,7 +139,7 @@ def test_intervals_of_small_losses_keep_their_digits_in_80_columns():
     losses = {"base": base, "adapter": small, "difference": small}
     console = open_console(file=io.StringIO())
     console.width = 80
-    console.print(report({**FOUND, "measures": {"loss": losses}, "worst": []}, "first"))
+    console.print(evaluation_report({**FOUND, "measures": {"loss": losses}, "worst": []}, "first"))
     lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
     assert lines[3:5] == [
         "loss 1.500 0.000412 +0.000412",
@@ -166,7 +166,7 @@ def shown_preferences(names: tuple[str, ...] = NAMES, **about) -> list[str]:
     found = {**FOUND, "measures": measures, "preferences": {**ABOUT, **about}, "worst": [PAIR]}
     console = open_console(file=io.StringIO())
     console.width = 80
-    console.print(report(found, "first"))
+    console.print(evaluation_report(found, "first"))
     return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
 
 
@@ -215,5 +215,5 @@ def test_both_answers_of_a_pair_with_a_low_margin_are_quoted():
 def test_an_unknown_base_is_not_called_a_tie():
     measures = {"rewards/margins": {**dict.fromkeys(SYSTEMS, SHARE), "base": NONE}}
     console = open_console(file=io.StringIO())
-    console.print(report({**FOUND, "measures": measures, "preferences": ABOUT}, "first"))
+    console.print(evaluation_report({**FOUND, "measures": measures, "preferences": ABOUT}, "first"))
     assert "? [?, ?]" in console.file.getvalue()

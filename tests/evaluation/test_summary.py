@@ -17,7 +17,7 @@ from your_ai.data.encode import Encoder
 from your_ai.evaluation import record
 from your_ai.evaluation.compare import Comparison, RowMeasures
 from your_ai.evaluation.rows import load_rows
-from your_ai.evaluation.summary import excerpt, notes, summarize
+from your_ai.evaluation.summary import evaluation_notes, excerpt, summarize
 from your_ai.files import sha256
 from your_ai.nets.saved_adapter import Adapter, Trained
 from your_ai.run.folder import RunFolder
@@ -164,7 +164,7 @@ def test_the_summary_has_exactly_the_documented_keys(run, found):
     for systems in summary["measures"].values():
         assert list(systems) == ["base", "adapter", "difference"]
         assert all(list(interval) == ["value", "low", "high"] for interval in systems.values())
-    assert json.loads(record.as_text(summary)) == summary
+    assert json.loads(record.evaluation_text(summary)) == summary
 
 
 def test_the_summary_names_the_checkpoint(run, found):
@@ -187,22 +187,25 @@ def test_a_loss_that_is_not_finite_is_noted_and_not_averaged(run, found, bad):
     assert summary["worst"][0]["where"] == "rows.jsonl:1"
     assert summary["worst"][0]["adapter_loss"] is None
     assert [summary[kind] for kind in ("better", "worse", "equal")] == [0, 3, 2]
-    (text,) = notes(found)
+    (text,) = evaluation_notes(found)
     assert "adapter: 1 of 5 rows has a loss that is not finite, the first is rows.jsonl:1" in text
-    record.as_text(summary)
+    record.evaluation_text(summary)
 
 
 def test_rows_not_finite_for_both_count_as_equal(run, found):
     broken = (replace(m, losses=np.full(5, np.nan)) for m in (found.base, found.adapter))
     found = replace(found, base=next(broken), adapter=next(broken))
     assert summarize(run, found, SETTINGS)["equal"] == 5
-    assert len(notes(found)) == 2
+    assert len(evaluation_notes(found)) == 2
 
 
 def test_rows_from_the_training_data_are_noted(found):
-    assert notes(found) == []
-    assert "2 of 5 rows are also in the run's training data" in notes(replace(found, leaked=2))[0]
-    assert "training rows cannot be read" in notes(replace(found, leaked=None))[0]
+    assert evaluation_notes(found) == []
+    assert (
+        "2 of 5 rows are also in the run's training data"
+        in evaluation_notes(replace(found, leaked=2))[0]
+    )
+    assert "training rows cannot be read" in evaluation_notes(replace(found, leaked=None))[0]
 
 
 @pytest.mark.parametrize(("text", "shown"), [(None, None), ("", ""), (" a\n b\t", "a b")])

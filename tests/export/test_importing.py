@@ -225,7 +225,7 @@ def test_an_mlx_folder_with_scale_zero_is_refused(tiny_model, tmp_path):
 
 def test_the_list_of_runs_shows_it_as_imported(source, tiny_model):
     import_adapter(source, str(tiny_model), "back")
-    (row,) = run_list.rows()
+    (row,) = run_list.run_rows()
     assert (row.name, row.state, row.model) == ("back", "imported", str(tiny_model))
     assert run_list.prunable([row], ["imported"]) == [row]
 

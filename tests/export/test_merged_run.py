@@ -135,7 +135,7 @@ def test_merged_run_says_where_it_came_from(tiny_model):
         ("a", 0.7),
         ("b", 0.3),
     ]
-    (row,) = [row for row in run_list.rows() if row.name == "m"]
+    (row,) = [row for row in run_list.run_rows() if row.name == "m"]
     assert row.state == "merged"
     with pytest.raises(
         UserError, match="was merged and cannot be resumed; start a new run with --fr"

@@ -46,8 +46,8 @@ def trained(finished) -> Trained:
 @pytest.fixture
 def measured(finished):
     """Writes results of an evaluation for the run, and removes them after the test."""
-    yield lambda found: evaluation.write(finished, found)
-    evaluation.place(finished).unlink(missing_ok=True)
+    yield lambda found: evaluation.write_evaluation(finished, found)
+    evaluation.evaluation_file(finished).unlink(missing_ok=True)
 
 
 def read(content: bytes | Path) -> bytes:

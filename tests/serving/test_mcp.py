@@ -241,7 +241,7 @@ def test_errors_do_not_end_the_server(monkeypatch):
     async def work(client: Client, _: object) -> None:
         for function, kind in ((broken, "bug"), (failing(UserError), "user"),
                                (failing(RunError), "run")):  # fmt: skip
-            monkeypatch.setattr(run_list, "rows", function)
+            monkeypatch.setattr(run_list, "run_rows", function)
             failed, found = await result_of(client, "runs")
             assert failed
             assert found["kind"] == kind

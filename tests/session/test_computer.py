@@ -22,7 +22,7 @@ from your_ai.run.folder import RunFolder
 from your_ai.run.host import HostState
 from your_ai.run.stopping import Interrupted
 from your_ai.session import computer
-from your_ai.session.computer import changes, is_news, known, looked_after, notified
+from your_ai.session.computer import changes_text, is_news, looked_after, notified, with_known
 
 PATIENCE_S = 20.0
 FINISHED = events.Finished(step=1200, reason="done", adapter="a", seconds=3723.0)
@@ -182,16 +182,16 @@ def test_program_that_hangs_does_not_delay_the_run(run, mac, monkeypatch):
 
 def test_what_cannot_be_read_is_as_it_was():
     before = HostState(source="battery", percent=63, thermal="serious")
-    assert known(before, HostState()) == before
+    assert with_known(before, HostState()) == before
     now = HostState(source="battery", percent=63, thermal="fair")
-    assert known(before, HostState(thermal="fair")) == now
+    assert with_known(before, HostState(thermal="fair")) == now
 
 
 def test_desktop_on_mains_power_says_nothing():
     desktop = HostState(source="mains", thermal="nominal")
-    assert changes(HostState(), desktop) == []
+    assert changes_text(HostState(), desktop) == []
     assert not is_news(HostState(), desktop)
-    assert not is_news(HostState(), known(HostState(), HostState()))
+    assert not is_news(HostState(), with_known(HostState(), HostState()))
 
 
 def test_battery_of_a_laptop_on_mains_power_is_not_news():

@@ -26,7 +26,7 @@ from your_ai.session.machines import (
     launcher,
     machines_of,
     paths_to_sync,
-    sync,
+    sync_hosts,
 )
 
 TWO = Machines((Machine("mac1", ("127.0.0.1",)), Machine("mac2", ("10.0.0.2",))))
@@ -203,7 +203,7 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path):
     with pytest.raises(UserError, match="mpirun is missing"):
         check_programs(replace(TWO, backend="mpi"), tools(missing="mpirun")[0])
     with pytest.raises(UserError, match="rsync is missing"):
-        sync(TWO, ["/data"], tools(missing="rsync")[0])
+        sync_hosts(TWO, ["/data"], tools(missing="rsync")[0])
     monkeypatch.setattr(machines.sys, "executable", str(tmp_path / "python"))
     with pytest.raises(UserError, match=r"mlx\.launch is missing"):
         launcher(tools(missing="mlx.launch")[0])
@@ -211,7 +211,7 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path):
 
 def test_sync_copies_to_the_same_places(tmp_path):
     given, run = tools()
-    sync(TWO, [str(tmp_path), "/my data"], given)
+    sync_hosts(TWO, [str(tmp_path), "/my data"], given)
     assert run[1] == ["rsync", "-aL", "--", f"{tmp_path}/", f"mac2:{tmp_path}/"]
     assert run[3] == ["rsync", "-aL", "-s", "--", "/my data", "mac2:/my data"]
 
@@ -229,7 +229,7 @@ def test_sync_copies_what_the_other_ranks_read(tmp_path):
         found = paths_to_sync(build(settings, "test"), tmp_path / place)
         assert found == [str(rows), str(tmp_path / copied)]
     given, run = tools()
-    sync(TWO, [str(tmp_path / "models--o--m")], given)
+    sync_hosts(TWO, [str(tmp_path / "models--o--m")], given)
     assert run[1][1] == "-a"  # with its links
     demo = {"hosts": ("a", "b"), "sync": "all", "model": "demo", "data": "demo"}
     assert paths_to_sync(build(demo, "test"), tmp_path) == []

@@ -100,13 +100,13 @@ def held(folder: RunFolder, name: str = LOCK):
 
 
 def only() -> RunRow:
-    (row,) = run_list.rows()
+    (row,) = run_list.run_rows()
     return row
 
 
 def drawn(rows: list[RunRow], width: int = 80) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
-    console.print(run_list.table(rows, NOW, width))
+    console.print(run_list.runs_table(rows, NOW, width))
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
@@ -125,7 +125,7 @@ FULL = row(
 
 
 def test_rows_of_a_missing_folder_are_empty():
-    assert run_list.rows() == []
+    assert run_list.run_rows() == []
 
 
 def test_row_has_all_figures_of_a_run():
@@ -161,7 +161,7 @@ def test_the_best_running_mean_is_one_figure_in_every_view():
     best = only().best_loss
     assert best > 1.5
     records, _ = events.tail(folder.events)
-    past = history.read(records)
+    past = history.read_history(records)
     assert figures_of(past)["best running mean"] == loss_text(best)
     assert f"best running mean {loss_text(best)} at step" in report_page(past, "r", "")
     frame = screen(past.state, "r", 140, 45, NOW).plain
@@ -186,7 +186,7 @@ def test_the_best_validation_is_one_figure_in_every_view():
         STAGE, restarted, *steps[25:], last,
     )  # fmt: skip
     records, _ = events.tail(folder.events)
-    past = history.read(records)
+    past = history.read_history(records)
     at_the_end = "validation loss: 0.0120 at the end, best 0.0128 at step 20"
     assert view.result_lines(past.state)[0] == at_the_end
     assert only().best_validation == 0.0128
@@ -292,7 +292,7 @@ def test_long_step_without_gauges_counts():
 def test_rows_are_sorted_by_last_change():
     for name, at in (("b", NOW), ("c", NOW + 9), ("a", NOW)):
         made(name, STARTED, at=at)
-    assert [found.name for found in run_list.rows()] == ["c", "a", "b"]
+    assert [found.name for found in run_list.run_rows()] == ["c", "a", "b"]
 
 
 def test_entries_that_are_not_runs_are_skipped():
@@ -303,13 +303,13 @@ def test_entries_that_are_not_runs_are_skipped():
     (RUNS / "readme.txt").touch()
     (RUNS / "gone").symlink_to("nowhere")
     (RUNS / "loop").symlink_to("loop")
-    assert [found.name for found in run_list.rows()] == ["r"]
+    assert [found.name for found in run_list.run_rows()] == ["r"]
 
 
 def test_runs_path_that_is_a_file_is_refused():
     RUNS.touch()
     with pytest.raises(UserError, match=r"^runs: cannot be read \(Not a directory\)$"):
-        run_list.rows()
+        run_list.run_rows()
 
 
 def test_damaged_lines_are_skipped():
@@ -350,7 +350,7 @@ def test_folder_deleted_while_it_is_read_is_skipped(monkeypatch):
         return tail(path)
 
     monkeypatch.setattr(events, "tail", deleted)
-    assert run_list.rows() == []
+    assert run_list.run_rows() == []
 
 
 def test_unreadable_folder_has_a_row():
@@ -399,8 +399,8 @@ def test_fields_of_any_type_give_a_row_that_can_be_shown(lines):
     folder = RunFolder(RUNS / "r")
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.events.write_text("".join(line + "\n" for line in lines))
-    json.dumps(run_list.as_json(run_list.rows()), allow_nan=False)
-    assert len(drawn(run_list.rows(), width=200)) == 2
+    json.dumps(run_list.rows_as_json(run_list.run_rows()), allow_nan=False)
+    assert len(drawn(run_list.run_rows(), width=200)) == 2
     assert run_list.newest() == folder
 
 
@@ -410,7 +410,7 @@ def test_fifty_long_runs_are_listed_within_seconds():
         create(TrainConfig(model="m", data="d", run=f"r{index}"))
         os.link(first.events, RUNS / f"r{index}" / "events.jsonl")
     began = time.process_time()
-    found = run_list.rows()
+    found = run_list.run_rows()
     took_s = time.process_time() - began
     assert [each.step for each in found] == [800] * 50
     assert took_s < 5  # less than 1.2 on an idle machine
@@ -503,7 +503,7 @@ def test_cropped_name_has_the_given_length(most):
 def test_table_shows_states_without_color(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
-    console.print(run_list.table([row(state=state) for state in STATES], NOW))
+    console.print(run_list.runs_table([row(state=state) for state in STATES], NOW))
     assert all(state in console.file.getvalue() for state in STATES)
     assert "\x1b[3" not in console.file.getvalue()
 
@@ -582,7 +582,7 @@ def test_run_in_a_linked_runs_folder_is_removed(own_folder):
     RUNS.rename("large disk")
     RUNS.symlink_to("large disk")
     run_list.remove(RunFolder(own_folder / RUNS / "r"))
-    assert run_list.rows() == []
+    assert run_list.run_rows() == []
 
 
 @pytest.mark.parametrize("name", ["notes", "nowhere", "."])
@@ -600,7 +600,7 @@ def test_killed_removal_leaves_the_whole_run_or_nothing(point):
     killed = subprocess.run([sys.executable, "-c", KILLED, str(folder.path), point], check=False)
     assert killed.returncode == -signal.SIGKILL
     if point == "rmtree":
-        assert run_list.rows() == []
+        assert run_list.run_rows() == []
     else:
         assert only().model == "org/m"
         assert folder.read_config()
@@ -613,7 +613,7 @@ def test_incomplete_removal_names_what_is_left(monkeypatch):
     monkeypatch.setattr(run_list.shutil, "rmtree", lambda path, ignore_errors: None)
     with pytest.raises(UserError, match=r"^runs/\.tmp-.*: the rest of r; remove it by hand"):
         run_list.remove(folder)
-    assert run_list.rows() == []
+    assert run_list.run_rows() == []
 
 
 # --- Pruning

@@ -29,9 +29,9 @@ from your_ai.session.tune_study import (
     is_worse,
     next_trial,
     open_study,
-    settings_of,
     space_of,
     tell,
+    trial_settings,
     value_of,
 )
 
@@ -106,7 +106,7 @@ def test_layers_are_all_or_half_of_the_blocks():
 
 @pytest.mark.parametrize(("fixed", "alpha"), [((), 8.0), (("lora_alpha",), 32.0)])
 def test_alpha_follows_the_rank_unless_it_is_given(fixed, alpha):
-    changed = settings_of(BASE, {"lora_rank": 4}, fixed)
+    changed = trial_settings(BASE, {"lora_rank": 4}, fixed)
     assert (changed.lora_rank, changed.lora_alpha) == (4, alpha)
 
 

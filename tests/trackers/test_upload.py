@@ -43,25 +43,25 @@ def log_events(run: RunFolder, *logged: Event) -> None:
 
 def test_an_unknown_name_is_refused_with_the_nearest():
     with pytest.raises(UserError, match=r"--report-to wandbb: .*did you mean wandb\?"):
-        upload.check(["wandbb"])
+        upload.check_trackers(["wandbb"])
 
 
 def test_a_missing_package_is_refused_with_its_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"tensorboardX .*pip install '\.\[tensorboard\]'"):
-        upload.check(["tensorboard"])
+        upload.check_trackers(["tensorboard"])
 
 
 def test_a_folder_named_wandb_is_not_the_package(own_folder, monkeypatch):
     (own_folder / "wandb").mkdir()
     monkeypatch.setattr(sys, "path", [str(own_folder)])
     with pytest.raises(UserError, match="not installed"):
-        upload.check(["wandb"])
+        upload.check_trackers(["wandb"])
 
 
 def test_installed_packages_are_accepted(own_folder, monkeypatch):
     monkeypatch.syspath_prepend(str(fakes.write(own_folder / "fakes")))
-    upload.check(upload.NAMES)
+    upload.check_trackers(upload.NAMES)
 
 
 # Sending, in this process

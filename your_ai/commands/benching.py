@@ -56,18 +56,20 @@ def bench(request: BenchRequest, as_json: JsonObject = False) -> None:
     if processes > 1:
         from your_ai.doctor import scaling
 
-        found = scaling.measured(contest, contenders, processes, echo_error)
+        found = scaling.measured_scaling(contest, contenders, processes, echo_error)
         if as_json:
             echo_json({"rows": [dataclasses.asdict(row) for row in found]})
         else:
             open_console().print(scaling.scaling_table(found))
         return
-    rows = measuring.compare(contest, contenders, echo_error)
+    rows = measuring.compare_contenders(contest, contenders, echo_error)
     if as_json:
         echo_json({"rows": [dataclasses.asdict(row) for row in rows]})
     else:
         open_console().print(
-            measuring.table(rows, objective == GRPO), *measuring.over_limit(contest, rows), sep="\n"
+            measuring.bench_table(rows, objective == GRPO),
+            *measuring.over_limit(contest, rows),
+            sep="\n",
         )
 
 

@@ -39,7 +39,7 @@ def evaluate(request: EvaluateRequest, as_json: JsonObject = False) -> None:
         if as_json:
             echo_json(measured, indent=2)
         else:
-            open_console().print(show.report(measured, api.load_run(name).name))
+            open_console().print(show.evaluation_report(measured, api.load_run(name).name))
 
     try:
         with show.progress_bar(open_console(stderr=True)) as update:
@@ -137,5 +137,5 @@ def read_run(folder: RunFolder) -> ComparedRun:
         faults.append(str(error))
     row = row_of(folder)
     state = row.state if row is not None else "running" if is_running(folder) else "-"
-    measures = adapter_values(record.read(folder))
+    measures = adapter_values(record.read_evaluation(folder))
     return compared_run(folder.name, state, config, records, measures, "; ".join(faults))

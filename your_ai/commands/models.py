@@ -213,12 +213,12 @@ def models(
         return
     from your_ai.doctor import model_list
 
-    rows = model_list.rows()
+    rows = model_list.model_rows()
     if as_json:
-        echo_json(model_list.as_json(rows))
+        echo_json(model_list.models_json(rows))
     else:
         console = open_console()
-        console.print(model_list.table(rows, console.width))
+        console.print(model_list.models_table(rows, console.width))
 
 
 @app.command(cls=CommandWithPanels)
@@ -303,9 +303,9 @@ def recommend(
     objective = coerce("objective", objective, "--objective")
     found = recommending.recommend(room, objective=objective)
     if as_json:
-        echo_json(recommending.as_json(room, found))
+        echo_json(recommending.recommendations_json(room, found))
     elif every:
-        open_console().print(recommending.table(room, found))
+        open_console().print(recommending.recommendations_table(room, found))
     else:
         seconds = None
         if found and memory is None:
@@ -313,7 +313,7 @@ def recommend(
 
             tokens = found[0].batch * found[0].seq_len
             seconds = seconds_for(tokens, found[0].known.repo)
-        open_console().print(recommending.answer(room, found, seconds))
+        open_console().print(recommending.recommendation_text(room, found, seconds))
 
 
 def doctor(
@@ -376,9 +376,9 @@ def doctor(
         return
     found = examining.findings(machine)
     if as_json:
-        echo_json(examining.as_json(machine, found))
+        echo_json(examining.findings_json(machine, found))
     else:
-        open_console().print(examining.table(machine, found))
+        open_console().print(examining.findings_table(machine, found))
 
 
 def test_device(machine: MachineInfo, as_json: bool) -> None:
@@ -386,7 +386,7 @@ def test_device(machine: MachineInfo, as_json: bool) -> None:
     from your_ai.doctor import selftest
 
     lines = []
-    for line in selftest.run():
+    for line in selftest.run_selftest():
         lines.append(line)
         if not as_json:
             echo(selftest.text(line))
@@ -415,7 +415,7 @@ def report_device(path: Path, quick: bool, minutes: float | None, yes: bool, as_
     began, lines = time.monotonic(), []
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave no process behind
     try:
-        for line in reporting.run(reporting.parts_of(quick), minutes):
+        for line in reporting.run_report(reporting.parts_of(quick), minutes):
             lines.append(line)
             if not as_json:
                 echo(selftest.text(line))

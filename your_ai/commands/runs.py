@@ -77,12 +77,12 @@ def runs(
 
     if context.invoked_subcommand is not None:
         return
-    found = run_list.rows()
+    found = run_list.run_rows()
     if as_json:
-        echo_json(run_list.as_json(found))
+        echo_json(run_list.rows_as_json(found))
     elif found:
         console = open_console()
-        console.print(run_list.table(found, time.time(), console.width))
+        console.print(run_list.runs_table(found, time.time(), console.width))
     else:
         echo("no runs here; start one: your_ai train")
 
@@ -122,7 +122,7 @@ def prune(
 
     named = joined(["died", "stopped"] if states is None else states).split(",")
     wanted = [state.strip() for state in named if state.strip()]
-    found = run_list.prunable(run_list.rows(), wanted, older_than * run_list.DAY_S)
+    found = run_list.prunable(run_list.run_rows(), wanted, older_than * run_list.DAY_S)
     if not found:
         echo("nothing to remove")
     else:

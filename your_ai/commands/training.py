@@ -126,7 +126,7 @@ def check(settings: TrainConfig, detach: bool) -> TrainConfig:
     if settings.report_to:
         from your_ai.trackers import upload
 
-        upload.check(settings.report_to)
+        upload.check_trackers(settings.report_to)
     if settings.push_to:
         from your_ai.publish.push import check_account
 

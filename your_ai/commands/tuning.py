@@ -135,7 +135,7 @@ def check_settings(settings: TrainConfig, flags: Mapping[str, Any]) -> None:
 
 def finish(folder: TuneFolder, rows: Sequence[TrialRow], console: Console, as_json: bool) -> None:
     """Write the report; show the trials, the best settings, and what to do with them."""
-    from your_ai.dashboard.trials import best_of, settings_text, trials_table, write_trial_report
+    from your_ai.dashboard.trials import best_trial, settings_text, trials_table, write_trial_report
 
     report = None
     try:
@@ -143,7 +143,7 @@ def finish(folder: TuneFolder, rows: Sequence[TrialRow], console: Console, as_js
         report = str(folder.report)
     except (UserError, OSError) as error:
         echo_error(f"note: no report: {error}")
-    best = best_of(rows)
+    best = best_trial(rows)
     if as_json:
         echo_json(
             {
@@ -186,10 +186,10 @@ class TuneLines:
             self.status.update(progress_text(number, settings, state))
 
     def ended(self, row: TrialRow) -> None:
-        from your_ai.dashboard.trials import line
+        from your_ai.dashboard.trials import trial_line
 
         if self.console is not None:
-            self.console.print(line(row), soft_wrap=True)
+            self.console.print(trial_line(row), soft_wrap=True)
 
 
 @contextlib.contextmanager

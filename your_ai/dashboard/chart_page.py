@@ -33,7 +33,7 @@ def chart_html(chart: Chart) -> str:
         for number, tick in enumerate(across.ticks)
     )
     return (
-        f'<div class="chart" style="--labels: {width}ch">{legend(chart)}{drawn}'
+        f'<div class="chart" style="--labels: {width}ch">{legend_html(chart)}{drawn}'
         f'<div class="x" aria-hidden="true">{ticks}</div>'
         f'<div class="x-name" aria-hidden="true">{escape(chart.x_name)}</div></div>'
     )
@@ -64,7 +64,7 @@ def x_label(axis: Axis, value: float, text: str, is_odd: bool) -> str:
     return f'<span{kind} style="left: {100 * (axis.place(value) or 0):.2f}%">{escape(text)}</span>'
 
 
-def legend(chart: Chart) -> str:
+def legend_html(chart: Chart) -> str:
     """The labels of all curves with a look of each, once; nothing for a single label."""
     curves = [curve for panel in chart.panels for curve in panel.curves] + list(chart.breaks)
     labeled = {curve.label: curve for curve in reversed(curves) if curve.label and curve.points}
@@ -91,12 +91,12 @@ def shape(curve: Curve, across: Axis, down: Axis) -> str:
         down = Axis(0.0, 1.0, ())
     parts = list(unbroken(curve, across, down))
     if curve.look == "area":
-        path = "".join(f"M{line(p[:2] for p in part)}L{edge(part)}z" for part in parts)
+        path = "".join(f"M{path_of(p[:2] for p in part)}L{edge(part)}z" for part in parts)
         return f'<path d="{path}" style="fill: var(--{curve.color})"/>' if path else ""
     dots = {"dots": "round", "squares": "square"}.get(curve.look)
     if dots is None:
         path = "".join(
-            f"M{line(corners(part) if curve.look == 'steps' else part)}" for part in parts
+            f"M{path_of(corners(part) if curve.look == 'steps' else part)}" for part in parts
         )
     else:  # lines without a length, which keep their shape when the SVG stretches
         path = "".join(f"M{point[0]} {point[1]}h0" for part in parts for point in part)
@@ -136,7 +136,7 @@ def unbroken(curve: Curve, across: Axis, down: Axis) -> Iterator[list[Spot]]:
             part = []
 
 
-def line(spots: Iterable[Spot]) -> str:
+def path_of(spots: Iterable[Spot]) -> str:
     """The path through some places: the first, then the distances from one to the next."""
     (x, y), *rest = ((spot[0], spot[1]) for spot in spots)
     path = [f"{x} {y}"]

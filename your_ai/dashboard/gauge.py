@@ -82,14 +82,14 @@ def memory_rows(page: Page, state: ViewState) -> list[ScreenRow]:
     held = sum(size for size, *_ in stack)
     figures = process_line(page, sizes)
     rows = [ScreenRow("process", figures)]
-    gauge = bar(page, stack, max(held, sizes.process or 0), sizes)
+    gauge = gauge_bar(page, stack, max(held, sizes.process or 0), sizes)
     rows += [ScreenRow("gauge", gauge)] * (2 if page.height >= HIGH_SCREEN else 1)
     if stack:
         if sizes.limit is not None:
             stack.append((max(0, sizes.limit - held), page.glyphs.free, DIM, "free"))
         shows_plan = any(sizes.what in text for text, _ in figures)
         planned = None if shows_plan else sizes.planned
-        rows.append(ScreenRow("legend", legend(page, stack, planned, sizes.what)))
+        rows.append(ScreenRow("legend", gauge_legend(page, stack, planned, sizes.what)))
     if not state.memory.values:
         return rows
     curve = resampled(state.memory.values, curve_width(page), highest=True)
@@ -145,7 +145,7 @@ def level_color(share: float) -> str:
     return "green" if share < NEAR else "yellow" if share < DANGER else "red"
 
 
-def bar(page: Page, stack: list[StackPart], held: int, sizes: MemorySizes) -> list[TextPart]:
+def gauge_bar(page: Page, stack: list[StackPart], held: int, sizes: MemorySizes) -> list[TextPart]:
     """Draw the parts of the process one after the other, and ticks at the plan and the peak."""
     width, scale, total, end = page.room, sizes.scale, 0, 0
     parts: list[TextPart] = []
@@ -161,13 +161,13 @@ def bar(page: Page, stack: list[StackPart], held: int, sizes: MemorySizes) -> li
     ):
         if place is not None:
             tick = min(width - 1, round(width * place / scale))
-            parts = marked(parts, tick, (glyph, style))
+            parts = with_mark(parts, tick, (glyph, style))
     if held > scale:
-        parts = marked(parts, width - 1, (page.glyphs.over, WARN))
+        parts = with_mark(parts, width - 1, (page.glyphs.over, WARN))
     return line(page, "", parts, inline=False)
 
 
-def marked(parts: list[TextPart], at: int, mark: TextPart) -> list[TextPart]:
+def with_mark(parts: list[TextPart], at: int, mark: TextPart) -> list[TextPart]:
     """Replace the glyph in cell `at`; every glyph takes one cell."""
     found, begin = [], 0
     for text, style in parts:
@@ -178,7 +178,9 @@ def marked(parts: list[TextPart], at: int, mark: TextPart) -> list[TextPart]:
     return found
 
 
-def legend(page: Page, stack: list[StackPart], planned: int | None, what: str) -> list[TextPart]:
+def gauge_legend(
+    page: Page, stack: list[StackPart], planned: int | None, what: str
+) -> list[TextPart]:
     """Explain the glyphs; planned: what the plan needs, if it is not shown elsewhere."""
     fields = [
         Field(2 * rank, size_text(size), f" {word} ", style="", mark=(glyph, style))

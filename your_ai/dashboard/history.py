@@ -72,7 +72,7 @@ class HistoryReader:
         return RunHistory(self.state, self.timeline, steps, validations)
 
 
-def read(records: Sequence[events.Record]) -> RunHistory:
+def read_history(records: Sequence[events.Record]) -> RunHistory:
     reader = HistoryReader()
     reader.add(records)
     return reader.past

@@ -109,7 +109,7 @@ def is_better(found: Validation, best: Validation | None) -> bool:
     return math.isfinite(found.loss) and (best is None or found.loss < best.loss)
 
 
-def best_of(validations: Iterable[Validation]) -> Validation | None:
+def best_validation(validations: Iterable[Validation]) -> Validation | None:
     """The best of all, in the order of the run; None if no loss is finite."""
     best = None
     for found in validations:

@@ -134,7 +134,7 @@ def texts_of(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     return [(PAIRS.get(name, name), f"{metrics[name]:.4g}") for name in (*first, *others)]
 
 
-def rows_of(metrics: Mapping[str, float]) -> dict[str, list[tuple[str, str]]]:
+def metric_rows(metrics: Mapping[str, float]) -> dict[str, list[tuple[str, str]]]:
     """The rows of the screen by their label: the name and the text of each metric.
 
     The rewards and the phases have functions of their own.

@@ -26,7 +26,7 @@ from your_ai.dashboard.history import (
     finite,
     held,
     plan_changes,
-    read,
+    read_history,
 )
 from your_ai.dashboard.measures import folded_actions, match_share
 from your_ai.dashboard.metric_table import (
@@ -215,7 +215,7 @@ def write_report(
 
     The arguments are those of `report_page`. Raises UserError if `out` cannot be written.
     """
-    page = report_page(read(records), name, config_text, config, rollouts)
+    page = report_page(read_history(records), name, config_text, config, rollouts)
     write_atomically(out, page.encode())
 
 

@@ -22,8 +22,16 @@ from rich.text import Text
 from your_ai.config import TrainConfig, is_used
 from your_ai.dashboard.chart_page import chart_html
 from your_ai.dashboard.charts import Chart, Curve, Panel, metric_points
-from your_ai.dashboard.history import Points, RunHistory, finite, losses, read, smoothed, thinned
-from your_ai.dashboard.measures import best_of
+from your_ai.dashboard.history import (
+    Points,
+    RunHistory,
+    finite,
+    losses,
+    read_history,
+    smoothed,
+    thinned,
+)
+from your_ai.dashboard.measures import best_validation
 from your_ai.dashboard.metric_table import REWARD, is_charted, plain
 from your_ai.dashboard.page import MEETING, drawn_together
 from your_ai.dashboard.report import template, write_atomically
@@ -70,7 +78,7 @@ def compared_run(
 ) -> ComparedRun:
     """Read a run for the comparison. config: None if it cannot be read."""
     try:
-        past = read(records)
+        past = read_history(records)
         figures, curves = figures_of(past), curves_of(past)
     except (TypeError, ValueError, ArithmeticError, AttributeError):
         fault, figures, curves = fault or "its events have values of a wrong type", {}, {}
@@ -80,7 +88,7 @@ def compared_run(
         name=name,
         state=state,
         objective="" if config is None else config.objective,
-        settings={} if config is None else settings_of(config),
+        settings={} if config is None else settings_as_text(config),
         figures=figures,
         curves=curves,
         measures=measures,
@@ -88,16 +96,16 @@ def compared_run(
     )
 
 
-def settings_of(config: TrainConfig) -> dict[str, str]:
+def settings_as_text(config: TrainConfig) -> dict[str, str]:
     """The settings that the run's objective uses, as text."""
     return {
-        name: value_text(value)
+        name: setting_text(value)
         for name, value in dataclasses.asdict(config).items()
         if name not in NOT_COMPARED and is_used(name, config.objective)
     }
 
 
-def value_text(value: object) -> str:
+def setting_text(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list | tuple):
@@ -116,7 +124,7 @@ def figures_of(past: RunHistory) -> dict[str, str]:
         found["last loss"] = loss_text(last.loss)
         if state.best_loss is not None:
             found["best running mean"] = loss_text(state.best_loss)
-    best = best_of(past.validations)
+    best = best_validation(past.validations)
     if best is not None:
         text = f"{validation_text(best, best.loss)} at step {best.step:,}"
         found["best reward" if best.reward is not None else "best validation"] = text
@@ -181,7 +189,7 @@ def results(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
     return table
 
 
-def measured(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
+def evaluated(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
     """What the last evaluation of each run measured."""
     names = list(dict.fromkeys(name for run in runs for name in run.measures))
     return {name: [run.measures.get(name, UNKNOWN) for run in runs] for name in names}
@@ -218,7 +226,7 @@ def renderable(runs: Sequence[ComparedRun], width: int) -> RenderableType:
     sections = {
         "Settings that differ": differing(runs),
         "Results": results(runs),
-        "Evaluation (with the adapter)": measured(runs),
+        "Evaluation (with the adapter)": evaluated(runs),
     }
     for title, rows in sections.items():
         if rows:
@@ -297,7 +305,7 @@ def write_comparison(runs: Sequence[ComparedRun], out: Path) -> None:
     sections = {
         "Settings that differ": differing(runs),
         "Results": results(runs),
-        "Evaluation, with the adapter": measured(runs),
+        "Evaluation, with the adapter": evaluated(runs),
     }
     charts = {
         f"curve-{number}": comparison_chart(runs, name)

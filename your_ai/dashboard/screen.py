@@ -15,12 +15,12 @@ from your_ai.dashboard.metric_table import (
     REWARD,
     SPREAD,
     is_rewarded,
+    metric_rows,
     named_rewards,
     other_values,
     phase_peaks,
     phase_seconds,
     plain,
-    rows_of,
     texts_of,
 )
 from your_ai.dashboard.page import (
@@ -196,7 +196,7 @@ def with_more(
     curve = next((row.kind for row in groups[2] if row.kind in CURVES), "")
     flat = sum(row.kind == curve for row in groups[2])
     rows = min(MOST_CHART, left + flat)
-    chart = loss_chart(state, curve == "reward curve") if curve else None
+    chart = loss_curve(state, curve == "reward curve") if curve else None
     if chart is None or rows < LEAST_CHART or page.height < HIGH_SCREEN:
         return groups
     at = next(i for i, row in enumerate(groups[2]) if row.kind == curve)
@@ -205,7 +205,7 @@ def with_more(
     return [*groups[:2], [*others[:at], *drawn, *others[at:]], *groups[3:]]
 
 
-def loss_chart(state: ViewState, of_reward: bool) -> LineChart | None:
+def loss_curve(state: ViewState, of_reward: bool) -> LineChart | None:
     """The loss or the reward of each step, and of the validations; None for less than two."""
     series = state.rewards if of_reward else state.losses
     measured = state.validation is not None and (state.validation.reward is not None) == of_reward
@@ -379,7 +379,7 @@ def reward_rows(page: Page, state: ViewState, step: events.Step) -> list[ScreenR
     if state.validation is not None and state.validation.reward is None:
         losses.append(validation_field(state, state.validation))
     rows.append(field_row(page, "loss", "loss", losses))
-    for label, texts in rows_of(step.metrics).items():
+    for label, texts in metric_rows(step.metrics).items():
         rows += texts_rows(page, label, label, texts)
     # Of several updates of the same completions, only the first has phases.
     return rows + phase_rows(page, state, state.generated or step)

@@ -21,7 +21,7 @@ from your_ai.dashboard.report import template, write_atomically
 from your_ai.dashboard.state import ViewState
 from your_ai.dashboard.view import (
     duration,
-    known,
+    or_unknown,
     peak_of_limit,
     validation_name,
     validation_text,
@@ -75,7 +75,7 @@ class TrialRow:
         return self.validation_loss if self.reward is None else self.reward
 
 
-def best_of(rows: Sequence[TrialRow]) -> TrialRow | None:
+def best_trial(rows: Sequence[TrialRow]) -> TrialRow | None:
     """The finished trial with the lowest loss, or the highest reward; None if there is none.
 
     Of equals it is the first.
@@ -93,17 +93,17 @@ def measure_text(row: TrialRow) -> str:
     """The validation loss or the reward of a trial."""
     if row.reward is not None:
         return plain(row.reward)
-    return known(row.validation_loss, loss_text)
+    return or_unknown(row.validation_loss, loss_text)
 
 
-def marked(rows: Sequence[TrialRow]) -> list[TrialRow]:
+def with_best(rows: Sequence[TrialRow]) -> list[TrialRow]:
     """The rows, of which the best is marked."""
-    best = best_of(rows)
+    best = best_trial(rows)
     number = None if best is None else best.number
     return [dataclasses.replace(row, is_best=row.number == number) for row in rows]
 
 
-def value_text(name: str, value: Any) -> str:
+def searched_text(name: str, value: Any) -> str:
     """Format a setting: `2.1e-04`, `16`, `all`."""
     if name == "learning_rate" and isinstance(value, float):
         return f"{value:.2e}"
@@ -112,10 +112,10 @@ def value_text(name: str, value: Any) -> str:
 
 def settings_text(settings: dict[str, Any]) -> str:
     """Format settings as `learning rate 2.10e-04, rank 16`; the first trial has the defaults."""
-    return ", ".join(f"{HEADS[name]} {value_text(name, v)}" for name, v in settings.items())
+    return ", ".join(f"{HEADS[name]} {searched_text(name, v)}" for name, v in settings.items())
 
 
-def line(row: TrialRow) -> str:
+def trial_line(row: TrialRow) -> str:
     """One line about a trial that has ended."""
     parts = [f"{row.state} ({row.reason})" if row.reason else row.state]
     if row.value is not None:
@@ -139,10 +139,10 @@ def columns_of(rows: Sequence[TrialRow]) -> dict[str, list[str]]:
     for name, head in HEADS.items():
         if any(name in row.settings for row in rows):
             columns[head] = [
-                known(row.settings.get(name), partial(value_text, name)) for row in rows
+                or_unknown(row.settings.get(name), partial(searched_text, name)) for row in rows
             ]
-    columns["step"] = [f"{known(row.step, str)}/{known(row.steps, str)}" for row in rows]
-    columns["time"] = [known(row.seconds, duration) for row in rows]
+    columns["step"] = [f"{or_unknown(row.step, str)}/{or_unknown(row.steps, str)}" for row in rows]
+    columns["time"] = [or_unknown(row.seconds, duration) for row in rows]
     columns["peak of limit"] = [peak_of_limit(row.peak_bytes, row.limit_bytes) for row in rows]
     return columns
 
@@ -208,7 +208,7 @@ def write_trial_report(rows: Sequence[TrialRow], name: str, preset: str, out: Pa
         rows=by_loss(rows),
         columns=columns_of(by_loss(rows)),
         to_the_left=TO_THE_LEFT,
-        best=best_of(rows),
+        best=best_trial(rows),
         first=next((row for row in rows if row.number == 0), None),
         measured=f"validation {measure_name(rows)}",
         charts={"trials": trials_chart(rows)} | {n: setting_chart(rows, n) for n in names},
@@ -221,7 +221,7 @@ def trials_chart(rows: Sequence[TrialRow]) -> Chart | None:
     """The trials in their order, and the best so far; None if none has finished."""
     name = measure_name(rows)
     better = min if name == "loss" else max
-    finished = measured([(row, row.number) for row in rows if row.state == "finished"])
+    finished = measured_points([(row, row.number) for row in rows if row.state == "finished"])
     if not finished:
         return None
     so_far: Points = list(
@@ -249,7 +249,7 @@ def setting_chart(rows: Sequence[TrialRow], setting: str) -> Chart | None:
     values = sorted({row.settings[setting] for row in known}, key=lambda v: (isinstance(v, str), v))
     places = values if is_rate else range(len(values))
     place_of = dict(zip(values, places, strict=True))
-    ticks = [(place, value_text(setting, value)) for value, place in place_of.items()]
+    ticks = [(place, searched_text(setting, value)) for value, place in place_of.items()]
     return Chart(
         title=title,
         caption=f"Validation {measure_name(rows)} by {title}.",
@@ -261,17 +261,17 @@ def setting_chart(rows: Sequence[TrialRow], setting: str) -> Chart | None:
     )
 
 
-def measured(points: Sequence[tuple[TrialRow, float]]) -> Points:
+def measured_points(points: Sequence[tuple[TrialRow, float]]) -> Points:
     """What the trials measured, at their place on the x axis."""
     return [(x, row.measured) for row, x in points if row.measured is not None]
 
 
 def measure_panel(points: Sequence[tuple[TrialRow, float]], curves: Sequence[Curve] = ()) -> Panel:
     """Mark trials with a value: the finished, the pruned, and the best in another color."""
-    best = measured([(row, x) for row, x in points if row.is_best])
+    best = measured_points([(row, x) for row, x in points if row.is_best])
     found = [*curves, Curve(points=best, color="green", look="dots", width=12, label="best")]
     for state, (look, color, width) in LOOKS.items():
-        at = measured([(row, x) for row, x in points if row.state == state])
+        at = measured_points([(row, x) for row, x in points if row.state == state])
         found.append(Curve(points=at, color=color, look=look, width=width, label=state))
     losses = [row.validation_loss for row, _ in points if row.validation_loss is not None]
     is_log = bool(losses) and 0 < WIDE_RANGED * min(losses) < max(losses)

@@ -126,14 +126,14 @@ UNKNOWN = "-"
 T = TypeVar("T")
 
 
-def known(value: T | None, text: Callable[[T], str]) -> str:
+def or_unknown(value: T | None, text: Callable[[T], str]) -> str:
     """Format a value that may be unknown."""
     return UNKNOWN if value is None else text(value)
 
 
 def peak_of_limit(peak_bytes: int | None, limit_bytes: int | None) -> str:
     """Format as `5.2 GB of 7.0 GB`."""
-    peak = known(peak_bytes, size_text)
+    peak = or_unknown(peak_bytes, size_text)
     return peak if limit_bytes is None else f"{peak} of {size_text(limit_bytes)}"
 
 

@@ -144,7 +144,7 @@ def named(text: str, option: str, known: tuple[str, ...]) -> list[str]:
     return names
 
 
-def table(rows: list[BenchRow], of_rewards: bool = False) -> Table:
+def bench_table(rows: list[BenchRow], of_rewards: bool = False) -> Table:
     """Show the rows.
 
     est.: the estimate of the peak; total: of the process; x sft: the time of a pair relative to
@@ -195,7 +195,7 @@ def over_limit(contest: Contest, rows: list[BenchRow]) -> list[str]:
     ]
 
 
-def compare(
+def compare_contenders(
     contest: Contest,
     contenders: list[str],
     on_note: Callable[[str], object] = lambda _: None,

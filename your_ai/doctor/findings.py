@@ -227,7 +227,7 @@ def older(version: str, than: str) -> bool:
 # Showing it
 
 
-def as_json(machine: MachineInfo, found: list[Finding]) -> dict[str, Any]:
+def findings_json(machine: MachineInfo, found: list[Finding]) -> dict[str, Any]:
     limit = limit_of(machine)
     return {
         "machine": dataclasses.asdict(machine),
@@ -265,7 +265,7 @@ def facts(machine: MachineInfo) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text}
 
 
-def table(machine: MachineInfo, found: list[Finding]) -> RenderableType:
+def findings_table(machine: MachineInfo, found: list[Finding]) -> RenderableType:
     """Show the machine, then the findings. Each command is on its own line, for copying."""
     about = Table(box=None, pad_edge=False, show_header=False)
     about.add_column(style="dim", no_wrap=True)

@@ -57,7 +57,7 @@ class ModelRow:
     """What is wrong with it, e.g. a missing file."""
 
 
-def rows(room: MachineRoom | None = None) -> list[ModelRow]:
+def model_rows(room: MachineRoom | None = None) -> list[ModelRow]:
     """The model that comes with your_ai, the local models by name, then the known models that are
     not local. Raises UserError.
     """
@@ -134,11 +134,11 @@ def fit_of_folder(folder: Path, room: MachineRoom) -> str | None:
     return WORDS[tier_of(workload, limit_bytes) or USUAL.name]
 
 
-def as_json(found: Sequence[ModelRow]) -> list[dict[str, Any]]:
+def models_json(found: Sequence[ModelRow]) -> list[dict[str, Any]]:
     return [asdict(row) for row in found]
 
 
-def table(found: Sequence[ModelRow], width: int = 80) -> Table:
+def models_table(found: Sequence[ModelRow], width: int = 80) -> Table:
     """Show the models. The column `trains` says whether training fits into the memory here."""
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     drawn.add_column("model", no_wrap=True)

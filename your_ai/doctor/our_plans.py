@@ -217,7 +217,7 @@ def prepare_ours(
     if needs_reference(job.config):
         examples, engine = job.schedule.examples, trainer.engine
         reference = computed(examples, engine, trainer.rows_at, lambda _: None)
-        examples = dataclasses.replace(examples, reference=reference)
+        examples = examples.with_columns({"reference": reference})
         schedule = dataclasses.replace(job.schedule, examples=examples)
         trainer = dataclasses.replace(trainer, schedule=schedule)
     known = contender not in (*SHORT, "prefix")
@@ -321,7 +321,7 @@ def named_plan(contest: Contest, contender: str, adapted: int, blocks: int) -> P
 
 def contest_rewards() -> Rewards:
     """The reward of a completion: the share of even tokens."""
-    rewards = Rewards(parse_rewards([EVEN]))
+    rewards = Rewards(parse_rewards([EVEN]), {})
     rewards.models[EVEN] = even_shares
     return rewards
 

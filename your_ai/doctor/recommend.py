@@ -255,7 +255,7 @@ def command_of(model: Known, seq_len: int, profile: Profile) -> str:
 # Showing it
 
 
-def as_json(room: MachineRoom, found: list[Recommendation]) -> dict[str, Any]:
+def recommendations_json(room: MachineRoom, found: list[Recommendation]) -> dict[str, Any]:
     def row(each: Recommendation) -> dict[str, Any]:
         model = {name: getattr(each.known, name) for name in MODEL_FIELDS}
         fields = {f.name: getattr(each, f.name) for f in dataclasses.fields(each)}
@@ -273,7 +273,7 @@ def as_json(room: MachineRoom, found: list[Recommendation]) -> dict[str, Any]:
 NONE_FITS = "no known model fits: even the smallest needs more memory"
 
 
-def answer(
+def recommendation_text(
     room: MachineRoom, found: list[Recommendation], seconds: float | None = None
 ) -> RenderableType:
     """Show the first recommendation with its command.
@@ -309,14 +309,14 @@ def about_limit(room: MachineRoom) -> list[RenderableType]:
     return ["", limits.text(room.limit), *room.limit.notices]
 
 
-def table(room: MachineRoom, found: list[Recommendation]) -> RenderableType:
+def recommendations_table(room: MachineRoom, found: list[Recommendation]) -> RenderableType:
     """Show all recommendations with their commands."""
     lines: list[RenderableType] = [] if found else [NONE_FITS]
     for tier, title in TIERS.items():
         there = [each for each in found if each.tier == tier]
         if not there:
             continue
-        lines += [*[""] * bool(lines), Text(title, "bold"), rows_of(there)]
+        lines += [*[""] * bool(lines), Text(title, "bold"), recommendation_rows(there)]
         lines += [Text(continued(each.command), overflow="fold") for each in there]
     return Group(*lines, *about_limit(room))
 
@@ -332,7 +332,7 @@ def continued(command: str, width: int = WIDTH) -> str:
     return "\n".join(lines)
 
 
-def rows_of(shown: list[Recommendation]) -> Table:
+def recommendation_rows(shown: list[Recommendation]) -> Table:
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for head, width in COLUMNS.items():
         left = head in ("model", "targets", "plan")

@@ -212,7 +212,7 @@ def parts_of(quick: bool) -> list[Part]:
     ]
 
 
-def run(parts: Sequence[Part], minutes: float) -> Iterator[ReportLine]:
+def run_report(parts: Sequence[Part], minutes: float) -> Iterator[ReportLine]:
     """Describe the machine, then run the parts, and yield each result, cleaned.
 
     Everything is in a temporary folder, which is removed even if the caller stops early.

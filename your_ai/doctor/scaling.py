@@ -50,7 +50,7 @@ class ScalingRow:
     gradient_bytes: int
 
 
-def measured(
+def measured_scaling(
     contest: Contest,
     plans: Sequence[str],
     processes: int,

@@ -100,7 +100,7 @@ class OutOfTime(Exception):
             self.ran_s = time.time() - psutil.Process(process.pid).create_time()
 
 
-def run(max_seconds: float = MAX_S) -> Iterator[ReportLine]:
+def run_selftest(max_seconds: float = MAX_S) -> Iterator[ReportLine]:
     """Run the checks one after the other, and yield each result.
 
     Everything is in a temporary folder, which is removed even if the caller stops early.

@@ -55,21 +55,21 @@ class EvaluationNotKept(RunError):
         """The content that evaluation.json would have."""
 
 
-def place(folder: RunFolder) -> Path:
+def evaluation_file(folder: RunFolder) -> Path:
     return folder.path / "evaluation.json"
 
 
-def as_text(found: dict[str, Any]) -> str:
+def evaluation_text(found: dict[str, Any]) -> str:
     return json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def write(folder: RunFolder, found: dict[str, Any]) -> None:
+def write_evaluation(folder: RunFolder, found: dict[str, Any]) -> None:
     """Write evaluation.json. If that fails, raise EvaluationNotKept; the previous file stays."""
-    target = place(folder)
+    target = evaluation_file(folder)
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     try:
         try:
-            temporary.write_bytes(as_text(found).encode("utf-8", "replace"))
+            temporary.write_bytes(evaluation_text(found).encode("utf-8", "replace"))
             sync(temporary)
             os.replace(temporary, target)
         finally:
@@ -84,10 +84,10 @@ def write(folder: RunFolder, found: dict[str, Any]) -> None:
         ) from error
 
 
-def read(folder: RunFolder) -> dict[str, Any] | None:
+def read_evaluation(folder: RunFolder) -> dict[str, Any] | None:
     """Read the last evaluation of a run; None if there is none of this version."""
     try:
-        found = json.loads(read_text(place(folder), MOST_BYTES))
+        found = json.loads(read_text(evaluation_file(folder), MOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and found.get("version") == VERSION else None

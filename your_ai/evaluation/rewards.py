@@ -191,7 +191,7 @@ def rewards_of(
 # Measures
 
 
-def measures(judged: Judged, resamples: int, seed: int) -> dict[str, Paired]:
+def preference_measures(judged: Judged, resamples: int, seed: int) -> dict[str, Paired]:
     """The means of base and adapter by measure, most of them with TRL's names.
 
     rewards/accuracies, logps/accuracies and logps/mean_accuracies are the shares of pairs whose

@@ -192,7 +192,7 @@ def load_rows(
     encoder: the run's encoder.
     """
     content = checked_sha256(path, encoder.limit)
-    trained = load(path, encoder, config, tokenizer_sha256)
+    trained = load_cached(path, encoder, config, tokenizer_sha256)
     if not trained.weights.any():
         name = files_of_rows(path, encoder.limit)
         raise UserError(f"{name}: every row has weight 0: there is nothing to measure")
@@ -203,7 +203,7 @@ def load_rows(
     if not encoder.masks_prompt:
         try:
             masking = replace(encoder, mask_prompt=True)
-            examples = load(path, masking, config, tokenizer_sha256)
+            examples = load_cached(path, masking, config, tokenizer_sha256)
             masked = origins(path, masking, config, examples)
             answered = masked.row_of
             answers = EncodedRows(examples, np.searchsorted(kept, answered), masked.is_bad)
@@ -224,7 +224,9 @@ def load_rows(
     )
 
 
-def load(path: Path, encoder: Encoder, config: TrainConfig, tokenizer_sha256: str) -> Examples:
+def load_cached(
+    path: Path, encoder: Encoder, config: TrainConfig, tokenizer_sha256: str
+) -> Examples:
     length, cache = config.max_seq_length, store() / "cache"
     return load_examples(path, encoder, tokenizer_sha256, length, config.too_long, cache)
 
@@ -363,7 +365,7 @@ def in_training_data(
     try:
         path = find_splits(config).files["train"]
         as_trained = replace(rows.encoder, mask_prompt=config.mask_prompt, kind=config.row_kind)
-        seen = load(path, as_trained, config, tokenizer_sha256)
+        seen = load_cached(path, as_trained, config, tokenizer_sha256)
     except UserError:
         return None
     wanted: dict[bytes, list[int]] = {}

@@ -82,7 +82,7 @@ def progress_bar(console: Console) -> Iterator[Callable[[EvaluationProgress], No
         yield update
 
 
-def report(found: dict[str, Any], run: str) -> RenderableType:
+def evaluation_report(found: dict[str, Any], run: str) -> RenderableType:
     """Render the object that `record` stores. run: the name of the run."""
     preferences, is_reward = found.get("preferences"), found.get("reward_model", False)
     step = "" if found["step"] is None else f", step {found['step']}"
@@ -92,7 +92,7 @@ def report(found: dict[str, Any], run: str) -> RenderableType:
             + ("" if is_reward else f", {counted(found['trained_tokens'], 'supervised token')}")
         ),
         "",
-        table(found),
+        measures_table(found),
         "",
         Text(
             f"In brackets: {100 * found['confidence']:g}% confidence intervals, from "
@@ -113,7 +113,7 @@ def report(found: dict[str, Any], run: str) -> RenderableType:
     return Group(*lines, *worst(found["worst"]))
 
 
-def table(found: dict[str, Any]) -> Table:
+def measures_table(found: dict[str, Any]) -> Table:
     """Each measure of base and adapter, and their difference."""
     measured = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # to fit 80 columns
     measured.add_column("", min_width=len("exact match"))

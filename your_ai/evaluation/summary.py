@@ -45,7 +45,7 @@ def summarize(run: Trained, found: Comparison, settings: EvaluateRequest) -> dic
         "step": run.adapter.step,
         "checkpoint": folder.name if folder.parent == run.folder.checkpoints else None,
         "measures": {
-            name: {system: as_json(interval) for system, interval in intervals.items()}
+            name: {system: interval_json(interval) for system, interval in intervals.items()}
             for name, intervals in measures(found, judged, settings).items()
         },
         "metric_name": found.metric_name,
@@ -105,7 +105,9 @@ def preferences(found: Comparison, judged: Judged) -> dict[str, Any]:
     }
     pairs = judged.is_pair & judged.counts
     if "start" in judged.logps and pairs.any():
-        about["start"] = {"logps/accuracies": finite(judged.likelier("start")[pairs].mean())}
+        about["start"] = {
+            "logps/accuracies": finite_or_none(judged.likelier("start")[pairs].mean())
+        }
     return about
 
 
@@ -127,7 +129,11 @@ def measures(
 
     weights, ones = rows.weights, np.ones(len(rows))
     sizes = weights * rows.trained_tokens
-    pairs = {} if judged is None else rewards.measures(judged, settings.resamples, settings.seed)
+    pairs = (
+        {}
+        if judged is None
+        else rewards.preference_measures(judged, settings.resamples, settings.seed)
+    )
     is_reward = rows.encoder.kind == "rated"
     if is_reward and judged is None:
         pairs |= rewards.score_measures(found, settings.resamples, settings.seed)
@@ -181,11 +187,11 @@ def against_ties(base: Interval, shares: dict[str, Interval]) -> dict[str, Inter
     return {"adapter": adapter, "difference": Interval(*moved)}
 
 
-def as_json(interval: Interval) -> dict[str, float | None]:
-    return {name: finite(value) for name, value in asdict(interval).items()}
+def interval_json(interval: Interval) -> dict[str, float | None]:
+    return {name: finite_or_none(value) for name, value in asdict(interval).items()}
 
 
-def finite(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
@@ -235,22 +241,26 @@ def worst_rows(
             texts[place] = (*asked_and_expected(row), rejected_answer(row))
 
     def of_pair(judged: Judged, place: int) -> dict[str, Any]:
-        margins = {f"{s}_margin": finite(m[place]) for s, m in judged.margins.items()}
+        margins = {f"{s}_margin": finite_or_none(m[place]) for s, m in judged.margins.items()}
         return {**margins, "rejected": excerpt(texts[place][2])}
 
     return [
         {
             "where": found.rows.where(place),
             "by": [name for name, places in kinds.items() if place in places],
-            "base_loss": finite(losses.base[place]),
-            "adapter_loss": finite(losses.adapter[place]),
+            "base_loss": finite_or_none(losses.base[place]),
+            "adapter_loss": finite_or_none(losses.adapter[place]),
             "prompt": excerpt(texts[place][0]),
             "expected": excerpt(texts[place][1]),
             "base_answer": excerpt((found.base.answers or {}).get(place)),
             "answer": excerpt((found.adapter.answers or {}).get(place)),
             **({} if judged is None or not is_pair[place] else of_pair(judged, place)),
-            **{f"{system}_error": finite(each[place]) for system, each in errors.items()},
-            **{f"{s}_score": finite(each[place]) for s, each in scores.items() if each is not None},
+            **{f"{system}_error": finite_or_none(each[place]) for system, each in errors.items()},
+            **{
+                f"{s}_score": finite_or_none(each[place])
+                for s, each in scores.items()
+                if each is not None
+            },
         }
         for place in chosen
     ]
@@ -264,7 +274,7 @@ def excerpt(text: str | None) -> str | None:
     return line if len(line) <= EXCERPT_CHARACTERS else line[: EXCERPT_CHARACTERS - 4] + " ..."
 
 
-def notes(found: Comparison) -> list[str]:
+def evaluation_notes(found: Comparison) -> list[str]:
     """Messages for the user about the measurements."""
     texts, rows = list(found.notes), found.rows
     systems = {"base": found.base, "start": found.start, "adapter": found.adapter}

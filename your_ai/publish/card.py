@@ -21,8 +21,8 @@ import yaml
 from your_ai import __version__
 from your_ai.config import ABOUT, DEMO, GENERATING, GRPO, SFT, SOFT, TrainConfig, is_used
 from your_ai.config import REWARD as REWARD_MODEL
-from your_ai.dashboard.history import read
-from your_ai.dashboard.measures import best_of, match_share
+from your_ai.dashboard.history import read_history
+from your_ai.dashboard.measures import best_validation, match_share
 from your_ai.dashboard.metric_table import REWARD, is_rewarded, other_values, plain
 from your_ai.dashboard.view import duration, validation_name, validation_text
 from your_ai.gates.text import counted, loss_text, size_text
@@ -275,7 +275,7 @@ def method_of(trained: Trained) -> Method:
 
 def figures_of(records: Sequence[events.Record]) -> CardFigures:
     """The results of a training run, from its events."""
-    past = read(records)
+    past = read_history(records)
     state = past.state
     matches = tuple(m for m in (state.match_before, state.match_after) if m is not None)
     return CardFigures(
@@ -448,7 +448,7 @@ def figure_rows(figures: CardFigures, config: TrainConfig | None) -> list[tuple[
         ("trainable parameters", f"{figures.parameters:,}" if figures.parameters else ""),
         progress_row(steps),
     ]
-    best = best_of(figures.validations)
+    best = best_validation(figures.validations)
     if best is not None:
         text = f"{validation_text(best, best.loss)} at step {best.step:,}"
         rows.append((f"best {validation_name(best)}", text))

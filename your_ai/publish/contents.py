@@ -148,12 +148,12 @@ def settings_of(config: TrainConfig, base: Base) -> str:
 
 def measured(folder: RunFolder, step: int) -> tuple[dict[str, Any] | None, str]:
     """Results of `your_ai eval` for this step or None, and a note if they cannot be used."""
-    found = record.read(folder)
+    found = record.read_evaluation(folder)
     if found is None:
         return None, ""
     sides, rows = found.get("measures"), found.get("rows")
     sound = isinstance(sides, dict) and all(isinstance(side, dict) for side in sides.values())
-    path = record.place(folder)
+    path = record.evaluation_file(folder)
     if not (sound and isinstance(rows, int)):
         return None, f"{path}: is damaged and not in the card; measure again: your_ai eval"
     name = str(found.get("checkpoint"))  # only the name of a checkpoint has its step

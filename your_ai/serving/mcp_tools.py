@@ -356,9 +356,11 @@ class AgentTools:
             text = await self._command("eval", found.name, *arguments_of(request))
         finally:
             del self.evaluating[token]
-        measured = await in_thread(record.read, found)
+        measured = await in_thread(record.read_evaluation, found)
         measures = {} if measured is None else dict(measured.get("measures", {}))
-        return RunText(run=run, text=text, path=str(record.place(found)), measures=measures)
+        return RunText(
+            run=run, text=text, path=str(record.evaluation_file(found)), measures=measures
+        )
 
     @tool
     async def report(self, request: ReportRequest) -> RunText:
@@ -374,7 +376,7 @@ class AgentTools:
     async def runs(self) -> RunsInFolder:
         """List the runs in the folder: state, step, losses, memory in bytes, time in seconds."""
         await in_thread(mcp_gate.check_runs, self.gate)
-        return RunsInFolder(runs=run_list.as_json(await in_thread(run_list.rows)))
+        return RunsInFolder(runs=run_list.rows_as_json(await in_thread(run_list.run_rows)))
 
     # What the tools share. These functions block, and are called in threads.
 

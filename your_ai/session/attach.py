@@ -140,7 +140,7 @@ def train(
                 has_begun = follower.begun or follower.failure is not None
                 if not received and ("q" in pressed or (detach and has_begun)):
                     shown.put_away()
-                    return leave(supervisor, folder, None if as_json else console)
+                    return detached(supervisor, folder, None if as_json else console)
                 handle_keys(pressed, folder)
             follower.catch_up(at_once=True)
         status = supervisor.process.returncode
@@ -267,7 +267,7 @@ def train_as_rank(settings: TrainConfig) -> int:
         return train_launched(None, settings, stop)
 
 
-def leave(supervisor: Child, folder: RunFolder, console: Console | None) -> int:
+def detached(supervisor: Child, folder: RunFolder, console: Console | None) -> int:
     """Detach: let the run continue by itself."""
     supervisor.release()
     run = folder.reference

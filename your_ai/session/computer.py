@@ -94,7 +94,7 @@ def recorded_state(folder: RunFolder, every_s: float = READ_EVERY_S) -> Iterator
         written = HostState()
         while not over.is_set():
             if has_events(folder):  # its first event is of the training process
-                found = known(written, host.read_state())
+                found = with_known(written, host.read_state())
                 if is_news(written, found) and not over.is_set():
                     write_state(folder, written, found)
                     written = found
@@ -117,7 +117,7 @@ def has_events(folder: RunFolder) -> bool:
         return False
 
 
-def known(before: HostState, now: HostState) -> HostState:
+def with_known(before: HostState, now: HostState) -> HostState:
     """The state now; of what could not be read, that before."""
     return HostState(
         source=now.source or before.source,
@@ -129,18 +129,18 @@ def known(before: HostState, now: HostState) -> HostState:
 def is_news(before: HostState, now: HostState) -> bool:
     """Whether a state differs enough from the one written before to be written."""
     moved = abs((now.percent or 0) - (before.percent or 0)) >= PERCENT_STEP
-    return bool(changes(before, now)) or (now.source in ("battery", "UPS") and moved)
+    return bool(changes_text(before, now)) or (now.source in ("battery", "UPS") and moved)
 
 
 def write_state(folder: RunFolder, before: HostState, now: HostState) -> None:
     state = events.Host(source=now.source or "", percent=now.percent, thermal=now.thermal or "")
     with contextlib.suppress(RunError), contextlib.closing(EventLog(folder.events)) as log:
         log.write(state)
-        for text in changes(before, now):
+        for text in changes_text(before, now):
             log.write(events.Notice(text=text))
 
 
-def changes(before: HostState, now: HostState) -> list[str]:
+def changes_text(before: HostState, now: HostState) -> list[str]:
     """What changed, in words for the user. Mains power and no heat at the start say nothing."""
     found = []
     if now.source in ("battery", "UPS") and now.source != before.source:

@@ -314,7 +314,7 @@ def check_reachable(machines: Machines, tools: Tools | None = None) -> None:
             )
 
 
-def sync(machines: Machines, paths: Sequence[str], tools: Tools | None = None) -> None:
+def sync_hosts(machines: Machines, paths: Sequence[str], tools: Tools | None = None) -> None:
     """Copy files and folders to the same places on the other hosts, with rsync.
 
     Raises UserError if one cannot be copied.

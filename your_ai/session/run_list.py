@@ -25,7 +25,7 @@ from your_ai.dashboard import history
 from your_ai.dashboard.metric_table import REWARD, is_rewarded, plain
 from your_ai.dashboard.report import RolloutSample
 from your_ai.dashboard.state import ViewState, fold_all
-from your_ai.dashboard.view import UNKNOWN, duration, known, peak_of_limit
+from your_ai.dashboard.view import UNKNOWN, duration, or_unknown, peak_of_limit
 from your_ai.errors import RunError, UserError
 from your_ai.files import TEMPORARY, clean
 from your_ai.gates.text import counted, loss_text, printable, shortened, size_text
@@ -90,7 +90,7 @@ class RunRow:
     """Size of all files in the run's folder."""
 
 
-def rows(runs: Path = RUNS) -> list[RunRow]:
+def run_rows(runs: Path = RUNS) -> list[RunRow]:
     """List the runs in `runs`, last changed first; an empty list if the folder does not exist.
 
     A run that cannot be read has a row without figures. Entries that are not runs are skipped.
@@ -289,7 +289,7 @@ def size_of(folder: Path) -> int | None:
     return total
 
 
-def as_json(rows: Iterable[RunRow]) -> list[dict[str, Any]]:
+def rows_as_json(rows: Iterable[RunRow]) -> list[dict[str, Any]]:
     return [dataclasses.asdict(row) for row in rows]
 
 
@@ -302,10 +302,10 @@ COLUMNS: dict[str, Callable[[RunRow, float], str]] = {
     "best": lambda row, now: loss_or_reward(row.best_validation, row.best_reward),
     "best mean": lambda row, now: loss_or_reward(row.best_loss, row.best_mean_reward),
     "peak of limit": lambda row, now: peak_of_limit(row.peak_bytes, row.limit_bytes),
-    "worked": lambda row, now: known(row.seconds, duration),
-    "changed": lambda row, now: known(row.changed_at, lambda at: ago(now - at)),
-    "size": lambda row, now: known(row.size_bytes, size_text),
-    "model": lambda row, now: known(row.model, short_model),
+    "worked": lambda row, now: or_unknown(row.seconds, duration),
+    "changed": lambda row, now: or_unknown(row.changed_at, lambda at: ago(now - at)),
+    "size": lambda row, now: or_unknown(row.size_bytes, size_text),
+    "model": lambda row, now: or_unknown(row.model, short_model),
 }
 BY_IMPORTANCE = (
     *("run", "state", "step", "loss", "peak of limit", "changed"),
@@ -314,7 +314,7 @@ BY_IMPORTANCE = (
 TO_THE_LEFT = ("run", "state", "model")
 
 
-def table(rows: Sequence[RunRow], now: float, width: int = 80) -> Table:
+def runs_table(rows: Sequence[RunRow], now: float, width: int = 80) -> Table:
     """Make a table of the columns that fit into `width` characters; long names are shortened."""
     cells = {head: [text(row, now) for row in rows] for head, text in COLUMNS.items()}
     widths = {head: max(map(len, [head, *cells[head]])) for head in COLUMNS}
@@ -340,7 +340,7 @@ def room_beside_name(widths: dict[str, int], heads: Sequence[str]) -> int:
 
 
 def loss_or_reward(loss: float | None, reward: float | None) -> str:
-    return known(loss, loss_text) if reward is None else f"reward {plain(reward)}"
+    return or_unknown(loss, loss_text) if reward is None else f"reward {plain(reward)}"
 
 
 def ago(seconds: float) -> str:
@@ -462,7 +462,7 @@ def seconds_for(tokens: int, model: str) -> float | None:
         run = newest()
         if name_of_model(run.read_config().model) != name_of_model(model):
             return None
-        steps = history.read(events.tail(run.events)[0]).steps[-STEPS:]
+        steps = history.read_history(events.tail(run.events)[0]).steps[-STEPS:]
     except (UserError, RunError, OSError):
         return None
     speeds = [step.tokens / step.seconds for step in steps if step.seconds > 0 and step.tokens]

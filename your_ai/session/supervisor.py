@@ -55,7 +55,7 @@ from your_ai.session.machines import (
     check_reachable,
     machines_of,
     paths_to_sync,
-    sync,
+    sync_hosts,
 )
 from your_ai.session.ranks import (
     check_processes,
@@ -263,7 +263,7 @@ def end_if_stalled(
     pid: the training process's, which `child` is or has started.
     It writes its stack first, if it can. A signal to stop would not do: it could not save.
     """
-    look(folder, watch)
+    look_at(folder, watch)
     if not watch.is_stalled:
         return ""
     process, what = child.process, watch.describe()
@@ -281,7 +281,7 @@ def end_if_stalled(
         stack = f"its stack is in {folder.path / LOG}"
     else:
         stack = "it did not answer with its stack"
-    look(folder, watch)
+    look_at(folder, watch)
     if not watch.is_stalled:
         note(folder, f"{what}, but then it went on; {stack}")
         return ""
@@ -292,7 +292,7 @@ def end_if_stalled(
     return ""
 
 
-def look(folder: RunFolder, watch: StallWatch) -> None:
+def look_at(folder: RunFolder, watch: StallWatch) -> None:
     """Let `watch` see the new events and the time; record what kept this process from looking."""
     with contextlib.suppress(UserError):
         records, watch.offset = events.tail(folder.events, watch.offset)
@@ -430,7 +430,7 @@ def stop_signal(status: int) -> int | None:
     return next((int(n) for n in SIGNALS if status in (128 + n, -n)), None)
 
 
-def settings_of(folder: RunFolder, settings: str) -> TrainConfig:
+def given_settings(folder: RunFolder, settings: str) -> TrainConfig:
     return build(json.loads(settings), "--settings") if settings else folder.read_config()
 
 
@@ -448,7 +448,7 @@ def ready_ranks(folder: RunFolder, config: TrainConfig | None) -> tuple[int, Mac
         check_reachable(machines)
         if config.sync != "off":
             note(folder, "copying to the other hosts")
-            sync(machines, paths_to_sync(config, find_model(config.model)))
+            sync_hosts(machines, paths_to_sync(config, find_model(config.model)))
     return config.processes, machines
 
 
@@ -492,7 +492,7 @@ def supervise_run(
         if parent_fd is not None:
             watch_parent(parent_fd, stop, detached.set)
         folder = find(run)
-        config = settings_of(folder, settings)
+        config = given_settings(folder, settings)
         patience, awake = patience_of(config), not config.allow_sleep
         with (
             locked(folder, SUPERVISOR_LOCK),

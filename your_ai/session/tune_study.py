@@ -89,7 +89,9 @@ def is_allowed(base: TrainConfig, name: str, value: Any) -> bool:
     return False
 
 
-def settings_of(base: TrainConfig, chosen: Mapping[str, Any], fixed: Sequence[str]) -> TrainConfig:
+def trial_settings(
+    base: TrainConfig, chosen: Mapping[str, Any], fixed: Sequence[str]
+) -> TrainConfig:
     """`base` with the chosen settings. The adapters' scale stays, unless alpha is fixed."""
     alpha = base.lora_alpha
     if "lora_alpha" not in fixed and "lora_rank" in chosen:

@@ -32,7 +32,7 @@ from optuna.trial import FrozenTrial, Trial
 
 from your_ai.config import FIELDS, TrainConfig, build, nearest, to_yaml
 from your_ai.dashboard.state import ViewState, fold_all
-from your_ai.dashboard.trials import TrialRow, best_of, marked, measure_name, measure_text
+from your_ai.dashboard.trials import TrialRow, best_trial, measure_name, measure_text, with_best
 from your_ai.data.sources import find_splits
 from your_ai.errors import RunError, UserError
 from your_ai.files import replace_text, sha256
@@ -383,7 +383,7 @@ class Tuning:
         trial, settings = tune_study.next_trial(self.study, self.storage, space, base.seed, steps)
         folder = self.folder.trial(trial.number)
         try:
-            config = tune_study.settings_of(base, settings, self.fixed)
+            config = tune_study.trial_settings(base, settings, self.fixed)
         except UserError as error:  # together they contradict another setting
             end = TrialEnd(tune_study.FAILED, reason=str(error))
         else:
@@ -446,11 +446,11 @@ class Tuning:
     def rows(self) -> list[TrialRow]:
         """The trials that have ended."""
         trials = tune_study.ended_trials(self.study)
-        return marked([row_of(self.folder.trial(trial.number), trial) for trial in trials])
+        return with_best([trial_row(self.folder.trial(trial.number), trial) for trial in trials])
 
     def keep_the_best(self, rows: Sequence[TrialRow]) -> None:
         """Write best.yaml; remove the checkpoints and adapters of all other trials."""
-        best = best_of(rows)
+        best = best_trial(rows)
         if best is None:
             return
         config = self.folder.trial(best.number).read_config()
@@ -467,7 +467,7 @@ class Tuning:
                     shutil.rmtree(path, ignore_errors=True)
 
 
-def row_of(folder: RunFolder, trial: FrozenTrial) -> TrialRow:
+def trial_row(folder: RunFolder, trial: FrozenTrial) -> TrialRow:
     """A trial as the study and the events of its run describe it."""
     run, value = run_list.row_of(folder), tune_study.value_of(trial)
     is_reward = run is not None and run.best_reward is not None and value is not None

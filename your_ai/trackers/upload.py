@@ -289,7 +289,7 @@ NICENESS = 10
 MESSAGE_CHARACTERS = 300
 
 
-def check(names: Sequence[str]) -> None:
+def check_trackers(names: Sequence[str]) -> None:
     """Raise UserError for an unknown name, or one whose package is not installed."""
     for name in names:
         if name not in NAMES:
@@ -339,7 +339,7 @@ def start(folder: RunFolder, name: str) -> subprocess.Popen[bytes] | None:
             )
     except OSError as error:
         with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as log:
-            log.write(line(f"{name}: cannot be started ({error.strerror})"))
+            log.write(log_line(f"{name}: cannot be started ({error.strerror})"))
         return None
 
 
@@ -429,7 +429,7 @@ def send(folder: RunFolder, name: str, over: threading.Event) -> bool:
     The packages retry uploads by themselves, but not the start of a run. So a tracker that
     raised is opened again after RETRY_S, and once more when the run is over.
     """
-    identity, sent = load(folder, name)
+    identity, sent = load_progress(folder, name)
     past, count, offset = UploadState(), 0, 0
     waiting: deque[tuple[int, TrackerRow]] = deque()
     tracker: Tracker | None = None
@@ -444,11 +444,11 @@ def send(folder: RunFolder, name: str, over: threading.Event) -> bool:
                     waiting.append((count, row))
             while waiting:
                 if tracker is None:
-                    save(folder, name, identity, sent)
+                    save_progress(folder, name, identity, sent)
                     tracker = OPEN[name](folder, identity)
                 tracker.log(waiting[0][1])
                 sent, _ = waiting.popleft()
-                save(folder, name, identity, sent)
+                save_progress(folder, name, identity, sent)
             if last:
                 if tracker is not None:
                     tracker.close(past.ended)
@@ -468,7 +468,7 @@ def send(folder: RunFolder, name: str, over: threading.Event) -> bool:
     return True
 
 
-def load(folder: RunFolder, name: str) -> tuple[str, int]:
+def load_progress(folder: RunFolder, name: str) -> tuple[str, int]:
     """The run's id in the tracker, and how many of its events the tracker has."""
     try:
         kept = json.loads(read_text(state_of(folder, name), STATE_BYTES))
@@ -477,7 +477,7 @@ def load(folder: RunFolder, name: str) -> tuple[str, int]:
         return secrets.token_hex(8), 0
 
 
-def save(folder: RunFolder, name: str, identity: str, sent: int) -> None:
+def save_progress(folder: RunFolder, name: str, identity: str, sent: int) -> None:
     path = state_of(folder, name)
     with contextlib.suppress(OSError):  # a full disk: the next row tries again
         path.with_suffix(".tmp").write_text(json.dumps({"id": identity, "events": sent}))
@@ -493,14 +493,14 @@ def again(folder: RunFolder, name: str) -> str:
     return f"send the rest later: python -m your_ai.trackers.upload {run} {name}"
 
 
-def line(text: str) -> str:
+def log_line(text: str) -> str:
     return f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"
 
 
 def say(text: str) -> None:
     """Write a line to trackers.log, which is the output of this process."""
     with contextlib.suppress(OSError, ValueError):
-        echo(line(text), nl=False)
+        echo(log_line(text), nl=False)
 
 
 if __name__ == "__main__":
