@@ -12,6 +12,23 @@ def record(event: Event) -> Record:
     return Record(0.0, event)
 
 
+def started(at: int = 0, **changes: Any) -> events.Started:
+    fields = {
+        "steps": 10,
+        "steps_per_epoch": 5,
+        "model": "m",
+        "rows": 9,
+        "trainable_parameters": 65536,
+        "dtype": "float32",
+        "plan": "fused",
+    }
+    return events.Started(step=at, **{**fields, **changes})
+
+
+def validation(at: int, loss: float = 2.0, **changes: Any) -> events.Validation:
+    return events.Validation(step=at, loss=loss, trained_tokens=9, seconds=1.0, **changes)
+
+
 def step(number: int, **changes: Any) -> events.Step:
     fields = {
         "step": number,
@@ -61,5 +78,4 @@ def rewarded(number: int, reward: float | None = None, **changes: Any) -> events
 
 
 def reward_validation(at: int, reward: float, **others: float) -> events.Validation:
-    metrics = {"reward": reward, **others}
-    return events.Validation(step=at, loss=-reward, trained_tokens=9, seconds=1.0, metrics=metrics)
+    return validation(at, -reward, metrics={"reward": reward, **others})

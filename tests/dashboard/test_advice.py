@@ -7,19 +7,18 @@ import math
 
 import pytest
 
-from tests.dashboard.test_view import STARTED, state_of, step
+from tests.dashboard.frames import started, step, validation
+from tests.dashboard.test_view import state_of
 from your_ai.dashboard import view
 from your_ai.dashboard.view import advice_line, preference_line
 from your_ai.run import events
 
 DONE = events.Finished(step=60, reason="done", adapter="a", seconds=9.0)
-LONG = dataclasses.replace(STARTED, steps=60, steps_per_epoch=20, more="a higher --learning-rate")
+LONG = started(steps=60, steps_per_epoch=20, more="a higher --learning-rate")
 
 
 def measured(at: int, loss: float, best: bool = True, **metrics: float) -> events.Validation:
-    return events.Validation(
-        step=at, loss=loss, trained_tokens=9, seconds=1.0, best=best, metrics=metrics
-    )
+    return validation(at, loss, best=best, metrics=metrics)
 
 
 def answers(*given: str, expected: str = "It is on its way.") -> events.Samples:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from tests.dashboard.frames import reward_validation, rewarded
+from tests.dashboard.frames import reward_validation, rewarded, validation
 from tests.dashboard.test_screen import (
     BEGAN_AT,
     BEGINNING,
@@ -49,10 +49,9 @@ PAIRS = {
 }  # fmt: skip
 SCORES = {"rewards/margins": 0.41, "rewards/accuracies": 0.875, "rewards/error": 0.1}
 SOFT = {"reward": 0.41, "kl": 0.01, "credit/residual": 0.02, "temperature": 0.7}
-CHECKED = events.Validation(
-    step=20, loss=0.6, trained_tokens=9, seconds=1.0, best=True,
-    metrics={"rewards/margins": 0.19, "rewards/accuracies": 0.75},
-)  # fmt: skip
+CHECKED = validation(
+    20, 0.6, best=True, metrics={"rewards/margins": 0.19, "rewards/accuracies": 0.75}
+)
 REWARDED = folded(
     *BEGINNING, *(rewarded(n, steps=1000) for n in range(1, 10)), reward_validation(9, 0.625),
     events.Phase(text="generating completions", in_step=True), ROLLOUT, rewarded(10, steps=1000),

@@ -7,7 +7,7 @@ import time
 import pytest
 from rich.console import Console
 
-from tests.dashboard.frames import step
+from tests.dashboard.frames import started, step
 from your_ai.dashboard import live
 from your_ai.dashboard.live import Follower
 from your_ai.dashboard.state import ViewState, fold
@@ -42,10 +42,7 @@ def phase(text: str, in_step: bool = True) -> events.Phase:
     return events.Phase(text=text, in_step=in_step)
 
 
-STARTED = events.Started(
-    step=0, steps=10, steps_per_epoch=5, model="m", rows=9, trainable_parameters=1,
-    dtype="float32", plan="fused",
-)  # fmt: skip
+STARTED = started()
 
 
 def test_lines_name_each_long_phase_of_a_step_once(own_folder):

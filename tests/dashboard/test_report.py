@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.browser import browser_tab, needs_browser
-from tests.dashboard.frames import reward_validation, rewarded, step
+from tests.dashboard.frames import reward_validation, rewarded, started, step, validation
 from your_ai.config import TrainConfig
 from your_ai.dashboard import charts, history, report
 from your_ai.dashboard.report import RolloutSample
@@ -35,20 +35,9 @@ def planned(plan: str, level: int = 0, **changes: object) -> events.Planned:
     return events.Planned(plan=plan, level=level, **{**fields, **changes})
 
 
-def started(at: int = 0, model: str = "some/model") -> events.Started:
-    return events.Started(
-        step=at, steps=10, steps_per_epoch=5, model=model, rows=9, trainable_parameters=65536,
-        dtype="float32", plan="fused",
-    )  # fmt: skip
-
-
 def action(at: int, kind: str = "clear_cache", **changes: object) -> events.Action:
     fields = {"cause": "every 10 steps", "before_bytes": 5 * 10**9, "after_bytes": 4 * 10**9}
     return events.Action(step=at, kind=kind, **{**fields, "seconds": 0.25, **changes})
-
-
-def validation(at: int, loss: float) -> events.Validation:
-    return events.Validation(step=at, loss=loss, trained_tokens=9, seconds=1.0)
 
 
 def samples(when: str, answer: str, prompt: str = "2 + 2?", expected: str = "4") -> events.Samples:
@@ -125,7 +114,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_report_begins_with_the_main_figures(page):
     text = Parsed(page).text
     for shown in (
-        "a-run some/model finished Steps 10 of 10 epoch 1",
+        "a-run m finished Steps 10 of 10 epoch 1",
         "Last loss 2.0000 best running mean",
         "Best validation loss 2.2500 at step 10; last 2.2500",
         "Peak memory 5.40 GB 90% of the limit, 6.00 GB",
@@ -472,7 +461,7 @@ def test_failed_write_keeps_the_old_page(own_folder, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(report, "sync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match="No space left on device"):
         report.write_report([], "r", "", own_folder / "r.html")
     assert [p.name for p in own_folder.iterdir()] == ["r.html"]

@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from tests.dashboard import frames
 from tests.dashboard.frames import record, rewarded, step
 from your_ai.config import build
 from your_ai.dashboard.run_comparison import (
@@ -22,7 +23,6 @@ from your_ai.dashboard.run_comparison import (
     shared_curves,
 )
 from your_ai.gates.console import open_console
-from your_ai.run import events
 
 NASTY = "</pre><script>alert(1)</script>\x1b[2J"
 
@@ -34,8 +34,7 @@ def config(**settings):
 def past(losses, validation=None, **changes):
     found = [record(step(i + 1, loss=loss, **changes)) for i, loss in enumerate(losses)]
     if validation is not None:
-        event = events.Validation(step=len(losses), loss=validation, trained_tokens=9, seconds=1.0)
-        found.append(record(event))
+        found.append(record(frames.validation(len(losses), validation)))
     return found
 
 

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from tests.dashboard.frames import reward_validation, rewarded
+from tests.dashboard import frames
+from tests.dashboard.frames import reward_validation, rewarded, started, validation
 from your_ai.dashboard import view
 from your_ai.dashboard.page import UNICODE
 from your_ai.dashboard.screen import KEPT, screen
@@ -40,10 +41,7 @@ PLANNED = events.Planned(
     needed_bytes=5_600_000_000, asked="--max-memory 7 --plan auto --spill False",
     text="fused, micro-batches of 4 x 480 tokens: least limit 5.60 GB",
 )  # fmt: skip
-STARTED = events.Started(
-    step=0, steps=1000, steps_per_epoch=100, model="Qwen3-0.6B", rows=400,
-    trainable_parameters=65536, dtype="bfloat16", plan="fused",
-)  # fmt: skip
+STARTED = started(steps=1000, steps_per_epoch=100, model="Qwen3-0.6B", rows=400, dtype="bfloat16")
 LOADING = [
     events.Stage(text="loading Qwen3-0.6B"),
     events.Gauges(
@@ -58,15 +56,11 @@ def step(number: int, **changes: Any) -> events.Step:
     """A step; memory rises with its number, and the loss falls with some noise."""
     process_bytes = 3_000_000_000 + 11_000_000 * number + 90_000_000 * (number % 5)
     fields = {
-        "step": number,
         "steps": 1000,
         "epoch": 1 + number // 100,
         "loss": 1.1 + 3.0 / (1 + number / 12) + 0.05 * (number * 7 % 11 - 5),
         "grad_norm": 0.52,
-        "learning_rate": 1e-4,
         "tokens": 1480,
-        "padded_tokens": 1600,
-        "trained_tokens": 700,
         "seconds": 0.8 + 0.05 * (number % 3),
         "active_bytes": process_bytes - 1_200_000_000,
         "cache_bytes": 790_000_000,
@@ -77,7 +71,7 @@ def step(number: int, **changes: Any) -> events.Step:
         "swap_bytes": 0,
         "pressure": 1,
     }
-    return events.Step(**{**fields, **changes})
+    return frames.step(number, **{**fields, **changes})
 
 
 def action(number: int, kind: str, cause: str, freed_bytes: int, seconds: float) -> events.Action:
@@ -92,9 +86,9 @@ def training() -> list[Event]:
     """200 steps with rising memory, and other events between them."""
     near = "process 4.95 GB within the step is over 70% of the limit of 7.00 GB"
     also = {
-        50: [events.Validation(step=50, loss=1.7312, trained_tokens=900, seconds=3.0)],
+        50: [validation(50, 1.7312)],
         100: [
-            events.Validation(step=100, loss=1.5121, trained_tokens=900, seconds=3.0),
+            validation(100, 1.5121),
             events.Checkpoint(step=100, folder="checkpoints/step-000100", seconds=0.2),
             action(100, "reload_lora", "every 50 steps", 203_000_000, 0.27),
         ],
@@ -122,7 +116,7 @@ TRAINING = folded(*training())
 OVER = folded(step(201, process_bytes=7_560_000_000, highest_bytes=7_560_000_000), state=TRAINING)
 END = [
     dataclasses.replace(step(200), step=1000, epoch=10, loss=0.9981),
-    events.Validation(step=1000, loss=1.2345, trained_tokens=900, seconds=3.0),
+    validation(1000, 1.2345),
     events.Checkpoint(step=1000, folder="checkpoints/step-001000", seconds=0.2),
     events.ExactMatch(when="before", correct=2, rows=64),
     events.ExactMatch(when="after", correct=62, rows=64),

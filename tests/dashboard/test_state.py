@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.dashboard.frames import record, step
+from tests.dashboard.frames import record, started, step
 from your_ai.dashboard.state import SERIES_POINTS, Series, ViewState, fold, resumed
 from your_ai.run import events
 from your_ai.run.events import Record
@@ -19,15 +19,8 @@ def folded(*happened: events.Event) -> ViewState:
 
 def test_running_means_are_of_the_newer_half_of_the_steps():
     state = folded(*(step(i, loss=float(i)) for i in range(1, 5)))
-    assert (state.smooth_loss, state.best_loss) == (3.5, 3.5)
-    assert state.smooth_reward is None
-
-
-def started(at: int) -> events.Started:
-    return events.Started(
-        step=at, steps=99, steps_per_epoch=5, model="m", rows=9, trainable_parameters=1,
-        dtype="float32", plan="fused",
-    )  # fmt: skip
+    assert (state.loss_mean.value, state.best_loss) == (3.5, 3.5)
+    assert state.reward_mean.value is None
 
 
 def saved(at: int) -> events.Checkpoint:
@@ -37,7 +30,7 @@ def saved(at: int) -> events.Checkpoint:
 def test_time_left_is_unknown_until_a_resumed_run_is_loaded():
     stage = events.Stage(text="loading m")
     ended = events.Finished(step=5, reason="stopped", adapter="", seconds=1.0)
-    running = folded(started(0), *(step(i) for i in range(1, 6)))
+    running = folded(started(steps=99), *(step(i) for i in range(1, 6)))
     assert running.seconds_left_at(1.0) is not None
     for happened in ([ended, stage], [stage], [events.Died(step=5, reason="killed", level=1)]):
         state = reduce(fold, map(record, happened), running)
@@ -54,15 +47,15 @@ def test_a_resumed_run_took_the_time_of_all_its_processes():
         return events.Finished(step=9, reason=reason, adapter="", seconds=5.0)
 
     stage = events.Stage(text="loading m")
-    happened = [at(0, stage), at(10, started(0)), at(60, end("stopped")), at(500, stage),
+    happened = [at(0, stage), at(10, started(steps=99)), at(60, end("stopped")), at(500, stage),
                 at(530, end("done"))]  # fmt: skip
     assert reduce(fold, happened, ViewState()).took_s == 90
 
 
 def test_steps_that_are_lost_are_in_no_running_mean():
-    first = [started(0), *(step(i, loss=2.0) for i in range(1, 31)), saved(30)]
+    first = [started(steps=99), *(step(i, loss=2.0) for i in range(1, 31)), saved(30)]
     lost = [step(i, loss=0.5) for i in range(31, 61)]
-    again = [started(30), *(step(i, loss=1.0) for i in range(31, 61))]
+    again = [started(30, steps=99), *(step(i, loss=1.0) for i in range(31, 61))]
     assert folded(*first, *lost).best_loss == 0.5
     found, whole = folded(*first, *lost, *again), folded(*first, *again)
     assert found.loss_mean == whole.loss_mean
@@ -79,11 +72,7 @@ def test_seconds_left_counts_the_remaining_steps():
 def test_resume_clears_end_and_speed_but_keeps_samples():
     before = events.Samples(when="before", prompts=["p"], answers=["a"], expected=["e"])
     finished = events.Finished(step=3, reason="stopped by Ctrl-C", adapter="", seconds=1.0)
-    started = events.Started(
-        step=3, steps=10, steps_per_epoch=5, model="m", rows=9, trainable_parameters=1,
-        dtype="float32", plan="fused",
-    )  # fmt: skip
-    state = folded(before, step(3), finished, started)
+    state = folded(before, step(3), finished, started(3))
     assert (state.finished, state.step_s, state.samples_before) == (None, None, before)
 
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from tests.conftest import chat, train_once, write_rows
+from tests.dashboard import frames
+from tests.dashboard.frames import started, validation
 from tests.dashboard.test_screen import BEGAN_AT, BEGINNING, drawn, folded, step
 from your_ai.dashboard.metric_table import plain
 from your_ai.dashboard.state import ViewState, fold
@@ -328,25 +330,21 @@ def histories(draw: st.DrawFn) -> list[events.Event]:
     for _ in range(draw(st.integers(1, 3))):
         happened.append(events.Stage(text="loading m"))
         happened.append(events.Gauges(process_bytes=draw(SIZES_BYTES)))
-        happened.append(events.Started(
-            step=saved, steps=steps, steps_per_epoch=steps, model="m", rows=1,
-            trainable_parameters=1, dtype="float32", plan="fused",
-        ))  # fmt: skip
+        happened.append(started(saved, steps=steps, steps_per_epoch=steps))
         if saved < steps:
             happened.append(events.Phase(text="compiling the first step"))
         at = saved
         for _ in range(draw(st.integers(0, steps - saved))):
             at += 1
-            happened.append(events.Step(
-                step=at, steps=steps, epoch=1, loss=draw(st.floats(1e-6, 100)), grad_norm=1.0,
-                learning_rate=draw(st.floats(1e-7, 1)), tokens=5, padded_tokens=5, trained_tokens=5,
-                seconds=draw(st.floats(0.001, 1e4)), process_bytes=draw(SIZES_BYTES),
-                active_bytes=draw(SIZES_BYTES),
+            happened.append(frames.step(
+                at, steps=steps, loss=draw(st.floats(1e-6, 100)), cache_bytes=None, peak_bytes=None,
+                learning_rate=draw(st.floats(1e-7, 1)), seconds=draw(st.floats(0.001, 1e4)),
+                process_bytes=draw(SIZES_BYTES), active_bytes=draw(SIZES_BYTES),
             ))  # fmt: skip
             also = draw(st.sampled_from(["", "valid", "save", "gauges", "note", "stop"]))
             if also == "valid":
                 happened.append(events.Phase(text="validating"))
-                happened.append(events.Validation(step=at, loss=1.0, trained_tokens=1, seconds=1.0))
+                happened.append(validation(at, 1.0))
             elif also == "save":
                 saved = at
                 happened.append(events.Phase(text="saving"))

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 
 import pytest
 from rich.console import Console
 
-from tests.dashboard.frames import record, reward_validation, rewarded, step
+from tests.dashboard.frames import record, reward_validation, rewarded, started, step, validation
 from your_ai.dashboard import view
 from your_ai.dashboard.state import ViewState, fold
 from your_ai.run import events
@@ -27,10 +26,7 @@ def state_of(*happened: events.Event) -> ViewState:
     return state
 
 
-STARTED = events.Started(
-    step=0, steps=10, steps_per_epoch=5, model="m", rows=9, trainable_parameters=65536,
-    dtype="float32", plan="fused",
-)  # fmt: skip
+STARTED = started()
 
 
 @pytest.mark.parametrize(
@@ -123,10 +119,7 @@ def test_skipped_steps_and_notices_have_lines():
 
 
 def test_a_run_of_one_row_and_one_step_is_said_in_the_singular():
-    one = events.Started(
-        step=0, steps=1, steps_per_epoch=1, model="m", rows=1, trainable_parameters=1,
-        dtype="float32", plan="fused",
-    )  # fmt: skip
+    one = started(steps=1, steps_per_epoch=1, rows=1, trainable_parameters=1)
     text = "training: m, 1 row, 1 step, 1 trainable parameter, float32"
     assert view.event_line(one, ViewState()) == text
     finished = events.Finished(step=1, reason="done", adapter="a", seconds=9.0)
@@ -136,19 +129,14 @@ def test_a_run_of_one_row_and_one_step_is_said_in_the_singular():
 def test_lines_keep_the_digits_of_small_losses():
     small = step(3, loss=0.0004)
     assert "loss 0.000400 " in view.event_line(small, state_of(STARTED, small))
-    checked = events.Validation(step=4, loss=0.0312, trained_tokens=9, seconds=1.0)
-    assert view.event_line(checked, ViewState()) == "step 4: validation loss 0.0312"
-
-
-def validation(at: int, loss: float) -> events.Validation:
-    return events.Validation(step=at, loss=loss, trained_tokens=9, seconds=1.0)
+    assert view.event_line(validation(4, 0.0312), ViewState()) == "step 4: validation loss 0.0312"
 
 
 def told(*losses: float, trained: float = 1.25) -> list[str]:
     """The result of a run with these validation losses at steps 5, 10, ..."""
     found = [validation(5 * n, loss) for n, loss in enumerate(losses, 1)]
-    started = dataclasses.replace(STARTED, more="a higher --learning-rate, or more --epochs")
-    return view.result_lines(state_of(started, step(1), *found, step(99, loss=trained)))
+    begun = started(more="a higher --learning-rate, or more --epochs")
+    return view.result_lines(state_of(begun, step(1), *found, step(99, loss=trained)))
 
 
 def test_result_has_the_last_and_the_best_validation_loss():
@@ -217,7 +205,7 @@ def test_validation_of_rewards_is_shown_as_a_reward():
 
 
 def test_metric_that_is_called_reward_is_not_the_loss():
-    found = dataclasses.replace(validation(5, 1.5), metrics={"reward": 0.25})
+    found = validation(5, 1.5, metrics={"reward": 0.25})
     line = view.event_line(found, state_of(STARTED))
     assert line == "step 5: validation loss 1.5000, reward 0.25"
 
@@ -233,13 +221,13 @@ def test_result_of_rewards_has_the_last_and_the_best_reward():
 
 @pytest.mark.parametrize("has_answers", [True, False])
 def test_summary_offers_an_evaluation_of_rows_with_answers(has_answers):
-    begun = dataclasses.replace(STARTED, has_answers=has_answers)
+    begun = started(has_answers=has_answers)
     done = events.Finished(step=10, reason="done", adapter="a", seconds=61.0)
     text = "\n".join(drawn(*view.summary(state_of(begun, done), "r"), width=90))
     assert "try it: your_ai chat r" in text
     assert ("your_ai eval r --data FILE" in text) == has_answers  # the run has no other rows
-    validated = events.Validation(step=10, loss=1.0, trained_tokens=2, seconds=0.1)
-    text = "\n".join(drawn(*view.summary(state_of(begun, validated, done), "r"), width=90))
+    state = state_of(begun, validation(10), done)
+    text = "\n".join(drawn(*view.summary(state, "r"), width=90))
     assert ("your_ai eval r\n" in text + "\n") == has_answers
 
 

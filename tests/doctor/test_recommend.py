@@ -48,7 +48,7 @@ from your_ai.doctor import recommend
 room = recommend.room_of(16)
 found = recommend.recommend(room)
 assert found
-recommend.table(room, found), recommend.as_json(room, found)
+recommend.recommendations_table(room, found), recommend.recommendations_json(room, found)
 used = time.process_time()
 assert sum(range(4_000_000)) and [i + i for i in range(4_000_000)]  # the pace of this machine
 pace = time.process_time() - used

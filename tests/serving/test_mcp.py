@@ -417,7 +417,7 @@ def rows():
     os.write(1, b"written\\n")
     os.system("echo from a child")
     return []
-run_list.rows = rows
+run_list.run_rows = rows
 mcp_server.serve(Path(sys.argv[1]), Permissions())
 """
 

@@ -8,18 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.dashboard.frames import record, started
 from your_ai.config import TrainConfig
 from your_ai.errors import UserError
 from your_ai.run import child, events
 from your_ai.run import folder as folders
-from your_ai.run.events import Record
 from your_ai.run.folder import RunFolder
 from your_ai.session import new_run
 
-STARTED = events.to_line(
-    Record(1.0, events.Started(step=0, steps=1, steps_per_epoch=1, model="m", rows=1,
-                               trainable_parameters=1, dtype="float32", plan="fused"))
-)  # fmt: skip
+STARTED = events.to_line(record(started()))
 
 
 @pytest.fixture

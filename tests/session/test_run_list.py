@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import your_ai
-from tests.dashboard.frames import reward_validation, rewarded, step
+from tests.dashboard.frames import reward_validation, rewarded, started, step, validation
 from your_ai.config import TrainConfig
 from your_ai.dashboard import history, view
 from your_ai.dashboard.report import report_page
@@ -38,10 +38,7 @@ from your_ai.session.run_list import RunRow
 NOW = 1_800_000_000.0
 STATES = ("running", "paused", *run_list.ENDED)
 STAGE = events.Stage(text="loading m")
-STARTED = events.Started(
-    step=0, steps=10, steps_per_epoch=5, model="org/m", rows=9, trainable_parameters=65536,
-    dtype="float32", plan="fused",
-)  # fmt: skip
+STARTED = started(model="org/m")
 DONE = events.Finished(step=10, reason="done", adapter="runs/r/adapter", seconds=61.0)
 STOPPED = events.Finished(step=4, reason="stopped by Ctrl-C", adapter="", seconds=9.0)
 PAUSED = events.Paused(step=3)
@@ -130,9 +127,8 @@ def test_rows_of_a_missing_folder_are_empty():
 
 def test_row_has_all_figures_of_a_run():
     limit = events.Limit(limit_bytes=8_000_000_000, reason="asked")
-    validation = events.Validation(step=2, loss=1.5, trained_tokens=9, seconds=1.0)
     steps = step(1, loss=2.0), step(2, loss=1.0, highest_bytes=5_500_000_000)
-    folder = made("r", STAGE, limit, STARTED, *steps, validation, DONE, at=NOW)
+    folder = made("r", STAGE, limit, STARTED, *steps, validation(2, 1.5), DONE, at=NOW)
     files = [path for path in folder.path.rglob("*") if path.is_file()]
     assert only() == RunRow(
         name="r",
@@ -156,7 +152,7 @@ def test_the_best_running_mean_is_one_figure_in_every_view():
     first = [step(n, loss=3.0 - n / 20) for n in range(1, 26)]
     lost = [step(n, loss=0.01) for n in range(26, 50)]
     again = [step(n, loss=1.5 + n % 3 / 9) for n in range(26, 61)]
-    restarted = dataclasses.replace(STARTED, step=25)
+    restarted = started(25, model="org/m")
     folder = made("r", STAGE, STARTED, *first, saved, *lost, STAGE, restarted, *again)
     best = only().best_loss
     assert best > 1.5
@@ -172,15 +168,12 @@ def test_the_best_validation_is_one_figure_in_every_view():
     """By --best-metric, whatever the losses, and not the mean of the training losses."""
 
     def checked(at: int, loss: float, accuracy: float, **best: bool) -> events.Validation:
-        metrics = {"exact_match": accuracy}
-        return events.Validation(
-            step=at, loss=loss, trained_tokens=9, seconds=1.0, metrics=metrics, **best
-        )
+        return validation(at, loss, metrics={"exact_match": accuracy}, **best)
 
     steps = [step(n, loss=0.0121) for n in range(1, 31)]
     found = (checked(10, 0.5, 0.5, best=True), checked(20, 0.0128, 0.9, best=True))
     lost, last = checked(28, 0.002, 1.0, best=True), checked(30, 0.012, 0.8)
-    restarted = dataclasses.replace(STARTED, step=25)
+    restarted = started(25, model="org/m")
     folder = made(
         "r", STAGE, STARTED, *steps[:10], found[0], *steps[10:20], found[1], *steps[20:28], lost,
         STAGE, restarted, *steps[25:], last,

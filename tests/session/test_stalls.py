@@ -19,18 +19,9 @@ def step(number: int, seconds: float = 1.0) -> events.Step:
     return frames.step(number, seconds=seconds)
 
 
-STARTED = events.Started(
-    step=0,
-    steps=99,
-    steps_per_epoch=9,
-    model="m",
-    rows=1,
-    trainable_parameters=1,
-    dtype="",
-    plan="",
-)
+STARTED = frames.started(steps=99, steps_per_epoch=9)
 SAVED = events.Checkpoint(step=3, folder="", seconds=1.0)
-VALIDATED = events.Validation(step=3, loss=1.0, trained_tokens=1, seconds=1.0)
+VALIDATED = frames.validation(3)
 GAUGES, NOTICE = events.Gauges(), events.Notice(text="")
 STEPS = [STARTED, *[step(n) for n in (1, 2, 3)]]
 

@@ -4,7 +4,6 @@ events."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import math
 import shutil
@@ -18,6 +17,8 @@ from optuna.study import Study
 from optuna.trial import Trial
 
 from tests.conftest import chat, write_rows
+from tests.dashboard import frames
+from tests.dashboard.frames import validation
 from tests.fault.processes import call
 from your_ai.config import TrainConfig, resolve
 from your_ai.config.defaults import resolved
@@ -69,7 +70,7 @@ class Runner:
             losses = self.losses.get(int(folder.name), [5.0, 4.0 - int(folder.name) / 10])
             for step, loss in zip((2, STEPS), losses, strict=True):
                 metrics = {"reward": -loss} if self.rewarded else {}
-                log.write(dataclasses.replace(validation(step, loss), metrics=metrics))
+                log.write(validation(step, loss, metrics=metrics))
                 if is_enough():
                     return EndedRun(128 + signal.SIGTERM)
             folder.adapter.mkdir()
@@ -83,14 +84,7 @@ def chosen(config: TrainConfig) -> TrainConfig:
 
 
 def started() -> events.Started:
-    return events.Started(
-        step=0, steps=STEPS, steps_per_epoch=4, model="m", rows=9, trainable_parameters=9,
-        dtype="float32", plan="fused",
-    )  # fmt: skip
-
-
-def validation(step: int, loss: float) -> events.Validation:
-    return events.Validation(step=step, loss=loss, trained_tokens=9, seconds=1.0)
+    return frames.started(steps=STEPS, steps_per_epoch=4)
 
 
 def finished(reason: str = "done") -> events.Finished:

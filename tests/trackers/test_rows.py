@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.dashboard.frames import reward_validation, step
+from tests.dashboard.frames import reward_validation, started, step, validation
 from your_ai.run import events
 from your_ai.run.events import Event
 from your_ai.trackers.upload import TextTable, TrackerRow, UploadState, after
@@ -25,18 +25,8 @@ def past_after(*logged: Event) -> UploadState:
 
 
 def action(before_bytes: int, after_bytes: int) -> events.Action:
-    return events.Action(
-        step=1,
-        kind="clear_cache",
-        cause="",
-        before_bytes=before_bytes,
-        after_bytes=after_bytes,
-        seconds=0.1,
-    )
-
-
-def validation(number: int, loss: float = 2.0) -> events.Validation:
-    return events.Validation(step=number, loss=loss, trained_tokens=9, seconds=1.0)
+    sizes = {"before_bytes": before_bytes, "after_bytes": after_bytes}
+    return events.Action(step=1, kind="clear_cache", cause="", seconds=0.1, **sizes)
 
 
 def finished(reason: str = "done") -> events.Finished:
@@ -147,9 +137,7 @@ def test_samples_are_sent_as_a_table():
     [
         ([], ""),
         ([finished("stopped by SIGINT")], "stopped by SIGINT"),
-        ([finished(), events.Started(**dict.fromkeys(
-            ("step", "steps", "steps_per_epoch", "model", "rows", "trainable_parameters",
-             "dtype", "plan"), 0))], ""),
+        ([finished(), started()], ""),
         ([events.Died(step=1, reason="killed", level=None)], "killed"),
         ([events.Died(step=1, reason="killed", level=1)], ""),
     ],

@@ -128,24 +128,18 @@ def reward_chart(past: RunHistory) -> Chart | None:
 
 
 def norm_chart(past: RunHistory) -> Chart | None:
-    values = ((step.step, step.grad_norm) for step in past.steps)
-    points: Points = [(x, y) for x, y in values if abs(y) < LARGEST]
-    panel = Panel(
-        name="gradient norm",
-        curves=means(points, "blue"),
-        is_log=is_wide_ranged(y for _, y in points),
-    )
+    points = step_points(past, lambda step: step.grad_norm)
+    is_log = is_wide_ranged(y for _, y in points)
+    panel = Panel(name="gradient norm", curves=means(points, "blue"), is_log=is_log)
     text = "Norm of the gradients of each step, before clipping (thin line), and running mean."
     return by_step("Gradient norm", text, panel) if points else None
 
 
 def rate_chart(past: RunHistory) -> Chart | None:
-    values = ((step.step, step.learning_rate) for step in past.steps)
-    points: Points = [(x, y) for x, y in values if abs(y) < LARGEST]
+    points = step_points(past, lambda step: step.learning_rate)
     curves = [Curve(points=thinned(points), color="orange")]
     panel = Panel(name="learning rate", curves=curves, text="{:.3g}".format, bottom=0)
-    text = "Learning rate of each step."
-    return by_step("Learning rate", text, panel) if points else None
+    return by_step("Learning rate", "Learning rate of each step.", panel) if points else None
 
 
 def speed_chart(past: RunHistory) -> Chart | None:
@@ -287,8 +281,13 @@ CHARTS: dict[str, Callable[[RunHistory], Chart | None]] = {
 
 def metric_points(past: RunHistory, name: str) -> Points:
     """The values of a metric by step, where they can be drawn."""
-    values = ((step.step, step.metrics.get(name, math.nan)) for step in past.steps)
-    return [(x, y) for x, y in values if abs(y) < LARGEST]
+    return step_points(past, lambda step: step.metrics.get(name, math.nan))
+
+
+def step_points(past: RunHistory, value_of: Callable[[events.Step], float]) -> Points:
+    """A value of each step, where it can be drawn."""
+    values = ((step.step, value_of(step)) for step in past.steps)
+    return [(x, y) for x, y in values if is_drawable(y)]
 
 
 def means(points: Points, color: str) -> list[Curve]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ from your_ai.dashboard.view import (
     validation_text,
 )
 from your_ai.errors import UserError
-from your_ai.files import TEMPORARY, sync
+from your_ai.files import replace_text
 from your_ai.gates.text import counted, loss_text, printable, size_text
 from your_ai.run import events
 from your_ai.run.events import Action, Died, Skipped, Step
@@ -215,8 +214,7 @@ def write_report(
 
     The arguments are those of `report_page`. Raises UserError if `out` cannot be written.
     """
-    page = report_page(read_history(records), name, config_text, config, rollouts)
-    write_atomically(out, page.encode())
+    write_page(out, report_page(read_history(records), name, config_text, config, rollouts))
 
 
 def template(name: str, *filters: Callable[..., object]) -> Template:
@@ -235,16 +233,11 @@ def environment() -> Environment:
     return jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    temporary = path.parent / f"{TEMPORARY}report-{os.getpid()}"
+def write_page(path: Path, page: str) -> None:
+    """Write a page, completely or not at all. Raises UserError if the file cannot be written."""
     try:
         path.parent.mkdir(exist_ok=True)
-        try:
-            temporary.write_bytes(data)
-            sync(temporary)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        replace_text(path, page)
     except OSError as error:
         if path.is_dir():
             raise UserError(f"{path}: is a folder; give the name of a file in it") from error

@@ -34,7 +34,7 @@ from your_ai.dashboard.history import (
 from your_ai.dashboard.measures import best_validation
 from your_ai.dashboard.metric_table import REWARD, is_charted, plain
 from your_ai.dashboard.page import MEETING, drawn_together
-from your_ai.dashboard.report import template, write_atomically
+from your_ai.dashboard.report import template, write_page
 from your_ai.dashboard.view import duration, validation_text
 from your_ai.gates.text import counted, loss_text, printable, shortened, size_text
 from your_ai.run.events import Record
@@ -45,6 +45,7 @@ LONGEST_NAME, LONGEST_VALUE = 24, 60  # characters in a table
 GAP, LEAST_COLUMN = 2, 12  # characters
 LOSS, VALIDATION = "loss", "validation loss"
 PLOT_ROWS = 9
+DIFFERING = "Settings that differ"
 MARKS = "123456789"  # of the runs in a plot; the tenth and later runs are only in the tables
 WITH_LOSSES = ("last loss", "best running mean", "best validation")
 
@@ -131,8 +132,8 @@ def figures_of(past: RunHistory) -> dict[str, str]:
     rewards = metric_points(past, REWARD)
     if rewards:
         found["last reward"] = plain(rewards[-1][1])
-    if state.best_smooth_reward is not None:
-        found["best mean reward"] = plain(state.best_smooth_reward)
+    if state.reward_mean.best is not None:
+        found["best mean reward"] = plain(state.reward_mean.best)
     if state.highest_bytes is not None:
         found["peak memory"] = size_text(state.highest_bytes)
     if state.limit is not None:
@@ -195,6 +196,15 @@ def evaluated(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
     return {name: [run.measures.get(name, UNKNOWN) for run in runs] for name in names}
 
 
+def sections_of(runs: Sequence[ComparedRun]) -> dict[str, dict[str, list[str]]]:
+    """The tables of the comparison by their titles."""
+    return {
+        DIFFERING: differing(runs),
+        "Results": results(runs),
+        "Evaluation (with the adapter)": evaluated(runs),
+    }
+
+
 def shared_curves(runs: Sequence[ComparedRun]) -> list[str]:
     """The curves that can be drawn over each other."""
     drawn = [run for run in runs if run.curves]
@@ -223,15 +233,11 @@ def notes(runs: Sequence[ComparedRun]) -> Iterator[str]:
 def renderable(runs: Sequence[ComparedRun], width: int) -> RenderableType:
     """The comparison in `width` characters; runs that do not fit are in further tables."""
     parts: list[RenderableType] = []
-    sections = {
-        "Settings that differ": differing(runs),
-        "Results": results(runs),
-        "Evaluation (with the adapter)": evaluated(runs),
-    }
+    sections = sections_of(runs)
     for title, rows in sections.items():
         if rows:
             parts += [Text(title, "bold"), *tables(runs, rows, width), ""]
-    if not sections["Settings that differ"] and sum(bool(run.settings) for run in runs) > 1:
+    if not sections[DIFFERING] and sum(bool(run.settings) for run in runs) > 1:
         parts += [Text("No setting differs."), ""]
     for name in shared_curves(runs):
         if name in (LOSS, VALIDATION, REWARD):
@@ -302,22 +308,17 @@ def write_comparison(runs: Sequence[ComparedRun], out: Path) -> None:
 
     Raises UserError if `out` cannot be written.
     """
-    sections = {
-        "Settings that differ": differing(runs),
-        "Results": results(runs),
-        "Evaluation, with the adapter": evaluated(runs),
-    }
     charts = {
         f"curve-{number}": comparison_chart(runs, name)
         for number, name in enumerate(shared_curves(runs))
     }
     page = template("comparison.html.j2", chart_html).render(
         names=[run.name for run in runs],
-        sections=sections,
+        sections=sections_of(runs),
         charts=charts,
         notes=list(notes(runs)),
     )
-    write_atomically(out, printable(page).encode())
+    write_page(out, printable(page))
 
 
 def comparison_chart(runs: Sequence[ComparedRun], name: str) -> Chart:

@@ -104,31 +104,10 @@ WIDE = 30.0  # highest loss / lowest loss above which the curve is logarithmic
 # The kinds of rows, most important first: a low screen shows as many as it has lines.
 KEPT = (
     *("header", "process", "gauge", "step", "reward", "loss", "time", "warning", "keys", "legend"),
-    *(
-        "metrics",
-        "reward curve",
-        "rollouts",
-        "policy",
-        "phases",
-        "rewards",
-        "judge",
-        "peaks",
-        "valid",
-    ),
-    *(
-        "memory curve",
-        "loss curve",
-        "warnings",
-        "plan",
-        "result",
-        "results",
-        "action",
-        "saved",
-        "why",
-    ),
-    "rank",
-    *("actions", "gap", "note", "limit", "needs", "machine", "more actions", "notes"),
-    "sample",
+    *("metrics", "reward curve", "rollouts", "policy", "phases", "rewards", "judge", "peaks"),
+    *("valid", "memory curve", "loss curve", "warnings", "plan", "result", "results", "action"),
+    *("saved", "why", "rank", "actions", "gap", "note", "limit", "needs", "machine"),
+    *("more actions", "notes", "sample"),
 )
 CURVES = ("loss curve", "reward curve")
 LEAST_CHART, MOST_CHART = 6, 20  # lines of a chart
@@ -339,7 +318,7 @@ def loss_fields(page: Page, state: ViewState, step: events.Step) -> list[Field]:
     rate = "learning rate " if page.width >= WIDE_PAGE else "lr "
     return [
         Field(0, loss_text(step.loss)),
-        Field(2, loss_text(state.smooth_loss), "smoothed ", style=""),
+        Field(2, loss_text(state.loss_mean.value), "smoothed ", style=""),
         *(
             []
             if state.best_loss is None or not state.loss_mean.is_settled
@@ -386,12 +365,12 @@ def reward_rows(page: Page, state: ViewState, step: events.Step) -> list[ScreenR
 
 
 def reward_fields(state: ViewState, step: events.Step) -> list[Field]:
-    metrics, best = step.metrics, state.best_smooth_reward
+    metrics, best = step.metrics, state.reward_mean.best
     fields = [Field(0, plain(metrics[REWARD]) if REWARD in metrics else "missing")]
     if SPREAD in metrics:
         fields.append(Field(1, plain(metrics[SPREAD]), "spread "))
-    if state.smooth_reward is not None:
-        fields.append(Field(3, plain(state.smooth_reward), "smoothed ", style=""))
+    if state.reward_mean.value is not None:
+        fields.append(Field(3, plain(state.reward_mean.value), "smoothed ", style=""))
     if best is not None and state.reward_mean.is_settled:
         fields.append(Field(4, plain(best), "highest ", style=""))
     if state.validation is not None and state.validation.reward is not None:

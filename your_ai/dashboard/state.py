@@ -198,24 +198,9 @@ class ViewState:
         return self.bests[-1] if self.bests else None
 
     @property
-    def smooth_loss(self) -> float | None:
-        """Running mean of the loss."""
-        return self.loss_mean.value
-
-    @property
     def best_loss(self) -> float | None:
         """Lowest running mean of the loss so far; None if the run trains on rewards."""
         return None if self.on_rewards else self.loss_mean.best
-
-    @property
-    def smooth_reward(self) -> float | None:
-        """Running mean of the reward."""
-        return self.reward_mean.value
-
-    @property
-    def best_smooth_reward(self) -> float | None:
-        """Highest running mean of the reward so far."""
-        return self.reward_mean.best
 
     @property
     def is_training(self) -> bool:
@@ -279,7 +264,7 @@ class ViewState:
             # Most may have been learned before the first validation.
             and (
                 last.reward is not None
-                or is_close(self.first_loss, self.smooth_loss, BARELY_TRAINED)
+                or is_close(self.first_loss, self.loss_mean.value, BARELY_TRAINED)
             )
         )
 

@@ -17,7 +17,7 @@ from your_ai.dashboard.chart_page import chart_html
 from your_ai.dashboard.charts import Chart, Curve, Look, Panel
 from your_ai.dashboard.history import Points
 from your_ai.dashboard.metric_table import plain
-from your_ai.dashboard.report import template, write_atomically
+from your_ai.dashboard.report import template, write_page
 from your_ai.dashboard.state import ViewState
 from your_ai.dashboard.view import (
     duration,
@@ -214,7 +214,7 @@ def write_trial_report(rows: Sequence[TrialRow], name: str, preset: str, out: Pa
         charts={"trials": trials_chart(rows)} | {n: setting_chart(rows, n) for n in names},
         preset=preset,
     )
-    write_atomically(out, printable(page).encode())
+    write_page(out, printable(page))
 
 
 def trials_chart(rows: Sequence[TrialRow]) -> Chart | None:

@@ -24,15 +24,15 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
+from your_ai.config import TrainConfig
 from your_ai.data.batches import Batch
 from your_ai.doctor import bench, our_plans
 from your_ai.doctor.contest import Contest, contest_batches, contest_tokens
 from your_ai.doctor.machine import SHARED, read_machine
-from your_ai.doctor.shapes import make_shape
-from your_ai.engine.build import build_engine
+from your_ai.doctor.shapes import built_with_adapters, make_shape
 from your_ai.engine.protocol import Engine
 from your_ai.engine.reload import reload_adapted
-from your_ai.engine.weights import FileTensor, open_model
+from your_ai.engine.weights import Opened, open_model
 from your_ai.files import packaged
 from your_ai.gates.console import echo_json
 from your_ai.gates.token_ids import vocabulary_of
@@ -194,8 +194,10 @@ def plain_step(contest: Contest, dtype: str) -> LossAndGradients:
     mx.disable_compile()
     try:
         with mx.stream(mx.cpu):
-            network, _, _, rows = opened_with_adapters(contest, dtype, dropout=0.0)
-            tokens = mx.array(rows)
+            opened, config, rows = opened_for(contest, dtype, dropout=0.0)
+            network, tokens = opened.network, mx.array(rows)
+            model.add_adapters(network, config)
+            shake(network)
 
             def mean_loss() -> mx.array:
                 logits = network(tokens[:, :-1])[:, -contest.targets :]
@@ -352,30 +354,23 @@ def model_in(folder: Path) -> Path:
 
 def made(folder: Path, plan: str, contest: Contest, dropout: float = 0.1) -> MadeModel:
     """Load the model with nonzero adapters. plan: as in `bench`."""
-    network, tensors, keys, tokens = opened_with_adapters(contest, contest.dtype, dropout)
-    blocks = len(network.layers)
+    opened, config, tokens = opened_for(contest, contest.dtype, dropout)
+    blocks = len(opened.network.layers)
     wanted = our_plans.named_plan(contest, plan, blocks, blocks)
-    built = build_engine(
-        network, keys, wanted.engine, tensors=tensors, kept=wanted.kept,
-        spill=folder / "spill" if wanted.inputs_on_disk else None,
-        resident=wanted.resident, blocks_ahead=wanted.blocks_ahead,
-    )  # fmt: skip
+    built = built_with_adapters(opened, config, wanted, folder / "spill")
+    shake(opened.network)
     batches = contest_batches(contest, tokens, lambda _: ROWS)
-    return MadeModel(network, built.engine, batches)
+    return MadeModel(opened.network, built.engine, batches)
 
 
-def opened_with_adapters(
+def opened_for(
     contest: Contest, dtype: str, dropout: float
-) -> tuple[nn.Module, dict[str, FileTensor], model.DropoutKeys, np.ndarray]:
-    """The network with nonzero adapters, the tensors of its files, the keys of its dropout, and the
-    (rows, T + 1) tokens."""
+) -> tuple[Opened, TrainConfig, np.ndarray]:
+    """The model without adapters, the settings of these, and the (rows, T + 1) tokens."""
     opened = open_model(Path(contest.folder), getattr(mx, dtype))
-    network = opened.network
     config = dataclasses.replace(contest.train_config(), lora_dropout=dropout)
-    adapters = model.add_adapters(network, config)
-    shake(network)
-    tokens = contest_tokens(contest, vocabulary_of(network) or opened.config["vocab_size"])
-    return network, opened.tensors, adapters.dropout_keys, tokens
+    vocabulary = vocabulary_of(opened.network) or opened.config["vocab_size"]
+    return opened, config, contest_tokens(contest, vocabulary)
 
 
 def shake(network: nn.Module) -> None:

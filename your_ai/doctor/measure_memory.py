@@ -20,8 +20,7 @@ import mlx.nn as nn
 from your_ai.config import TrainConfig
 from your_ai.doctor import fit_memory
 from your_ai.doctor.fit_memory import Peak, PeakKind
-from your_ai.doctor.shapes import make_shape
-from your_ai.engine.build import build_engine
+from your_ai.doctor.shapes import built_with_adapters, make_shape
 from your_ai.engine.gradients import gradients_in
 from your_ai.engine.weights import open_model
 from your_ai.errors import RunError
@@ -159,14 +158,9 @@ def measure_engine(
         lora_targets=training.targets,
         lora_experts=training.experts,
     )
-    adapters = model.add_adapters(opened.network, config)
-    on_disk = Path(tempfile.gettempdir()) if Plan(engine, 0, kept=kept).gradients_on_disk else None
-    built = build_engine(
-        opened.network, adapters.dropout_keys, engine,
-        tensors=opened.tensors, kept=kept, spill=on_disk,
-    )  # fmt: skip
-    if built.notices:
-        raise RunError(built.notices[-1])
+    place = Path(tempfile.gettempdir())
+    built = built_with_adapters(opened, config, Plan(engine, 0, kept=kept), place)
+    on_disk = place if Plan(engine, 0, kept=kept).gradients_on_disk else None
 
     def peak(kind: PeakKind, shape: Shape, peak_bytes: int) -> Peak:
         rows, tokens = shape

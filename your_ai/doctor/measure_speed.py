@@ -25,8 +25,7 @@ from your_ai.config import ALL_LINEAR, TrainConfig
 from your_ai.data.batches import Batch
 from your_ai.doctor import kernel_times
 from your_ai.doctor.fit_speed import TimedWork, errors, fitted_seconds
-from your_ai.doctor.shapes import llama, write_shape
-from your_ai.engine.build import build_engine
+from your_ai.doctor.shapes import built_with_adapters, llama, write_shape
 from your_ai.engine.gradients import Gradients, gradients_in
 from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import open_model
@@ -226,18 +225,8 @@ def prepared(folder: Path, dtype: mx.Dtype, case: SpeedCase) -> TimedSteps:
     config = TrainConfig(
         lora_rank=case.rank, lora_layers=case.blocks, lora_targets=case.targets, max_grad_norm=0
     )
-    adapters = model.add_adapters(opened.network, config)
     plan = case.plan
-    built = build_engine(
-        opened.network,
-        adapters.dropout_keys,
-        case.engine,
-        tensors=opened.tensors,
-        spill=folder if plan.gradients_on_disk else None,
-        kept=plan.kept,
-    )
-    if built.notices:
-        raise RunError(built.notices[-1])
+    built = built_with_adapters(opened, config, plan, folder)
     adamw = optimizer.build_optimizer(
         config, opened.network.trainable_parameters(), folder if plan.states_on_disk else None
     )

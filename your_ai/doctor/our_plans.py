@@ -226,7 +226,7 @@ def prepare_ours(
         loop=contest_loop(trainer, folder),
         estimated_bytes=budget.choice.option.estimate.mlx_bytes if known else None,
         place=place,
-        state=optimizer.first_state(opened.dtype),
+        state=TrainState(),
         peak_bytes=mx.get_peak_memory(),
     )
 

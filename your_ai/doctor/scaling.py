@@ -1,18 +1,16 @@
 """How a step becomes faster on several processes, and what share of it is communication.
 
-`python -m your_ai.doctor.scaling` with a Contest as JSON on stdin runs one rank; rank 0 prints.
+`python -m your_ai.doctor.scaling JSON` runs one rank of a Contest; rank 0 prints.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +26,9 @@ from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo_json
 from your_ai.gates.programs import python_module
 from your_ai.gates.text import size_text
-from your_ai.session.ranks import LOOPBACK, check_processes, free_ports
+from your_ai.run.child import POLL_S, open_log, read_log
+from your_ai.run.folder import RunFolder
+from your_ai.session.ranks import check_processes, started_group
 from your_ai.training.distributed import Ranks
 from your_ai.training.joining import join
 
@@ -87,34 +87,20 @@ def measured_scaling(
 
 def run_ranks(contest: Contest, plan: str, processes: int) -> dict[str, Any]:
     """What rank 0 of `processes` measured."""
-    task = json.dumps({"contest": dataclasses.asdict(contest), "plan": plan}).encode()
-    command = python_module("your_ai.doctor.scaling")
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        place = Path(folder, "hosts.json")
-        place.write_text(json.dumps([[f"{LOOPBACK}:{port}"] for port in free_ports(processes)]))
-        started = []
-        for rank in range(processes):
-            named = {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(place)} if processes > 1 else {}
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                stderr=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                env={**os.environ, **named},
-            )
-            stack.callback(process.kill)
-            started.append(process)
-        for process in started[1:]:
-            assert process.stdin is not None
-            process.stdin.write(task)
-            process.stdin.close()
-        output, errors = started[0].communicate(task)
-        for process in started:
-            process.wait()
-    if started[0].returncode:
-        lines = errors.decode("utf-8", "replace").strip().splitlines()
-        raise RunError(f"--processes {processes}: {lines[-1] if lines else 'a process failed'}")
-    found: dict[str, Any] = json.loads(output)
+    task = json.dumps({"contest": dataclasses.asdict(contest), "plan": plan})
+    command = python_module("your_ai.doctor.scaling", task)
+    with tempfile.TemporaryDirectory() as place:
+        folder = RunFolder(Path(place))
+        with open_log(folder) as log, started_group(command, folder, log, processes) as group:
+            while group.first.process.poll() is None:
+                group.look()
+                time.sleep(POLL_S)
+            group.end()
+            status, _ = group.result
+            lines = read_log(log, 0).strip().splitlines() or ["a process failed"]
+    if status:
+        raise RunError(f"--processes {processes}: {lines[-1]}")
+    found: dict[str, Any] = json.loads(next(line for line in lines if line.startswith("{")))
     return found
 
 
@@ -152,7 +138,7 @@ def scaling_table(rows: list[ScalingRow]) -> Table:
 
 
 if __name__ == "__main__":
-    task = json.loads(sys.stdin.read())
+    task = json.loads(sys.argv[1])
     ranks = join(TIMEOUT_S)
     result = run_rank(Contest(**task["contest"]), task["plan"], ranks)
     ranks.leave()

@@ -13,10 +13,16 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from your_ai.config import TrainConfig
+from your_ai.engine.build import Built, build_engine
+from your_ai.engine.weights import Opened
+from your_ai.errors import RunError
 from your_ai.files import atomic_folder
 from your_ai.gates.text import size_text
 from your_ai.hub.config_values import GROUP_SIZE
 from your_ai.hub.registry import config_of, known
+from your_ai.memory.workload import Plan
+from your_ai.nets import model
 from your_ai.rng import derive_seed
 from your_ai.run.checkpoint import save_arrays
 
@@ -97,13 +103,13 @@ def write_shape(
     config = dict(config)
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     mx.random.seed(derive_seed("shape", name))
-    model = module.Model(module.ModelArgs.from_dict(config))
-    model.set_dtype(getattr(mx, dtype))
+    network = module.Model(module.ModelArgs.from_dict(config))
+    network.set_dtype(getattr(mx, dtype))
     if bits:
         config["quantization"] = {"group_size": GROUP_SIZE, "bits": bits, "mode": "affine"}
-        nn.quantize(model, GROUP_SIZE, bits)
+        nn.quantize(network, GROUP_SIZE, bits)
     shards: dict[str, dict[str, mx.array]] = {}
-    for path, array in dict(tree_flatten(model.parameters())).items():
+    for path, array in dict(tree_flatten(network.parameters())).items():
         block = path.split("layers.")[1].split(".")[0] if "layers." in path else "rest"
         shards.setdefault(block, {})[path] = array
     size = sum(array.nbytes for arrays in shards.values() for array in arrays.values())
@@ -113,3 +119,24 @@ def write_shape(
         for block, arrays in shards.items():
             save_arrays(temporary / f"model-{block}.safetensors", arrays)
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def built_with_adapters(opened: Opened, config: TrainConfig, plan: Plan, folder: Path) -> Built:
+    """Add adapters to a model, and build the engine of `plan`, with its files in `folder`.
+
+    Raises RunError if the model does not train under it.
+    """
+    adapters = model.add_adapters(opened.network, config)
+    built = build_engine(
+        opened.network,
+        adapters.dropout_keys,
+        plan.engine,
+        tensors=opened.tensors,
+        spill=folder if plan.gradients_on_disk else None,
+        kept=plan.kept,
+        resident=plan.resident,
+        blocks_ahead=plan.blocks_ahead,
+    )
+    if built.notices:
+        raise RunError(built.notices[-1])
+    return built

@@ -30,14 +30,12 @@ Imports neither mlx nor numpy.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from your_ai.errors import RunError
-from your_ai.files import read_text, remedy_of, sync
+from your_ai.files import read_text, remedy_of, replace_text, sync
 from your_ai.run.folder import RunFolder
 
 VERSION = 1
@@ -66,15 +64,9 @@ def evaluation_text(found: dict[str, Any]) -> str:
 def write_evaluation(folder: RunFolder, found: dict[str, Any]) -> None:
     """Write evaluation.json. If that fails, raise EvaluationNotKept; the previous file stays."""
     target = evaluation_file(folder)
-    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    text = evaluation_text(found).encode("utf-8", "replace").decode()  # without lone surrogates
     try:
-        try:
-            temporary.write_bytes(evaluation_text(found).encode("utf-8", "replace"))
-            sync(temporary)
-            os.replace(temporary, target)
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+        replace_text(target, text)
         sync(folder.path)
     except OSError as error:
         raise EvaluationNotKept(

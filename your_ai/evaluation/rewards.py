@@ -75,44 +75,27 @@ class Judged:
 
 def judge(config: TrainConfig, found: Comparison) -> Judged | None:
     """The rewards of the answers by the objective of the run; None if no row compares answers."""
-    rows, objective = found.rows, rewarding(config)
+    rows, name = found.rows, objective_name(config)
     if not rows.has_preferences:
         return None
-    if config.objective == REWARD:
-        return of_reward_model(found)
     tokens = np.stack([rows.trained_tokens, rows.bad_tokens])
     measured = {"base": found.base, "adapter": found.adapter}
     if found.start is not None:
         measured["start"] = found.start
     logps = {system: logps_of(each, tokens) for system, each in measured.items()}
-    name, has_rewards = None, bool(objective_name(config))
-    if has_rewards and needs_reference(config):
-        name = "base" if found.start is None else "start"
-    reference = None if name is None else logps[name]
+    reference, rewards = None, dict[str, np.ndarray]()
+    if config.objective == REWARD:  # its scores; the base has the same head, but no adapter
+        name, rewards, logps = REWARD, {system: logps[system] for system in SYSTEMS}, {}
+    elif name:
+        if needs_reference(config):
+            reference = "base" if found.start is None else "start"
+        of, objective = None if reference is None else logps[reference], rewarding(config)
+        rewards = {s: rewards_of(objective, logps[s], of, tokens) for s in SYSTEMS}
     return Judged(
-        objective=objective_name(config),
-        reference=name,
+        objective=name,
+        reference=reference,
         logps=logps,
-        rewards={s: rewards_of(objective, logps[s], reference, tokens) for s in SYSTEMS}
-        if has_rewards
-        else {},
-        tokens=tokens,
-        is_pair=rows.is_pair,
-        is_labeled=rows.is_labeled,
-        counts=rows.weights > 0,
-    )
-
-
-def of_reward_model(found: Comparison) -> Judged:
-    """The rewards that a reward model gives; the base has the same head, but no adapter."""
-    rows = found.rows
-    tokens = np.stack([rows.trained_tokens, rows.bad_tokens])
-    rewards = {"base": found.base, "adapter": found.adapter}
-    return Judged(
-        objective=REWARD,
-        reference=None,
-        logps={},
-        rewards={system: logps_of(each, tokens) for system, each in rewards.items()},
+        rewards=rewards,
         tokens=tokens,
         is_pair=rows.is_pair,
         is_labeled=rows.is_labeled,

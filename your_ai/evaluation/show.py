@@ -140,7 +140,7 @@ def measures_table(found: dict[str, Any]) -> Table:
 def adapter_values(found: dict[str, Any] | None) -> dict[str, str]:
     """What an evaluation measured with the adapter, and on which rows, by label.
 
-    found: what `record.read` gives. Empty if there is none, or if it is of another form.
+    found: what `record.read_evaluation` gives. Empty if there is none, or if it is of another form.
     """
     try:
         if found is None:

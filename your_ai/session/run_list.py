@@ -197,7 +197,7 @@ def row_of(folder: RunFolder) -> RunRow | None:
         last_loss=number(step.loss) if step and not on_rewards else None,
         best_loss=number(state.best_loss),
         last_reward=number(step.metrics.get(REWARD)) if step else None,
-        best_mean_reward=number(state.best_smooth_reward),
+        best_mean_reward=number(state.reward_mean.best),
         best_validation=None if is_reward else best,
         best_reward=0.0 - best if is_reward and best is not None else None,
         peak_bytes=whole(state.highest_bytes),

@@ -29,7 +29,7 @@ from typing import Any
 
 from your_ai.config import nearest
 from your_ai.errors import RunError, UserError
-from your_ai.files import open_to_append, read_text
+from your_ai.files import open_to_append, read_text, replace_text
 from your_ai.gates.console import echo
 from your_ai.gates.programs import python_module
 from your_ai.run import events
@@ -478,10 +478,8 @@ def load_progress(folder: RunFolder, name: str) -> tuple[str, int]:
 
 
 def save_progress(folder: RunFolder, name: str, identity: str, sent: int) -> None:
-    path = state_of(folder, name)
     with contextlib.suppress(OSError):  # a full disk: the next row tries again
-        path.with_suffix(".tmp").write_text(json.dumps({"id": identity, "events": sent}))
-        os.replace(path.with_suffix(".tmp"), path)
+        replace_text(state_of(folder, name), json.dumps({"id": identity, "events": sent}))
 
 
 def state_of(folder: RunFolder, name: str) -> Path:
