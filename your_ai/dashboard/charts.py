@@ -319,7 +319,7 @@ def marks(
 
 
 def is_wide_ranged(values: Iterator[float]) -> bool:
-    """Whether values are all above 0, and need a logarithmic axis."""
+    """Return whether values are all above 0, and need a logarithmic axis."""
     found = list(values)
     return bool(found) and 0 < LOG_RATIO * min(found) < max(found)
 
@@ -387,7 +387,7 @@ class Axis:
 
 
 def is_drawable(value: float) -> bool:
-    """Whether a value is finite, and not so large that arithmetic with it fails."""
+    """Return whether a value is finite, and not so large that arithmetic with it fails."""
     return abs(value) < LARGEST
 
 

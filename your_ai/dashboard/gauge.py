@@ -33,7 +33,7 @@ StackPart = tuple[int, str, str, str]  # bytes, glyph, style and name of a part 
 
 @dataclass(frozen=True)
 class MemorySizes:
-    """What the gauge shows of a run."""
+    """The sizes that the gauge shows of a run."""
 
     process: int | None
     highest: int | None
@@ -53,7 +53,7 @@ class MemorySizes:
 
     @property
     def scale(self) -> int:
-        """What the whole width of the gauge stands for."""
+        """Return what the whole width of the gauge stands for."""
         most = max((*self.measured, self.planned or 0), default=0)
         if self.limit is None:
             return max(1, most)

@@ -90,7 +90,7 @@ def style_for(console: Console, as_json: bool = False) -> Style:
 
 
 def in_foreground(file: IO[str]) -> bool:
-    """Whether this process may draw: a background job would draw over the shell."""
+    """Return whether this process may draw: a background job would draw over the shell."""
     try:
         return os.tcgetpgrp(file.fileno()) == os.getpgrp()
     except (OSError, ValueError):  # not this process's terminal: no shell draws there
@@ -157,7 +157,7 @@ class Follower:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether the file that was read, or the folder it is awaited in, is gone."""
+        """Return whether the file that was read, or the folder it is awaited in, is gone."""
         return not self.path.exists() and (self.offset > 0 or not self.path.parent.exists())
 
     def open(self) -> None:
@@ -339,7 +339,7 @@ class Keyboard:
 
     @property
     def were_taken(self) -> bool:
-        """Whether a shell has restored the terminal since, as it does when it stops a job."""
+        """Say whether a shell has restored the terminal, as it does when it stops a job."""
         fd = self.terminal
         if not self.before or fd is None:
             return False

@@ -48,7 +48,7 @@ class FoldedAction:
 
     @property
     def change_text(self) -> str:
-        """What one of them changed, on average: `-203 MB`, or `0 MB`."""
+        """Return what one of them changed, on average: `-203 MB`, or `0 MB`."""
         size = size_text(abs(self.freed_bytes) / self.count)
         sign = "-" if self.freed_bytes > 0 else "+"
         return size if size == "0 MB" else f"{sign}{size}"
@@ -99,7 +99,7 @@ def folded_actions(actions: Iterable[Action]) -> tuple[FoldedAction, ...]:
 
 
 def is_better(found: Validation, best: Validation | None) -> bool:
-    """Whether a validation takes the place of the best one so far.
+    """Return whether a validation takes the place of the best one so far.
 
     The run marks each that is, by --best-metric: it keeps that adapter. Of a run that marks none,
     the one with the lowest loss is the best.
@@ -107,14 +107,6 @@ def is_better(found: Validation, best: Validation | None) -> bool:
     if found.best or (best is not None and best.best):
         return found.best
     return math.isfinite(found.loss) and (best is None or found.loss < best.loss)
-
-
-def best_validation(validations: Iterable[Validation]) -> Validation | None:
-    """The best of all, in the order of the run; None if no loss is finite."""
-    best = None
-    for found in validations:
-        best = found if is_better(found, best) else best
-    return best
 
 
 # The running mean of a loss or a reward, and the best one so far: one definition for all views
@@ -150,7 +142,7 @@ class RunningMean:
 
     @property
     def is_settled(self) -> bool:
-        """Whether there are enough values for a best mean."""
+        """Return whether there are enough values for a best mean."""
         return self.count >= WINDOW
 
     def add(self, value: float, at: float = 0) -> RunningMean:

@@ -35,7 +35,7 @@ def percent(share: float) -> str:
 
 @dataclass(frozen=True)
 class Look:
-    """How a metric is shown."""
+    """The name of a metric on the screen, and its format."""
 
     row: str
     """The label of its row in the screen; empty for the rows of the rewards."""
@@ -85,7 +85,7 @@ IN_LINES = {
 
 
 def is_rewarded(metrics: Mapping[str, float]) -> bool:
-    """Whether these are the metrics of a step that trained on rewards."""
+    """Return whether these are the metrics of a step that trained on rewards."""
     return REWARD in metrics or LENGTH in metrics
 
 
@@ -104,7 +104,7 @@ def line_texts(metrics: Mapping[str, float]) -> list[str]:
 
 
 def other_values(validation: events.Validation) -> dict[str, float]:
-    """What a validation measured besides its loss or its reward, by the name that is shown.
+    """Return what a validation measured besides its loss or its reward, by the name that is shown.
 
     A single named reward is the reward itself.
     """
@@ -157,12 +157,12 @@ def metric_rows(metrics: Mapping[str, float]) -> dict[str, list[tuple[str, str]]
 
 
 def is_charted(name: str) -> bool:
-    """Whether a report draws a metric among the others; the reward has a chart of its own."""
+    """Say whether a report draws a metric among others; the reward has a chart of its own."""
     return name != REWARD and not name.startswith((SECONDS, PEAK_BYTES, JUDGE))
 
 
 def is_named(name: str) -> bool:
-    """Whether a metric is the mean or the spread of a named reward."""
+    """Return whether a metric is the mean or the spread of a named reward."""
     return name.startswith(NAMED) and name.endswith((MEAN, STD))
 
 

@@ -250,7 +250,7 @@ MEETING = "*"  # where curves of several runs meet
 
 @dataclass(frozen=True)
 class LineChart:
-    """What a chart shows. Points are in the order of their x, and finite."""
+    """The content of a chart. Points are in the order of their x, and finite."""
 
     curve: Sequence[Point]
     marked: Sequence[Point]

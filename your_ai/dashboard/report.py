@@ -83,7 +83,7 @@ class ShownSetting:
 
 @dataclass(frozen=True, kw_only=True)
 class Presence:
-    """What a live page knows about the run beyond its events."""
+    """Facts that a live page has about the run beyond its events."""
 
     is_running: bool
     """Whether a process is working on it."""
@@ -226,7 +226,7 @@ def template(name: str, *filters: Callable[..., object]) -> Template:
 
 @cache
 def environment() -> Environment:
-    """What compiles the templates, each once."""
+    """Return what compiles the templates, each once."""
     import jinja2
 
     folder = jinja2.FileSystemLoader(FOLDER)

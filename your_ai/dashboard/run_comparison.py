@@ -31,7 +31,6 @@ from your_ai.dashboard.history import (
     smoothed,
     thinned,
 )
-from your_ai.dashboard.measures import best_validation
 from your_ai.dashboard.metric_table import REWARD, is_charted, plain
 from your_ai.dashboard.page import MEETING, drawn_together
 from your_ai.dashboard.report import template, write_page
@@ -52,7 +51,7 @@ WITH_LOSSES = ("last loss", "best running mean", "best validation")
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun:
-    """What the comparison shows of a run; what is not known is missing."""
+    """A run in the comparison; what is not known is missing."""
 
     name: str
     state: str
@@ -125,8 +124,7 @@ def figures_of(past: RunHistory) -> dict[str, str]:
         found["last loss"] = loss_text(last.loss)
         if state.best_loss is not None:
             found["best running mean"] = loss_text(state.best_loss)
-    best = best_validation(past.validations)
-    if best is not None:
+    if (best := state.best_validation) is not None:
         text = f"{validation_text(best, best.loss)} at step {best.step:,}"
         found["best reward" if best.reward is not None else "best validation"] = text
     rewards = metric_points(past, REWARD)
@@ -191,7 +189,7 @@ def results(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
 
 
 def evaluated(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
-    """What the last evaluation of each run measured."""
+    """Return what the last evaluation of each run measured."""
     names = list(dict.fromkeys(name for run in runs for name in run.measures))
     return {name: [run.measures.get(name, UNKNOWN) for run in runs] for name in names}
 

@@ -336,7 +336,7 @@ def validation_field(state: ViewState, validation: events.Validation) -> Field:
 
 
 def validation_rows(page: Page, state: ViewState) -> list[ScreenRow]:
-    """What the last validation measured besides its loss or its reward."""
+    """Return what the last validation measured besides its loss or its reward."""
     others = {} if state.validation is None else other_values(state.validation)
     if not others:
         return []

@@ -71,7 +71,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Pace:
-    """How much time passes beside the steps: validations, checkpoints, actions on memory."""
+    """The time that passes beside the steps: validations, checkpoints, actions on memory."""
 
     began_at: float | None = None
     """Time of the first step of this process."""
@@ -189,7 +189,7 @@ class ViewState:
 
     @property
     def on_rewards(self) -> bool:
-        """Whether the run trains on rewards."""
+        """Return whether the run trains on rewards."""
         return self.step is not None and is_rewarded(self.step.metrics)
 
     @property
@@ -204,12 +204,12 @@ class ViewState:
 
     @property
     def is_training(self) -> bool:
-        """Whether the run is in a step, and not in a phase with a name of its own."""
+        """Return whether the run is in a step, and not in a phase with a name of its own."""
         return self.doing == TRAINING
 
     @property
     def doing_text(self) -> str:
-        """What the run is doing, in a few words."""
+        """Return what the run is doing, in a few words."""
         if self.paused:
             return "paused"
         if not self.stopping:
@@ -225,7 +225,7 @@ class ViewState:
 
     @property
     def took_s(self) -> float:
-        """How long a finished run took, with the processes before it was resumed."""
+        """Return how long a finished run took, with the processes before it was resumed."""
         return max(self.worked_s, 0.0 if self.finished is None else self.finished.seconds)
 
     @property
@@ -254,7 +254,7 @@ class ViewState:
 
     @property
     def barely_learned(self) -> bool:
-        """Whether neither the validation loss nor the training loss has moved; or the reward."""
+        """Say whether neither validation loss nor training loss, or no reward, has moved."""
         first, last, best = self.first_validation, self.validation, self.best_validation
         if first is None or last is None or best is None or first.step == last.step:
             return False
@@ -347,7 +347,7 @@ def resumed(state: ViewState, now: float) -> ViewState:
 
 
 def begins_anew(state: ViewState, event: events.Event) -> bool:
-    """Whether an event is the first one of a run that was started again by the user.
+    """Return whether an event is the first one of a run that was started again by the user.
 
     A run that was killed wrote no end. It loads again though it was in its steps, and nothing
     said why: neither its supervisor nor its governor.
@@ -362,7 +362,7 @@ def begins_anew(state: ViewState, event: events.Event) -> bool:
 
 
 def doing_after(state: ViewState, event: events.Event) -> str:
-    """What the run does after an event that is folded in."""
+    """Return what the run does after an event that is folded in."""
     match event:
         case events.Stage() | events.Phase():
             return event.text
@@ -556,7 +556,7 @@ def smooth(mean: float | None, value: float, seen: int) -> float:
 
 
 def is_close(before: float | None, after: float | None, share: float) -> bool:
-    """Whether a loss changed by less than this share of it; False if one is not known."""
+    """Return whether a loss changed by less than this share of it; False if one is not known."""
     if before is None or after is None:
         return False
     return abs(before - after) < share * abs(before)

@@ -66,7 +66,7 @@ class TrialRow:
 
     @property
     def value(self) -> float | None:
-        """What a tune makes lower: the validation loss, or the negative reward."""
+        """Return what a tune makes lower: the validation loss, or the negative reward."""
         return self.validation_loss if self.reward is None else 0.0 - self.reward
 
     @property
@@ -85,7 +85,7 @@ def best_trial(rows: Sequence[TrialRow]) -> TrialRow | None:
 
 
 def measure_name(rows: Sequence[TrialRow]) -> str:
-    """What the validations of a tune measured: loss or reward."""
+    """Return what the validations of a tune measured: loss or reward."""
     return "loss" if all(row.reward is None for row in rows) else "reward"
 
 
@@ -175,7 +175,7 @@ def by_loss(rows: Sequence[TrialRow]) -> list[TrialRow]:
 
 
 def progress_text(number: int, settings: Mapping[str, Any], state: ViewState) -> str:
-    """What a trial is doing now, as one line."""
+    """Return what a trial is doing now, as one line."""
     parts = [f"trial {number:03}", settings_text(dict(settings)) or "the default settings"]
     parts.append(
         state.doing if state.step is None else f"step {state.step.step}/{state.step.steps}"
@@ -241,7 +241,7 @@ def trials_chart(rows: Sequence[TrialRow]) -> Chart | None:
 
 
 def setting_chart(rows: Sequence[TrialRow], setting: str) -> Chart | None:
-    """What the trials measured, by a setting; None if no trial measured anything."""
+    """Return what the trials measured, by a setting; None if no trial measured anything."""
     known = [row for row in rows if setting in row.settings]
     if not any(row.measured is not None for row in known):
         return None
@@ -262,7 +262,7 @@ def setting_chart(rows: Sequence[TrialRow], setting: str) -> Chart | None:
 
 
 def measured_points(points: Sequence[tuple[TrialRow, float]]) -> Points:
-    """What the trials measured, at their place on the x axis."""
+    """Return what the trials measured, at their place on the x axis."""
     return [(x, row.measured) for row, x in points if row.measured is not None]
 
 

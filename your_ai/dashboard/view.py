@@ -36,7 +36,7 @@ def ways_to_learn_more(state: ViewState) -> str:
 
 
 def preference_line(state: ViewState) -> str:
-    """Whether a run on pairs of answers learned to prefer the chosen ones; empty for other runs."""
+    """Say whether a run on pairs learned to prefer the chosen answers; empty for other runs."""
     metrics, where = {}, "validation"
     if state.validation is not None:
         metrics = state.validation.metrics
@@ -54,7 +54,7 @@ def preference_line(state: ViewState) -> str:
 
 
 def advice_line(state: ViewState, run: str) -> str:
-    """What to do after a finished run that learned too little from answers; empty if nothing.
+    """Advise what to do after a run that learned too little from answers; empty if nothing.
 
     It did if its validation loss still fell at the end, unless all answers to held-out prompts are
     exactly those that were expected; or if most are unlike them. run: its name.
@@ -83,7 +83,7 @@ def advice_line(state: ViewState, run: str) -> str:
 
 
 def fall_text(state: ViewState) -> str:
-    """How far the validation loss still fell at the end; empty if it did not."""
+    """Return how far the validation loss still fell at the end; empty if it did not."""
     last, best = state.validation, state.best_validation
     before = [each for each in state.bests if last and each.step <= LATE * last.step]
     if best is None or not before or not falls(before[-1].loss, best.loss):
@@ -93,7 +93,7 @@ def fall_text(state: ViewState) -> str:
 
 
 def falls(before: float, after: float) -> bool:
-    """Whether a loss is clearly lower than before; False for what is not finite."""
+    """Return whether a loss is clearly lower than before; False for what is not finite."""
     return math.isfinite(before) and before - after > max(FALLING * abs(before), NOTICED)
 
 
@@ -104,7 +104,7 @@ def expected_pairs(after: events.Samples) -> list[tuple[str, str]]:
 
 
 def is_wrong(pair: tuple[str, str]) -> bool:
-    """Whether an answer is unlike the expected one."""
+    """Return whether an answer is unlike the expected one."""
     answer, wanted = (text[:COMPARED].lower() for text in pair)
     return difflib.SequenceMatcher(None, answer, wanted, autojunk=False).ratio() < ALIKE
 
@@ -168,7 +168,7 @@ def step_text(step: events.Step, tokens_per_s: float, seconds_left: float | None
 
 
 def wait_text(step: events.Step) -> str:
-    """How long a step waited for weights from files; empty if it read none."""
+    """Return how long a step waited for weights from files; empty if it read none."""
     seconds = step.read_wait_s
     if seconds is None or not 0 <= seconds < math.inf:
         return ""
@@ -331,7 +331,7 @@ def metric_lines(last: events.Validation, best: events.Validation | None) -> lis
 
 
 def validation_name(validation: events.Validation) -> str:
-    """What a validation measured, in words."""
+    """Return what a validation measured, in words."""
     return f"validation {'loss' if validation.reward is None else 'reward'}"
 
 
@@ -352,7 +352,7 @@ def reward_lines(state: ViewState) -> list[str]:
 
 
 def judge_lines(state: ViewState) -> list[str]:
-    """What the judge did in all of the run, if it has one."""
+    """Return what the judge did in all of the run, if it has one."""
     sums = {name.removeprefix(JUDGE): value for name, value in state.judged.items()}
     if not sums:
         return []

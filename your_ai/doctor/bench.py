@@ -268,7 +268,7 @@ def pairs_per_step(contest: Contest, contender: str) -> int:
 
 
 def run_contender(contest: Contest, contender: str) -> dict[str, Any]:
-    """What one contender did, measured in this process."""
+    """Return what one contender did, measured in this process."""
     ready: OurSteps | None = None
     turns: list[tuple[float, float]] = []
     waits: list[float | None] = []
@@ -296,7 +296,7 @@ def run_contender(contest: Contest, contender: str) -> dict[str, Any]:
 
 
 def compares_with_rows(contest: Contest, contender: str) -> bool:
-    """Whether both fit side by side, and a step trains the same rows with the same updates."""
+    """Say whether both fit side by side, and a step trains the same rows in the same updates."""
     return contest.max_memory is None and contender not in (*SHORT, "auto")
 
 

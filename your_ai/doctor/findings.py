@@ -168,7 +168,7 @@ def of_memory(machine: MachineInfo) -> Iterator[Finding]:
 
 
 def of_memory_fit(machine: MachineInfo) -> Iterator[Finding]:
-    """Whether memory estimates were fitted to this machine."""
+    """Return whether memory estimates were fitted to this machine."""
     if machine.memory_fit and machine.memory_fit_used:
         yield Finding("ok", f"memory estimates were fitted on this machine on {machine.memory_fit}")
     elif machine.memory_fit:
@@ -218,7 +218,7 @@ def of_surroundings(machine: MachineInfo) -> Iterator[Finding]:
 
 
 def older(version: str, than: str) -> bool:
-    """Whether a version is lower than another, comparing the first three numbers."""
+    """Return whether a version is lower than another, comparing the first three numbers."""
     ours, theirs = ([int(part) for part in re.findall(r"\d+", v)[:3]] for v in (version, than))
     length = max(len(ours), len(theirs))
     return ours + [0] * (length - len(ours)) < theirs + [0] * (length - len(theirs))

@@ -62,7 +62,7 @@ class Peak:
 
 
 def estimated_bytes(peak: Peak, coefficients: Coefficients) -> int:
-    """What the estimate says of a peak."""
+    """Return what the estimate says of a peak."""
     workload = Workload(
         facts=peak.facts,
         training=peak.training,

@@ -267,7 +267,7 @@ def driver() -> str:
 
 
 def output_of(*command: str) -> str:
-    """What a program prints. Raises OSError or a SubprocessError."""
+    """Return what a program prints. Raises OSError or a SubprocessError."""
     done = subprocess.run([*command], capture_output=True, text=True, timeout=COMMAND_S, check=True)
     return done.stdout.strip()
 

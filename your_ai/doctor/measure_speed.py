@@ -62,7 +62,7 @@ FAST = 2e10  # multiply-adds per second from which the larger models are quick
 
 @dataclass(frozen=True)
 class SpeedCase:
-    """What is timed: the gradients of micro-batches of a model."""
+    """Gradients of micro-batches of a model, to be timed."""
 
     engine: str
     shapes: tuple[Shape, ...]
@@ -80,7 +80,7 @@ class SpeedCase:
 
 @dataclass(frozen=True)
 class SpeedModels:
-    """What is measured on fast or on slow machines.
+    """The models that are measured on fast or on slow machines.
 
     Their heads differ in size and number, and so do their blocks and vocabularies: each costs time
     of its own. In the smallest one that is mostly the time of what does not depend on sizes.
@@ -277,7 +277,7 @@ def keep_speed(found: MachineSpeed, measured: Sequence[TimedWork]) -> Path:
 
 
 def speed_table(found: MachineSpeed, measured: Sequence[TimedWork], path: Path) -> RenderableType:
-    """What was measured, and how well the speed fits to it."""
+    """Return what was measured, and how well the speed fits to it."""
     drawn = Table(box=None, pad_edge=False)
     drawn.add_column("")
     drawn.add_column("", justify="right")

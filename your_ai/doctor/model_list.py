@@ -119,7 +119,7 @@ def fit_of_known(model: Known, room: MachineRoom) -> str:
 
 
 def fit_of_folder(folder: Path, room: MachineRoom) -> str | None:
-    """How a local model trains here; None if the planner cannot read the folder."""
+    """Return how a local model trains here; None if the planner cannot read the folder."""
     try:
         facts = facts_of(folder, room.float_bytes)
     except (UserError, ValueError, LookupError):

@@ -139,7 +139,7 @@ def room_here(machine: MachineInfo) -> MachineRoom:
 def recommend(
     room: MachineRoom, models: Iterable[Known] | None = None, objective: str = SFT
 ) -> list[Recommendation]:
-    """What can train in `room`, best first. Each model comes once, or twice with long rows.
+    """Return what can train in `room`, best first. Each model comes once, or twice with long rows.
 
     The best is the largest model with its weights in memory and every linear layer adapted; without
     a GPU, on which any training takes long, the smallest.

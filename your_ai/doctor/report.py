@@ -185,7 +185,7 @@ def watch_budgets(folder: Path, model: dict[str, Any], deadline: float) -> dict[
 
 
 def has_harness() -> bool:
-    """Whether tests/budget.py can run: it reads /proc, and is in a checkout only."""
+    """Return whether tests/budget.py can run: it reads /proc, and is in a checkout only."""
     there = (ROOT / "tests" / "budget.py").is_file() and (ROOT / "pyproject.toml").is_file()
     needed = ("pytest", "hypothesis")
     return sys.platform == "linux" and there and all(map(importlib.util.find_spec, needed))

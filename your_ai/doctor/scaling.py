@@ -86,7 +86,7 @@ def measured_scaling(
 
 
 def run_ranks(contest: Contest, plan: str, processes: int) -> dict[str, Any]:
-    """What rank 0 of `processes` measured."""
+    """Return what rank 0 of `processes` measured."""
     task = json.dumps({"contest": dataclasses.asdict(contest), "plan": plan})
     command = python_module("your_ai.doctor.scaling", task)
     with tempfile.TemporaryDirectory() as place:

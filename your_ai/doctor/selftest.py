@@ -177,7 +177,7 @@ def line_of(part: Part, folder: Path, until: float, model: dict[str, Any]) -> Re
 
 
 def failed(lines: Sequence[ReportLine]) -> bool:
-    """Whether the self-test ends with exit status 1."""
+    """Return whether the self-test ends with exit status 1."""
     return any(line.ok is False for line in lines)
 
 

@@ -56,7 +56,7 @@ SHOWN_TOKENS = 128  # of an answer that is only shown, which is cut to fewer cha
 
 
 class EvaluationProgress(NamedTuple):
-    """What the evaluation is doing, and how far it is. `total` is 0 if unknown."""
+    """The current work of the evaluation, and how far it is. `total` is 0 if unknown."""
 
     doing: str
     done: int = 0
@@ -65,7 +65,7 @@ class EvaluationProgress(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """How rows are measured."""
+    """Settings of a measurement of rows."""
 
     batch_size: int
     """Rows that go through the model together, if they fit."""
@@ -273,7 +273,7 @@ def start_text(config: TrainConfig, started: RowMeasures | None) -> str:
 
 
 def training_of(adapter: Adapter, config: TrainConfig, blocks: int) -> Training:
-    """What the memory estimate needs to know about an adapter."""
+    """Return what the memory estimate needs to know about an adapter."""
     keys = adapter.config["lora_parameters"].get("keys") or config.lora_targets
     count = int(adapter.config["num_layers"])
     return Training(

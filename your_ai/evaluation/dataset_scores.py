@@ -43,7 +43,7 @@ def mean_loss_of_all(
     ids: np.ndarray,
     gather: Callable[[Any], list[Any]],
 ) -> MeanLoss | None:
-    """As `mean_loss` of a token-local objective, of which each process computes a part.
+    """Compute `mean_loss` of a token-local objective, of which each process does a part.
 
     ids: the indices, in the order of length, of the examples of this process.
     gather: gives what each process found, in the order of the processes.

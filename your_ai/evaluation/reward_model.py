@@ -138,7 +138,7 @@ def score_records(
     config: TrainConfig,
     too_long: str,
 ) -> Iterator[dict[str, Any]]:
-    """As `score_rows`; records: with the place of each, for messages."""
+    """Score rows as `score_rows` does; records: with the place of each, for messages."""
     layout = layout_of(config.columns, config.prompt_template)
     records = iter(records)
     while part := list(islice(records, ROWS_TOGETHER)):

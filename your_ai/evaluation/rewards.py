@@ -37,7 +37,7 @@ SYSTEMS = ("base", "adapter")
 
 @dataclass(frozen=True)
 class Judged:
-    """How base and adapter judge the good and the bad answers of the rows."""
+    """Judgments of base and adapter on the good and the bad answers of the rows."""
 
     objective: str
     """Which gives the rewards; empty for a run that trains on rewards of completions."""
@@ -104,8 +104,8 @@ def judge(config: TrainConfig, found: Comparison) -> Judged | None:
 
 
 def score_measures(found: Comparison, resamples: int, seed: int) -> dict[str, Paired]:
-    """How far the scores of a reward model are from those of the rows: the mean of the absolute
-    differences, and the correlation (Pearson's).
+    """Measure how far the scores of a reward model are from those of the rows: the mean of the
+    absolute differences, and the correlation (Pearson's).
     """
     there, wanted = found.rows.weights > 0, wanted_scores(found.rows)
     base, adapter = (-system.losses[there] for system in (found.base, found.adapter))

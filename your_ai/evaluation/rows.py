@@ -122,7 +122,7 @@ class EvaluationRows:
 
     @property
     def has_preferences(self) -> bool:
-        """Whether any row says which answer is good or bad."""
+        """Return whether any row says which answer is good or bad."""
         return bool((self.is_pair | self.is_labeled).any())
 
     @cached_property
@@ -278,7 +278,7 @@ def origins(path: Path, encoder: Encoder, config: TrainConfig, examples: Example
 
 
 def are_bad(row: Row) -> list[bool]:
-    """Whether each text of a row, in the order of `Encoder.encode_all`, is a bad answer."""
+    """Return whether each text of a row, in the order of `Encoder.encode_all`, is a bad answer."""
     if isinstance(row.content, Preference):
         return [False, True]
     return [isinstance(row.content, Labeled) and not row.content.good]
@@ -294,7 +294,7 @@ def changed(path: Path) -> UserError:
 
 
 def asks(row: Row) -> bool:
-    """Whether a row asks for an answer and has a good one: `Encoder.prompt_of` works for it."""
+    """Say whether a row asks for an answer and has a good one, as `Encoder.prompt_of` needs."""
     if isinstance(row.content, Labeled) and not row.content.good:
         return False
     content = answer_of(row)

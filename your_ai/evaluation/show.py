@@ -138,7 +138,7 @@ def measures_table(found: dict[str, Any]) -> Table:
 
 
 def adapter_values(found: dict[str, Any] | None) -> dict[str, str]:
-    """What an evaluation measured with the adapter, and on which rows, by label.
+    """Return what an evaluation measured with the adapter, and on which rows, by label.
 
     found: what `record.read_evaluation` gives. Empty if there is none, or if it is of another form.
     """
@@ -175,7 +175,7 @@ def row_counts(rows: int, preferences: dict[str, Any] | None) -> str:
 
 
 def about_rewards(preferences: dict[str, Any] | None) -> list[Text]:
-    """What the rewards compare, and which answers the other measures are of."""
+    """Return what the rewards compare, and which answers the other measures are of."""
     if preferences is None:
         return []
     if not preferences["objective"]:

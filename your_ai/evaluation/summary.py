@@ -94,7 +94,7 @@ def token_losses(rows: EvaluationRows, measured: RowMeasures) -> np.ndarray:
 
 
 def preferences(found: Comparison, judged: Judged) -> dict[str, Any]:
-    """What the rewards are, and the rows that they are measured on."""
+    """Return what the rewards are, and the rows that they are measured on."""
     labeled, good = found.rows.is_labeled, found.rows.trained_tokens > 0
     about: dict[str, Any] = {
         "objective": judged.objective,
@@ -159,7 +159,7 @@ def measures(
 
 
 def are_shares(chosen: np.ndarray, *scores: np.ndarray | None) -> bool:
-    """Whether all scores of the chosen rows are 0 or 1."""
+    """Return whether all scores of the chosen rows are 0 or 1."""
     return all(values is not None and np.isin(values[chosen], (0, 1)).all() for values in scores)
 
 

@@ -22,7 +22,7 @@ from your_ai import __version__
 from your_ai.config import ABOUT, DEMO, GENERATING, GRPO, SFT, SOFT, TrainConfig, is_used
 from your_ai.config import REWARD as REWARD_MODEL
 from your_ai.dashboard.history import read_history
-from your_ai.dashboard.measures import best_validation, match_share
+from your_ai.dashboard.measures import match_share
 from your_ai.dashboard.metric_table import REWARD, is_rewarded, other_values, plain
 from your_ai.dashboard.view import duration, validation_name, validation_text
 from your_ai.gates.text import counted, loss_text, size_text
@@ -172,6 +172,8 @@ class CardFigures:
     """In order."""
     validations: Sequence[events.Validation]
     """In order."""
+    best: events.Validation | None = None
+    """The best validation."""
     rows: int | None = None
     """Rows of training data."""
     parameters: int | None = None
@@ -281,6 +283,7 @@ def figures_of(records: Sequence[events.Record]) -> CardFigures:
     return CardFigures(
         steps=past.steps,
         validations=past.validations,
+        best=state.best_validation,
         rows=state.started.rows if state.started else None,
         parameters=state.started.trainable_parameters if state.started else None,
         matches=matches,
@@ -448,8 +451,7 @@ def figure_rows(figures: CardFigures, config: TrainConfig | None) -> list[tuple[
         ("trainable parameters", f"{figures.parameters:,}" if figures.parameters else ""),
         progress_row(steps),
     ]
-    best = best_validation(figures.validations)
-    if best is not None:
+    if (best := figures.best) is not None:
         text = f"{validation_text(best, best.loss)} at step {best.step:,}"
         rows.append((f"best {validation_name(best)}", text))
         for name, value in other_values(best).items() if best.best else ():

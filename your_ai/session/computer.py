@@ -127,7 +127,7 @@ def with_known(before: HostState, now: HostState) -> HostState:
 
 
 def is_news(before: HostState, now: HostState) -> bool:
-    """Whether a state differs enough from the one written before to be written."""
+    """Return whether a state differs enough from the one written before to be written."""
     moved = abs((now.percent or 0) - (before.percent or 0)) >= PERCENT_STEP
     return bool(changes_text(before, now)) or (now.source in ("battery", "UPS") and moved)
 
@@ -141,7 +141,7 @@ def write_state(folder: RunFolder, before: HostState, now: HostState) -> None:
 
 
 def changes_text(before: HostState, now: HostState) -> list[str]:
-    """What changed, in words for the user. Mains power and no heat at the start say nothing."""
+    """Say what changed, in words. Mains power and no heat at the start say nothing."""
     found = []
     if now.source in ("battery", "UPS") and now.source != before.source:
         charge = "" if now.percent is None else f", {now.percent}%"

@@ -53,7 +53,7 @@ def ends_of_finished(folder: RunFolder) -> tuple[events.Started, events.Finished
 
 
 def is_same(folder: RunFolder, config: TrainConfig) -> bool:
-    """Whether a config is that of the run, except for how long it trains."""
+    """Return whether a config is that of the run, except for how long it trains."""
     saved, wanted = folder.read_config(), with_absolute_paths(config)
     names = [name for name in FIELDS if name not in (*LENGTH, *AROUND)]
     return all(getattr(saved, name) == getattr(wanted, name) for name in names)

@@ -81,7 +81,7 @@ class Machines:
 
 @dataclass(frozen=True)
 class Tools:
-    """What this module asks of the machine; tests give others."""
+    """Programs of the machine that this module uses; tests give others."""
 
     run: Callable[[Sequence[str]], tuple[int, str]] = field(default_factory=lambda: run_program)
     """command -> its exit status, and the last line it wrote."""
@@ -264,7 +264,7 @@ def address_of(name: str) -> str:
 
 
 def is_mine(ip: str) -> bool:
-    """Whether this machine has the address."""
+    """Return whether this machine has the address."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as each:
             each.bind((ip, 0))
@@ -342,8 +342,8 @@ def sync_hosts(machines: Machines, paths: Sequence[str], tools: Tools | None = N
 
 
 def paths_to_sync(config: TrainConfig, model: Path) -> list[str]:
-    """What --sync copies: the files that --data and --valid name, which every rank reads as they
-    are, and with `all` the model's folder."""
+    """List what --sync copies: the files of --data and --valid, which every rank reads as they are,
+    and with `all` the model's folder."""
     from your_ai.data.sources import source_files
 
     if config.sync == "off":

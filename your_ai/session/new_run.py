@@ -109,7 +109,7 @@ def start(folder: RunFolder, settings: TrainConfig, *, new: bool) -> BackgroundR
 
 
 def wait_until_begun(run: BackgroundRun, seconds: float) -> bool:
-    """Whether training began within this time.
+    """Return whether training began within this time.
 
     Raises the error that ended the run before it began.
     """

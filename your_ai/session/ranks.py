@@ -185,7 +185,7 @@ def cause_of(statuses: Sequence[int], killed: set[int]) -> int:
 
 
 def lost_in(output: str, names: Sequence[str] = ()) -> str:
-    """Which rank was lost and how, as the first process that noticed said; empty if none did.
+    """Find which rank was lost and how, as the first process to notice said; empty if none did.
 
     names: the host of each rank, for what `mlx.launch` says, which is without.
     """
@@ -198,14 +198,14 @@ def lost_in(output: str, names: Sequence[str] = ()) -> str:
 
 
 def is_users_error(output: str) -> bool:
-    """Whether `mlx.launch` ended because a rank reported an error of the user before it could
+    """Say whether `mlx.launch` ended because a rank reported an error of the user before it could
     tell the others."""
     found = LAUNCHER_SAYS.search(output)
     return found is not None and int(found[2]) == USER and bool(errors_in(output))
 
 
 def refused_in(output: str) -> str:
-    """Why `mlx.launch` started no rank: its last line, if no process of ours reported an error."""
+    """Say why `mlx.launch` started no rank: its last line, without an error of ours."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     if errors_in(output) or not lines:
         return ""

@@ -140,7 +140,7 @@ def by_age(runs: Path) -> list[RunFolder]:
 
 
 def is_trained(folder: RunFolder) -> bool:
-    """Whether a run has a config and an adapter or a checkpoint, intact or not."""
+    """Return whether a run has a config and an adapter or a checkpoint, intact or not."""
     with contextlib.suppress(OSError):
         saved = os.path.isdir(folder.adapter) or any(folder.checkpoints.glob("step-*"))
         return saved and os.path.isfile(folder.config)
@@ -160,7 +160,7 @@ def folders(runs: Path) -> list[RunFolder]:
 
 
 def is_run(folder: RunFolder) -> bool:
-    """Whether a folder contains a run's files, or cannot be read and so may contain them."""
+    """Return whether a folder contains a run's files, or cannot be read and so may contain them."""
     for path in (folder.config, folder.events):
         try:
             if stat.S_ISREG(os.stat(path).st_mode):
@@ -454,7 +454,7 @@ STEPS = 50  # the last of a run, for its speed
 
 
 def seconds_for(tokens: int, model: str) -> float | None:
-    """How long training on so many tokens takes at the speed of the newest run of this model.
+    """Seconds of training on so many tokens at the speed of the newest run of this model.
 
     None if there is no such run, or it has no steps yet.
     """

@@ -33,7 +33,7 @@ Doing = Literal["other", "step", "paused"]
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long a training process may take until its next event that is progress."""
+    """The time that a training process may take until its next event that is progress."""
 
     steps: float = 10.0
     """Multiple of the median time of a step."""
@@ -57,7 +57,7 @@ def patience_of(config: TrainConfig) -> Patience:
 
 @dataclass
 class StallWatch:
-    """What is known of the training processes of a run, one after another."""
+    """Observations of the training processes of a run, one after another."""
 
     patience: Patience = field(default_factory=Patience)
     doing: Doing = "other"
@@ -137,7 +137,7 @@ class StallWatch:
 
     @property
     def allowed_s(self) -> float:
-        """How long there may be no progress now. Each stall in a row doubles it."""
+        """Return how long there may be no progress now. Each stall in a row doubles it."""
         patience = self.patience
         if self.doing == "paused":
             return math.inf

@@ -116,7 +116,7 @@ class Life:
 
 @dataclass(frozen=True)
 class Decision:
-    """How to continue after a process has ended."""
+    """The plan to continue with after a process has ended."""
 
     level: int | None
     """Level of the plan to continue with; None to give up."""
@@ -435,7 +435,7 @@ def given_settings(folder: RunFolder, settings: str) -> TrainConfig:
 
 
 def ready_ranks(folder: RunFolder, config: TrainConfig | None) -> tuple[int, Machines | None]:
-    """How many processes a run has on this machine, and its hosts if it has several.
+    """Return how many processes a run has on this machine, and its hosts if it has several.
 
     Checks that all hosts can be reached, and copies what they need, if asked to.
     """

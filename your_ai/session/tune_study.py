@@ -50,7 +50,7 @@ SearchSpace = dict[str, FloatDistribution | CategoricalDistribution]  # by setti
 
 
 def space_of(base: TrainConfig, fixed: Sequence[str], blocks: int) -> SearchSpace:
-    """What is searched around `base`, the settings of the first trial.
+    """Return what is searched around `base`, the settings of the first trial.
 
     fixed: settings that the user gave, which are not searched. blocks: of the model.
     """
@@ -82,7 +82,7 @@ def chosen_in(config: TrainConfig, space: SearchSpace, blocks: int) -> dict[str,
 
 
 def is_allowed(base: TrainConfig, name: str, value: Any) -> bool:
-    """Whether a value does not contradict another setting."""
+    """Return whether a value does not contradict another setting."""
     with contextlib.suppress(UserError):
         dataclasses.replace(base, **{name: value})
         return True

@@ -186,7 +186,7 @@ def settings_in(tune: TuneFolder, study: Study) -> TrainConfig:
 
 
 class EndedRun(NamedTuple):
-    """How the processes of a run ended."""
+    """The end of the processes of a run."""
 
     status: int
     """Exit status of the supervisor, as Popen gives it."""
@@ -221,7 +221,7 @@ def run_trial(
 
 @dataclass
 class TrialWatch:
-    """What the events of a trial's run say, read as they come."""
+    """The state of a trial's run by its events, read as they come."""
 
     folder: RunFolder
     trial: Trial | None = None
@@ -258,7 +258,7 @@ class TrialWatch:
 
 
 class TrialEnd(NamedTuple):
-    """How a trial ended: its state in the study, its value, and why."""
+    """The end of a trial: its state in the study, its value, and why."""
 
     state: str
     value: float | None = None
@@ -270,7 +270,7 @@ class TrialStopped(Exception):
 
 
 def end_of(watch: TrialWatch, ended: EndedRun | None) -> TrialEnd | None:
-    """How a trial ended; None if its processes must be started again.
+    """Return how a trial ended; None if its processes must be started again.
 
     ended: its processes; None if none was started, because the events say how it ended.
     Raises TrialStopped after a stop signal, and what the run reported if that is not due to the

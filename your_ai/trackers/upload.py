@@ -177,7 +177,7 @@ class TextTable:
 
 @dataclass(frozen=True)
 class TrackerRow:
-    """What one event adds to a tracker."""
+    """The values that one event adds to a tracker."""
 
     step: int
     values: Mapping[str, float | TextTable]
@@ -186,7 +186,7 @@ class TrackerRow:
 
 @dataclass(frozen=True, kw_only=True)
 class UploadState:
-    """What later rows need to know of earlier events."""
+    """Facts of earlier events that later rows need."""
 
     step: int = 0
     """The highest training step."""
@@ -202,7 +202,7 @@ class UploadState:
 
 
 def after(past: UploadState, event: Event) -> tuple[UploadState, TrackerRow | None]:
-    """What is known after one more event, and the row for it.
+    """Return what is known after one more event, and the row for it.
 
     A step that is repeated after a resume gives no row: trackers need increasing steps, and
     they have its metrics already.
