@@ -227,11 +227,21 @@ def gauge_of(state: ViewState, width: int = 112) -> str:
     )
 
 
-def test_bar_stacks_active_cache_and_rest_of_process():
-    state = with_gauges(
-        active_bytes=400 * 10**6, cache_bytes=100 * 10**6, process_bytes=600 * 10**6
-    )
-    assert gauge_of(state) == "█" * 40 + "▓" * 10 + "▒" * 10 + "┃" + "·" * 39
+@pytest.mark.parametrize(
+    ("sizes", "bar", "text"),
+    [
+        ((400, 100, 600), "█" * 40 + "▓" * 10 + "▒" * 10 + "┃" + "·" * 39, ""),
+        ((500, None, 1200), "█" * 50 + "▒" * 49 + "▶", "120%  over the limit"),
+        ((400, 400, 500), "█" * 40 + "▓" * 10 + "┃" + "▓" * 29 + "·" * 20, "other 0 MB"),
+    ],
+    ids=["stacked", "over the limit", "more in parts than in the process"],
+)
+def test_bar_stacks_active_cache_and_rest_of_process(sizes, bar, text):
+    names = ("active_bytes", "cache_bytes", "process_bytes")
+    known = {name: mb * 10**6 for name, mb in zip(names, sizes, strict=True) if mb is not None}
+    state = with_gauges(**known)
+    assert gauge_of(state) == bar
+    assert text in text_of(state)
 
 
 def test_tick_marks_the_peak():
@@ -240,20 +250,6 @@ def test_tick_marks_the_peak():
         state=with_gauges(active_bytes=700 * 10**6, process_bytes=700 * 10**6),
     )
     assert gauge_of(state) == "█" * 10 + "·" * 60 + "┃" + "·" * 29
-
-
-def test_process_over_the_limit_is_marked():
-    state = with_gauges(active_bytes=500 * 10**6, process_bytes=1200 * 10**6)
-    assert gauge_of(state) == "█" * 50 + "▒" * 49 + "▶"
-    assert "120%  over the limit" in text_of(state)
-
-
-def test_rest_is_zero_if_the_parts_exceed_the_process():
-    state = with_gauges(
-        active_bytes=400 * 10**6, cache_bytes=400 * 10**6, process_bytes=500 * 10**6
-    )
-    assert gauge_of(state) == "█" * 40 + "▓" * 10 + "┃" + "▓" * 29 + "·" * 20
-    assert "other 0 MB" in text_of(state)
 
 
 @pytest.mark.parametrize("text", ["generating completions", "answering test prompts"])

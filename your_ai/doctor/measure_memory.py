@@ -158,9 +158,9 @@ def measure_engine(
         lora_targets=training.targets,
         lora_experts=training.experts,
     )
-    place = Path(tempfile.gettempdir())
-    built = built_with_adapters(opened, config, Plan(engine, 0, kept=kept), place)
-    on_disk = place if Plan(engine, 0, kept=kept).gradients_on_disk else None
+    plan, place = Plan(engine, 0, kept=kept), Path(tempfile.gettempdir())
+    built = built_with_adapters(opened, config, plan, place)
+    on_disk = place if plan.gradients_on_disk else None
 
     def peak(kind: PeakKind, shape: Shape, peak_bytes: int) -> Peak:
         rows, tokens = shape
