@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import gc
 import hashlib
@@ -99,7 +100,6 @@ settings.load_profile("suite")
 QUICK_START = Path(__file__).parent / "quick_start" / "sitecustomize.py"
 # Processes that tests start compile the package's modules once, not each again, and share what
 # is slow when they start; see quick_start/sitecustomize.py.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if "YOUR_AI_TESTS_CACHE" not in os.environ:  # not in xdist's workers
     os.environ["YOUR_AI_TESTS_CACHE"] = cache = tempfile.mkdtemp(prefix="your_ai-tests-")
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
@@ -151,16 +151,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Let the threads take turns in tests that do not measure memory, and check indices in some."""
+    """Let the threads take turns in tests that do not measure memory, and check indices in some.
+
+    Kernels take long to compile, so only tests of modules with KERNELS = True fuse them; with
+    KERNELS = "measured", only those of these tests that have the mark `compiled` or `memory`.
+    """
     take_turns(item.get_closest_marker("memory") is None)
     unsuited = [mark for mark in ("compiled", "memory") if item.get_closest_marker(mark)]
+    kernels = getattr(item.module, "KERNELS", False)
+    kernels = bool(unsuited) if kernels == "measured" else kernels
+    fuse(kernels)
     if CHECKS_ALL:
         if "compiled" in unsuited:
             pytest.skip("nothing is compiled where all indices are checked")
         return
     place = item.path.relative_to(Path(__file__).parent)
     checked = place.parts[0] in CHECKED_FOLDERS or str(place) in CHECKED_FILES
-    checked = checked and not unsuited and not getattr(item.module, "KERNELS", False)
+    checked = checked and not unsuited and not kernels
     if checked != indices.is_checking():
         indices.check(checked)
 
@@ -185,33 +192,38 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """Collect tests without searching for garbage, of which they make little: that takes longer."""
     gc.disable()
     try:
+        import_share(session.config)
         return (yield)
     finally:
         keep_objects()
         gc.enable()
 
 
+def import_share(config: pytest.Config) -> None:
+    """Import the modules of tests whose turn it is in this worker; it imports the others later.
+
+    pytest rewrites the assertions of each module, which takes ten seconds for all, and keeps what
+    it compiled. Workers that import the modules in the same order all rewrite the same ones.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if not worker.isdigit():
+        return
+    workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    here = Path(__file__).parent
+    folders = [Path(config.rootpath, argument) for argument in config.args]
+    files = sorted({file for folder in folders for file in folder.rglob("test_*.py")})
+    for file in files[int(worker) :: workers]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # collecting it will say so
+            importlib.import_module(".".join(file.relative_to(here.parent).with_suffix("").parts))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def keep_objects_of_modules_before() -> None:
     keep_objects()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def no_kernels() -> None:
-    """Fuse none in the fixtures of the session, which begin before those of their first module."""
-    fuse(False)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fuse kernels only in the modules that say `KERNELS = True`: their compilation takes long."""
-    fuse(getattr(request.module, "KERNELS", False))
-    yield
-    fuse(False)
 
 
 def keep_objects() -> None:

@@ -114,12 +114,8 @@ def test_unwritable_runs_folder_is_reported(capsys, tiny_model, data_folder):
 
 @pytest.fixture
 def options(tiny_model, data_folder) -> list[object]:
-    settings = {"model": tiny_model, "data": data_folder, "lora-layers": 1, "batch-size": 4}
-    return [
-        "train",
-        "--no-supervise",
-        *(part for n, v in settings.items() for part in (f"--{n}", v)),
-    ]
+    data = ["--model", tiny_model, "--data", data_folder, "--samples", 0]
+    return ["train", "--no-supervise", *data, "--lora-layers", 1, "--batch-size", 4]
 
 
 def test_train_resume_generate(capsys, options, own_folder):

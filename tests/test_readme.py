@@ -90,7 +90,7 @@ def test_other_commands_run(own_folder):
     (own_folder / "configs").mkdir()
     (own_folder / "configs/demo.yaml").write_text(preset)
     write_rows(own_folder / "my-data/train.jsonl", [chat("a", "b"), chat("c", "d")])
-    (own_folder / "my-run.yaml").write_text("data: my-data\nmax_steps: 1\nrun: mine\n")
+    (own_folder / "my-run.yaml").write_text("data: my-data\nmax_steps: 1\nrun: mine\nsamples: 0\n")
     rest = json.dumps([shlex.split(command) for command in commands()[2:]])
     done = subprocess.run(
         [sys.executable, "-c", RUN_COMMANDS, rest], stdin=subprocess.DEVNULL, check=False

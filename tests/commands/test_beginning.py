@@ -223,7 +223,7 @@ def test_file_works_for_plan_and_for_train(capsys):
     assert "your_ai train --config 'set: up #1.yaml'" in capsys.readouterr().out
     assert call("plan", "--config", name, "--json") == 0
     assert json.loads(capsys.readouterr().out)["limit_bytes"] == 2_000_000_000
-    assert call("train", "--config", name, "--no-supervise", "--max-steps", "1") == 0
+    assert call("train", "--config", name, "--samples", 0, "--no-supervise", "--max-steps", 1) == 0
     saved = resolve({}, "runs/r/config.yaml")
     assert saved.data == str(Path(HARD).resolve())
 

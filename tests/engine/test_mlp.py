@@ -24,7 +24,7 @@ from your_ai.nets.dora import DoRA
 from your_ai.nets.model import DropoutKeys, KeyedDropout, TokenKeys
 from your_ai.nets.parts import arrays_of, put
 
-KERNELS = True  # which make the peaks smaller
+KERNELS = "measured"  # they make the peaks smaller
 
 
 HIDDEN, INNER = 64, 384

@@ -16,7 +16,7 @@ from your_ai.nets.losses import loss_and_gradient
 from your_ai.objectives.objective import Targets
 from your_ai.objectives.sft import SUPERVISED
 
-KERNELS = True  # whose peaks are measured
+KERNELS = "measured"  # whose peaks are
 
 
 def tensor_of(folder, array: mx.array, dtype: mx.Dtype | None = None) -> FileTensor:

@@ -37,6 +37,7 @@ SETTINGS = {
     "supervise": False,
     "warmup_steps": 0,
     "eval_every": 0,
+    "samples": 0,
 }
 
 

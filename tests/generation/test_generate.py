@@ -42,6 +42,7 @@ def train_in(folder: Path, base: Path, **settings) -> RunFolder:
         "lora_targets": "q_proj",
         "warmup_steps": 0,
         "supervise": False,
+        "samples": 0,
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

@@ -59,7 +59,7 @@ from your_ai.nets.neftune import Neftune, uniform_noise
 from your_ai.training import optimizer
 from your_ai.training.measure_peaks import batch_of
 
-KERNELS = True  # which make the peaks smaller
+KERNELS = "measured"  # they make the peaks smaller
 ENGINES = ("fused", "staged", "streamed")
 TARGETS = (("q_proj",), ("q_proj", "v_proj"), ("all-linear",))
 FEW, ALL = ("4", "q_proj"), ("all", "all-linear")  # layers and targets of the adapters

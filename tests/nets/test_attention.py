@@ -25,7 +25,7 @@ from your_ai.nets.block_calls import Mask
 from your_ai.nets.parts import arrays_of, parts_of, put, skeleton
 from your_ai.nets.split import split
 
-KERNELS = True  # which make the peaks smaller
+KERNELS = "measured"  # they make the peaks smaller
 CONFIG = {
     **SMALL,
     "num_hidden_layers": 2,

@@ -29,7 +29,7 @@ def trained(tmp_path_factory, tiny_model):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         patch.setenv("YOUR_AI_HOME", str(root / "home"))
-        train(build({**settings, "save_every": 1, "supervise": False}, "test"))
+        train(build({**settings, "save_every": 1, "samples": 0, "supervise": False}, "test"))
     return root / "runs" / "r"
 
 

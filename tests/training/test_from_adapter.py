@@ -70,7 +70,7 @@ def test_run_resumes_without_its_source_but_not_without_its_copy(configure):
 
 def test_command_line_trains_from_a_run(tiny_model, data_folder, capsys):
     make_run(tiny_model, "first")
-    given = ("--data", data_folder, "--max-steps", 1, "--no-supervise")
+    given = ("--data", data_folder, "--max-steps", 1, "--samples", 0, "--no-supervise")
     assert call("train", "--from", "first", "--run", "second", *given) == 0
     assert call("train", "--from", "first", "--lora-rank", 9, *given) == 2
     assert "error: --lora-rank 9: the adapter of --from first has 4" in capsys.readouterr().err

@@ -26,7 +26,7 @@ from your_ai.run.checkpoint import TrainState
 from your_ai.training import optimizer
 from your_ai.training.optimizer_states import IN_8_BITS
 
-KERNELS = True  # which make the peaks smaller
+KERNELS = "measured"  # they make the peaks smaller
 
 
 class Two(nn.Module):
