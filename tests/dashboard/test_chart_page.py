@@ -4,7 +4,7 @@ import math
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.dashboard.test_report import NASTY, Parsed
@@ -127,7 +127,6 @@ def test_logarithmic_ticks(low, high, expected):
 numbers = st.floats(allow_nan=True, allow_infinity=True) | st.integers()
 
 
-@settings(max_examples=60)
 @given(st.lists(st.tuples(numbers, numbers), max_size=8), st.booleans(), st.booleans())
 def test_any_values_are_drawn(points, is_log, is_integer):
     drawn = chart(curve(*points), is_log=is_log, x_is_integer=is_integer)

@@ -8,7 +8,7 @@ import re
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
@@ -363,7 +363,6 @@ def histories(draw: st.DrawFn) -> list[events.Event]:
     return happened
 
 
-@settings(max_examples=25)
 @given(histories(), st.sampled_from(SIZES))
 def test_no_frame_of_any_run_says_what_is_not_so(happened, size):
     state, truth = ViewState(), Truth()

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from your_ai.data.batches import (
@@ -57,8 +57,6 @@ PLANS = st.builds(
     st.integers(1, 4),
     SEEDS,
 )
-# Few runs, since the generated arrays have up to 30,000 tokens.
-few = settings(max_examples=40, deadline=None)
 
 
 def steps_of(plan: Schedule, epoch: int = 0) -> range:
@@ -83,7 +81,6 @@ def same(a: Batch, b: Batch) -> bool:
 # The rows of a step
 
 
-@few
 @given(plan=PLANS, epoch=st.integers(0, 3))
 def test_an_epoch_trains_every_row_once_in_full_steps_with_the_longest_rows_first(plan, epoch):
     """So the rows of a micro-batch have similar lengths, and the largest micro-batch is first."""
@@ -95,7 +92,6 @@ def test_an_epoch_trains_every_row_once_in_full_steps_with_the_longest_rows_firs
         assert (np.diff(plan.examples.lengths[rows]) <= 0).all()
 
 
-@few
 @given(plan=PLANS, data=st.data())
 def test_rows_depend_only_on_the_step(plan, data):
     """Steps are requested in any order, repeatedly, and from a fresh schedule."""
@@ -107,7 +103,6 @@ def test_rows_depend_only_on_the_step(plan, data):
         assert fresh.rows_of(step).tolist() == in_order[step]
 
 
-@few
 @given(plan=PLANS, data=st.data())
 def test_batches_depend_only_on_the_step(plan, data):
     step = data.draw(st.sampled_from(range(3 * plan.steps_per_epoch)))
@@ -118,7 +113,6 @@ def test_batches_depend_only_on_the_step(plan, data):
     assert all(same(a, b) for a, b in zip(first, again, strict=True))
 
 
-@few
 @given(plan=PLANS)
 def test_epoch_of_counts_steps_per_epoch(plan):
     assert [{plan.epoch_of(step) for step in steps_of(plan, e)} for e in range(3)] == [
@@ -168,7 +162,6 @@ def keys_by_example(plan: Schedule, step: int) -> dict[int, int]:
     }
 
 
-@few
 @given(examples=EXAMPLES, seed=SEEDS)
 def test_accumulation_changes_neither_rows_nor_dropout_nor_the_weight_of_a_step(examples, seed):
     plans = [make_schedule(examples, size, size * times, seed) for size, times in SPLITS]
@@ -181,7 +174,6 @@ def test_accumulation_changes_neither_rows_nor_dropout_nor_the_weight_of_a_step(
             assert found == [found[0]] * 3
 
 
-@few
 @given(plan=PLANS)
 def test_the_rows_of_a_step_have_different_dropout_keys(plan):
     for step in steps_of(plan):
@@ -214,7 +206,6 @@ def targets_of(batch: Batch, slots: slice) -> list[tuple]:
     return list(zip(*(array.tolist() for array in arrays), strict=True))
 
 
-@few
 @given(plan=PLANS)
 def test_a_batch_has_the_inputs_and_targets_of_its_rows(plan):
     """No padding is a target, no token is one twice, none is missing, and each is predicted from
@@ -233,7 +224,6 @@ def test_a_batch_has_the_inputs_and_targets_of_its_rows(plan):
         assert ((batch.positions[rest] >= 0) & (batch.positions[rest] < batch.tokens.size)).all()
 
 
-@few
 @given(plan=PLANS)
 def test_the_batches_of_an_epoch_have_the_tokens_and_weights_of_the_examples(plan):
     batches, examples = [batch for batch, _ in batches_with_rows(plan)], plan.examples
@@ -273,7 +263,6 @@ def test_arrays_have_the_documented_dtypes():
 # Few shapes, little padding
 
 
-@few
 @given(plan=PLANS)
 def test_batches_have_the_same_number_of_rows_and_lengths_that_are_multiples_of_32(plan):
     rows = min(plan.batch_size, len(plan.examples))
@@ -282,7 +271,6 @@ def test_batches_have_the_same_number_of_rows_and_lengths_that_are_multiples_of_
         assert batch.tokens.shape[1] % MULTIPLE == 0
 
 
-@few
 @given(lengths=st.lists(st.integers(2, 3000), min_size=13, max_size=200), size=SIZES, seed=SEEDS)
 def test_batches_have_few_different_lengths(lengths, size, seed):
     plan = make_schedule(make_examples(lengths), size, size, seed)
@@ -365,7 +353,6 @@ def validation(examples: Examples, size: int) -> list[Batch]:
     return list(in_order_of_length(examples, lambda _: size))
 
 
-@few
 @given(examples=EXAMPLES, size=SIZES)
 def test_validation_has_every_row_and_target_once_in_the_same_batches_of_few_lengths(
     examples, size
@@ -402,7 +389,6 @@ def texts_of(batch: Batch) -> dict[int, tuple]:
     }
 
 
-@few
 @given(examples=EXAMPLES, seed=SEEDS, room=st.integers(0, 500))
 def test_packing_keeps_the_texts_of_a_step(examples, seed, room):
     capacity = int(examples.lengths.max()) - 1 + room
@@ -435,7 +421,6 @@ def test_short_rows_share_a_batch():
     assert [batch.tokens.shape for batch in plan.batches_of(0)] == [(1, 256), (1, 96)]
 
 
-@few
 @given(examples=EXAMPLES, seed=SEEDS)
 def test_max_segment_tokens_bounds_the_texts_of_a_packed_batch(examples, seed):
     longest = int(examples.lengths.max()) - 1
@@ -448,7 +433,6 @@ def test_max_segment_tokens_bounds_the_texts_of_a_packed_batch(examples, seed):
 # Rollouts: steps in a row with the same rows, and lengths that are not known before
 
 
-@few
 @given(examples=EXAMPLES, seed=SEEDS, repeats=st.integers(1, 4), rows=SIZES)
 def test_steps_in_a_row_use_the_same_rows(examples, seed, repeats, rows):
     once = make_schedule(examples, rows, rows, seed)
@@ -460,7 +444,6 @@ def test_steps_in_a_row_use_the_same_rows(examples, seed, repeats, rows):
         assert again.epoch_of(step) == once.epoch_of(step // repeats)
 
 
-@few
 @given(examples=EXAMPLES, seed=SEEDS, repeats=st.integers(1, 4))
 def test_each_row_is_in_as_many_steps_of_an_epoch_as_it_is_repeated(examples, seed, repeats):
     plan = make_schedule(examples, 2, 4, seed, repeats=repeats)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
@@ -536,7 +536,6 @@ TEXT = st.text(st.characters(exclude_categories=("Cs", "Co")), max_size=12)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=30, deadline=None)
 @given(turns=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4))
 def test_exactly_the_answers_are_trained_for_any_text(tokenizers, name, turns):
     turns[-1] = (turns[-1][0], turns[-1][1] + "a")  # at least one answer that is not blank

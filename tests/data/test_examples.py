@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import chat, write_rows
@@ -442,7 +442,6 @@ def test_a_file_with_only_dropped_rows_is_refused(time):
         load(encoder, "1 2 3 4 +5", **options)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     rows=st.lists(st.lists(st.booleans(), min_size=1, max_size=20), min_size=1, max_size=6),
     window=WINDOWS,

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
@@ -227,7 +227,6 @@ def test_nothing_is_recommended_if_no_model_fits():
     assert recommending.recommendations_json(room, [])["recommendations"] == []
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     st.floats(0.3, 150),
     st.floats(0.3, 150),

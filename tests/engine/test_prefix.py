@@ -16,7 +16,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from your_ai.data.batches import PADDING
@@ -134,7 +134,6 @@ def test_reopened_cache_is_bit_identical(own_folder, dtype):
 token_lists = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     texts=st.lists(token_lists, max_size=12),
     reopen_at=st.sets(st.integers(0, 11)),
@@ -485,14 +484,12 @@ def plain(spans: list[Span]) -> list[tuple[int, int, list[int]]]:
     return [(span.row, span.start, span.tokens.tolist()) for span in spans]
 
 
-@settings(max_examples=60, deadline=None)
 @given(batch=batches())
 def test_spans_of_packed_rows(batch):
     tokens, ids, texts = batch
     assert plain(prefix.spans_of(tokens, ids)) == texts
 
 
-@settings(max_examples=40, deadline=None)
 @given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5), padding=st.integers(0, 3))
 def test_spans_of_unpacked_rows(lengths, padding):
     width = max(max(lengths) + padding, 1)
@@ -514,7 +511,6 @@ def test_spans_of_unpacked_rows_require_lengths():
         prefix.spans_of(np.zeros((2, 3), np.int32), np.zeros((2, 1), np.uint32))
 
 
-@settings(max_examples=40, deadline=None)
 @given(batch=batches(), dtype=st.sampled_from(DTYPES), on_disk=st.booleans(), data=st.data())
 def test_assembled_batch_is_bit_identical(batch, dtype, on_disk, data):
     tokens, ids, texts = batch

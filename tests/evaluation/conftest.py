@@ -1,4 +1,4 @@
-"""A run and rows of every kind. The run is trained once for all tests of a module."""
+"""A run and rows of every kind. Each module has a copy of the run, which is trained once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import chat, train, write_rows
+from tests.conftest import chat, train_once, write_rows
 from your_ai.config import build
 from your_ai.evaluation.compare import Comparison, Request, compare
 from your_ai.evaluation.rows import choose_file
@@ -50,7 +50,7 @@ def trained_run(root: Path, model: Path, **settings: Any) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         patch.setenv("YOUR_AI_HOME", str(root / "home"))
-        train(build({**SETTINGS, **data, **settings}, "test"))
+        train_once(build({**SETTINGS, **data, **settings}, "test"))
     return root / "runs" / "r"
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlx_lm import generate as mlx_lm_generate
 from mlx_lm import load as mlx_lm_load
 
-from tests.conftest import chat, chat_prompt, load_base, make_model, train, write_rows
+from tests.conftest import chat, chat_prompt, load_base, make_model, train_once, write_rows
 from your_ai.config import build
 from your_ai.engine.weights import stream as stream_weights
 from your_ai.engine.weights import tensors_of
@@ -47,7 +47,7 @@ def train_in(folder: Path, base: Path, **settings) -> RunFolder:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("YOUR_AI_HOME", str(folder / "home"))
-        return RunFolder(train(build({**values, **settings}, "test")).path.absolute())
+        return RunFolder(train_once(build({**values, **settings}, "test")).path.absolute())
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import generate_step
@@ -123,7 +123,6 @@ def test_output_and_gradients_equal_a_plain_softmax(tokens, window, packed):
     assert_equal(arrays(2, 4, 2, tokens), window=window, segments=segments)
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     batch=st.sampled_from([1, 3]),
     key_heads=st.integers(1, 2),

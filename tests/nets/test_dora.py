@@ -12,7 +12,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from hypothesis import given as examples
-from hypothesis import settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.dora import DoRALinear
@@ -110,7 +109,6 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
 # -- results
 
 
-@settings(max_examples=25)
 @examples(
     kind=st.sampled_from(KINDS),
     bias=st.booleans(),

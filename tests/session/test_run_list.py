@@ -397,16 +397,16 @@ def test_fields_of_any_type_give_a_row_that_can_be_shown(lines):
     assert run_list.newest() == folder
 
 
-def test_fifty_long_runs_are_listed_within_seconds():
+def test_many_long_runs_are_listed_within_seconds():
     first = made("r0", STAGE, STARTED, *(step(n + 1, loss=9 / (n + 1)) for n in range(800)))
-    for index in range(1, 50):
+    for index in range(1, 15):
         create(TrainConfig(model="m", data="d", run=f"r{index}"))
         os.link(first.events, RUNS / f"r{index}" / "events.jsonl")
     began = time.process_time()
     found = run_list.run_rows()
     took_s = time.process_time() - began
-    assert [each.step for each in found] == [800] * 50
-    assert took_s < 5  # less than 1.2 on an idle machine
+    assert [each.step for each in found] == [800] * 15
+    assert took_s < 1.5  # less than 0.4 on an idle machine
 
 
 # --- The newest

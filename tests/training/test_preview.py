@@ -270,7 +270,6 @@ def test_force_accepts_more_memory_than_the_machine_has(capsys):
 @pytest.mark.parametrize(
     "options",
     [
-        "plan --json",
         "plan --json --shape narrow --seq-len 1024 --lora-layers 1 --lora-rank 64 --plan fused",
         "train --max-steps 1 --samples 0 --lora-layers 2 --batch-size 2",
     ],
