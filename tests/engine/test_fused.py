@@ -22,9 +22,6 @@ from your_ai.nets.split import Split
 from your_ai.nets.split import split as split_in_two
 from your_ai.objectives.sft import SUPERVISED
 
-KERNELS = True  # as a training process
-
-
 # Other architectures: tests/objectives/test_gradients.py
 CASES = [("qwen3", None, False), ("mistral", 4, True)]
 ROWS = [

@@ -245,7 +245,7 @@ def test_front_end_killed_after_ctrl_c_is_not_a_second_signal(configure, data_fo
 
 
 def test_closed_output_pipe_does_not_end_the_run(configure, run):
-    Path("short.yaml").write_text(to_yaml(configure(supervise=True, run="", max_steps=30)))
+    Path("short.yaml").write_text(to_yaml(configure(supervise=True, run="", max_steps=9)))
     command = f"{sys.executable} -m your_ai train --config short.yaml --run r | head -1"
     subprocess.run(["sh", "-c", command], capture_output=True, timeout=PATIENCE_S, check=True)
     assert events_of(run, events.Finished)[0].reason == "done"

@@ -271,7 +271,7 @@ def test_force_accepts_more_memory_than_the_machine_has(capsys):
     "options",
     [
         "plan --json --shape narrow --seq-len 1024 --lora-layers 1 --lora-rank 64 --plan fused",
-        "train --max-steps 1 --samples 0 --lora-layers 2 --batch-size 2",
+        "train --no-supervise --max-steps 1 --samples 0 --valid none --lora-layers 2",
     ],
 )
 def test_limit_named_in_a_refusal_is_enough_the_next_time_and_hardly_more_than_that(options):
