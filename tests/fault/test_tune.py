@@ -22,8 +22,7 @@ STEPS = 60
 def test_killed_tune_continues_its_trial(capsys, tiny_model, data_folder):
     flags = ["--model", tiny_model, "--data", data_folder, "--name", "t", "--trials", 2]
     flags += ["--max-steps", STEPS, "--eval-every", 20, "--batch-size", 2, "--epochs", STEPS]
-    flags += ["--lora-layers", 1, "--prefix-cache", "disk", "--samples", 0]
-    flags += ["--max-memory", 0.3]
+    flags += ["--lora-layers", 1, "--prefix-cache", "disk", "--max-memory", 0.3]
     tune = TuneFolder(TUNES / "t")
     first, second = tune.trial(0), tune.trial(1)
     process = subprocess.Popen(
