@@ -198,7 +198,10 @@ def generate(request: GenerateRequest) -> str:
         if isinstance(prompt, str)
         else generation.parse_prompt({"messages": list(prompt)}, "prompt")
     )
-    answerer = _run(request.run).load(request, asked.most_tokens + request.max_tokens)
+    run = _run(request.run)
+    form, _ = generation.form_of_prompts(run.config, request.system)
+    asked = generation.asked_with(asked, form)
+    answerer = run.load(request, asked.most_tokens + request.max_tokens)
     (tokens, bounded), *_ = answerer.fit([asked], sampling)
     return "".join(r.text for r in answerer.respond(tokens, bounded))
 

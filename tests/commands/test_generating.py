@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import call, chat_prompt, refused, write_rows
+from tests.conftest import call, chat_prompt, refused, train, write_rows
 from tests.generation.test_generate import Parrot
 from your_ai.commands import generating
+from your_ai.config import build
 from your_ai.errors import UserError
 from your_ai.generation import generate as generation
 from your_ai.generation.generate import Prompt, Sampling, respond
@@ -36,7 +37,8 @@ def stdin(monkeypatch):
 def answers_of(run: RunFolder, *texts: str, adapted: bool = True) -> list[str]:
     network, tokenizer = generation.load_run(open_trained(str(run.path)), adapted)
     prompts = [chat_prompt(tokenizer, text) for text in texts]
-    return ["".join(generation.stream(network, tokenizer, p, 6)) for p in prompts]
+    six = Sampling(max_tokens=6)
+    return ["".join(r.text for r in respond(network, tokenizer, p, six)) for p in prompts]
 
 
 def test_standard_input_is_one_prompt(run, capsys, stdin):
@@ -218,3 +220,60 @@ def test_closed_output_pipe_ends_the_command_quietly(run):
     process.stdout.close()
     assert process.stderr.read() == b""
     assert process.wait(60) == 0
+
+
+# Prompts have the form of the rows that the run trained
+
+
+def prompts_like(folder: Path, model: Path, rows: list[dict[str, str]], **settings: str) -> Path:
+    """A run that trained these rows."""
+    write_rows(folder / "rows.jsonl", rows)
+    given = {"max_steps": 1, "samples": 0, "eval_every": 0, "lora_layers": 1, "valid": "none"}
+    files = {"model": str(model), "data": str(folder / "rows.jsonl")}
+    return train(build({**files, **given, **settings}, "here")).path
+
+
+def prompt_tokens_of(capsys, *arguments: object) -> tuple[int, str]:
+    assert call("generate", *arguments, "--json", *SHORT) == 0
+    shown = capsys.readouterr()
+    return json.loads(shown.out)["prompt_tokens"], shown.err
+
+
+def test_the_system_prompt_of_the_rows_is_put_before_prompts(tiny_model, data_folder, capsys):
+    rows = [{"prompt": f"q{n}", "completion": "a", "system": "Be Bob."} for n in range(4)]
+    run = prompts_like(data_folder, tiny_model, rows)
+    capsys.readouterr()
+    tokenizer = generation.load_run(open_trained(str(run)))[1]
+    asked = [{"role": "user", "content": "q1"}]
+    plain = len(generation.prompt_tokens(tokenizer, asked))
+    whole = len(generation.prompt_tokens(tokenizer, generation.with_system(asked, "Be Bob.")))
+    count, said = prompt_tokens_of(capsys, run, "--prompt", "q1")
+    assert count == whole > plain
+    assert "the system prompt of the training rows is used: 'Be Bob.'" in " ".join(said.split())
+    assert prompt_tokens_of(capsys, run, "--prompt", "q1", "--system", "") == (plain, "")
+
+
+def test_a_run_of_texts_continues_texts(tiny_model, data_folder, capsys):
+    run = prompts_like(data_folder, tiny_model, [{"text": f"Once upon {n}"} for n in range(4)])
+    capsys.readouterr()
+    tokenizer = generation.load_run(open_trained(str(run)))[1]
+    count, said = prompt_tokens_of(capsys, run, "--prompt", "Once upon")
+    assert count == len(tokenizer.encode("Once upon"))
+    assert "the training rows are plain texts" in said
+
+
+def test_rows_of_prompts_are_read_as_the_rows_of_the_run_were(tiny_model, data_folder, capsys):
+    template = data_folder / "t.jinja"
+    template.write_text("{{ topic }}: {{ asked }}")
+    rows = [{"topic": "t", "asked": f"q{n}", "reply": "a"} for n in range(4)]
+    columns = {"columns": ("completion=reply",), "prompt_template": str(template)}
+    run = prompts_like(data_folder, tiny_model, rows, **columns)
+    capsys.readouterr()
+    write_rows(data_folder / "p.jsonl", [{"topic": "t", "asked": "q1"}])
+    write_rows(data_folder / "ready.jsonl", [{"prompt": "t: q1"}])
+    by_row, said = prompt_tokens_of(capsys, run, "--prompts", data_folder / "p.jsonl")
+    assert said == ""
+    ready, _ = prompt_tokens_of(capsys, run, "--prompts", data_folder / "ready.jsonl")
+    typed, said = prompt_tokens_of(capsys, run, "--prompt", "t: q1")
+    assert by_row == ready == typed
+    assert "made by --prompt-template" in said

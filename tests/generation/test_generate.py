@@ -12,7 +12,7 @@ from mlx_lm import generate as mlx_lm_generate
 from mlx_lm import load as mlx_lm_load
 
 from tests.conftest import chat, chat_prompt, load_base, make_model, train_once, write_rows
-from your_ai.config import build
+from your_ai.config import TrainConfig, build
 from your_ai.engine.weights import stream as stream_weights
 from your_ai.engine.weights import tensors_of
 from your_ai.errors import RunError, UserError
@@ -23,6 +23,8 @@ from your_ai.memory.estimate_generation import generation_bytes
 from your_ai.memory.facts import facts_of
 from your_ai.nets.saved_adapter import open_trained
 from your_ai.run.folder import RunFolder
+
+LAYOUT = generate.prompt_layout(TrainConfig(), ())
 
 WHOLE_TEXT = st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip)
 
@@ -208,24 +210,26 @@ def test_find_base_returns_settings_and_model_folder(run, tiny_model):
 @given(st.lists(WHOLE_TEXT, min_size=1))
 def test_json_prompts_are_read_unchanged(texts):
     lines = "".join(json.dumps({"prompt": text}) + "\n\n" for text in texts)
-    prompts = generate.read_prompts("p.jsonl", lines.encode())
+    prompts = generate.read_prompts("p.jsonl", lines.encode(), LAYOUT)
     assert [prompt.text for prompt in prompts] == texts
     assert prompts[-1].where == f"p.jsonl:{2 * len(texts) - 1}"
 
 
 def test_each_text_line_is_a_prompt():
-    prompts = generate.read_prompts("p.txt", "\ufeffone\r\n\n  two {\n".encode())
+    prompts = generate.read_prompts("p.txt", "\ufeffone\r\n\n  two {\n".encode(), LAYOUT)
     assert [(p.where, p.text) for p in prompts] == [("p.txt:1", "one"), ("p.txt:3", "two {")]
 
 
 def test_json_on_stdin_is_detected_by_its_first_line():
-    assert generate.read_prompts("stdin", b'{"prompt": "one"}')[0].text == "one"
-    assert generate.read_prompts("p.txt", b'{"prompt": "one"}')[0].text == '{"prompt": "one"}'
+    assert generate.read_prompts("stdin", b'{"prompt": "one"}', LAYOUT)[0].text == "one"
+    assert (
+        generate.read_prompts("p.txt", b'{"prompt": "one"}', LAYOUT)[0].text == '{"prompt": "one"}'
+    )
 
 
 def test_final_answer_is_removed_from_messages():
     said = [{"role": r, "content": r} for r in ("system", "user", "assistant", "user", "assistant")]
-    (prompt,) = generate.read_prompts("p.jsonl", json.dumps({"messages": said}).encode())
+    (prompt,) = generate.read_prompts("p.jsonl", json.dumps({"messages": said}).encode(), LAYOUT)
     assert prompt.messages == said[:-1]
 
 
@@ -234,7 +238,7 @@ def test_final_answer_is_removed_from_messages():
     [
         ("{", "p.jsonl:2: is not valid JSON"),
         ("[]", "p.jsonl:2: expected a JSON object"),
-        ('{"question": 1}', "p.jsonl:2: has no prompt; keys found: question"),
+        ('{"x": 1}', "p.jsonl:2: has no prompt; keys found: x"),
         ('{"prompt": " "}', "p.jsonl:2: prompt: is empty"),
         ('{"prompt": {}}', "p.jsonl:2: prompt: expected text"),
         ('{"messages": []}', "p.jsonl:2: messages: expected a list"),
@@ -248,16 +252,16 @@ def test_final_answer_is_removed_from_messages():
 )
 def test_error_names_the_bad_line(line, message):
     with pytest.raises(UserError, match=message):
-        generate.read_prompts("p.jsonl", f'{{"prompt": "good"}}\n{line}\n'.encode())
+        generate.read_prompts("p.jsonl", f'{{"prompt": "good"}}\n{line}\n'.encode(), LAYOUT)
 
 
 def test_prompts_of_a_table_are_found_by_their_columns(own_folder):
     path = own_folder / "asked.csv"
     path.write_text("id,Frage,Antwort\n1,Wo ist Oslo?,im Norden\n2,Wer?,niemand\n")
-    found = generate.read_table(path, ("prompt=Frage",))
+    found = generate.read_table(path, generate.prompt_layout(TrainConfig(), ("prompt=Frage",)))
     assert [prompt.text for prompt in found] == ["Wo ist Oslo?", "Wer?"]
     with pytest.raises(UserError, match="--columns prompt=Frage"):
-        generate.read_table(path, ())
+        generate.read_table(path, LAYOUT)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +269,7 @@ def test_prompts_of_a_table_are_found_by_their_columns(own_folder):
 )
 def test_bad_text_file_is_refused(data, message):
     with pytest.raises(UserError, match=message):
-        generate.read_prompts("p.txt", data)
+        generate.read_prompts("p.txt", data, LAYOUT)
 
 
 def test_system_prompt_is_added_unless_one_exists():

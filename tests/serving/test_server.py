@@ -91,7 +91,9 @@ def server(run) -> Iterator[Served]:
 def expected(run) -> str:
     """The greedy answer of `generate`."""
     network, tokenizer = generate.load_run(open_trained(str(run.path)))
-    return "".join(generate.stream(network, tokenizer, chat_prompt(tokenizer, "Question 1"), 12))
+    prompt = chat_prompt(tokenizer, "Question 1")
+    answers = generate.respond(network, tokenizer, prompt, generate.Sampling(max_tokens=12))
+    return "".join(response.text for response in answers)
 
 
 def test_prints_its_address_and_an_example_command(server, run):

@@ -25,6 +25,7 @@ from your_ai.gates.paths import unreadable_text
 from your_ai.gates.text import quoted, shortened
 
 if TYPE_CHECKING:
+    from your_ai.config import TrainConfig
     from your_ai.generation.generate import Answerer, Prompt, Sampling
 
 PROMPTS_BYTES = 1 << 26
@@ -49,7 +50,7 @@ def generate(
         ),
     ] = None,
     columns: Annotated[list[str] | None, about_option(COLUMNS)] = None,
-    system: Annotated[str, about_option(SYSTEM)] = "",
+    system: Annotated[str | None, about_option(SYSTEM)] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per line for each answer.")
     ] = False,
@@ -70,10 +71,10 @@ def generate(
     sampling = generation.sampling_of(request)
     samples.check_num_samples(num_samples, sampling)
     name = which_run(request.run, named)
-    folders.find(name)
-    asked = [
-        generation.asked_with(each, system) for each in gather(prompt, prompts, columns_of(columns))
-    ]
+    config = folders.find(name).read_config()
+    form, note = generation.form_of_prompts(config, system)
+    given = gather(prompt, prompts, columns_of(columns), config)
+    asked = [generation.asked_with(each, form) for each in given]
     streamed = num_samples == len(asked) == 1 and not as_json
     answerer = generation.open_answerer(
         name,
@@ -82,8 +83,14 @@ def generate(
         else samples.sizes_of(asked, request.max_tokens, num_samples),
         request,
     )
-    if answerer.note:
-        echo_note(answerer.note)
+    notes = [answerer.note, note if asked != given else ""]
+    if config.prompt_template and not prompts:
+        notes.append(
+            f"the rows' prompts were made by --prompt-template {config.prompt_template}; this one "
+            "is used as it is; --prompts FILE makes them of rows"
+        )
+    for each in filter(None, notes):
+        echo_note(each)
     fitted = answerer.fit(asked, sampling)  # all of them, before the first answer
     try:
         if streamed:
@@ -101,9 +108,12 @@ def which_run(run: RunLike, named: str | None) -> str:
 
 
 def gather(
-    prompt: Sequence[str] | None, prompts: str | None, columns: Sequence[str] = ()
+    prompt: Sequence[str] | None, prompts: str | None, columns: Sequence[str], config: TrainConfig
 ) -> list[Prompt]:
-    """What to answer, from the one place that was given, or else standard input."""
+    """What to answer, from the one place that was given, or else standard input.
+
+    config: of the run, whose rows tell how rows become prompts.
+    """
     from your_ai.data.sources import STDIN
     from your_ai.generation import generate as generation
 
@@ -113,15 +123,16 @@ def gather(
         return [generation.text_prompt(text, "--prompt") for text in prompt]
     if prompts is None and sys.stdin.isatty():
         raise UserError("nothing to answer: give --prompt TEXT, --prompts FILE, or text on stdin")
-    if prompts is not None and generation.is_table(prompts):
-        return generation.read_table(Path(prompts), columns)
-    if columns:
+    if columns and (prompts is None or not generation.has_columns(prompts)):
         raise UserError("--columns: is for tables; give one with --prompts, such as FILE.csv")
+    layout = generation.prompt_layout(config, columns)
+    if prompts is not None and generation.is_table(prompts):
+        return generation.read_table(Path(prompts), layout)
     if prompts is not None and prompts != STDIN:
-        return generation.read_prompts(prompts, read_file(prompts))
+        return generation.read_prompts(prompts, read_file(prompts), layout)
     data = read_most(sys.stdin.buffer, "stdin")
     if prompts is not None:
-        return generation.read_prompts("stdin", data)
+        return generation.read_prompts("stdin", data, layout)
     return [generation.text_prompt(generation.decoded(data, "stdin").rstrip("\n"), "stdin")]
 
 
@@ -196,11 +207,14 @@ def chat(request: ChatRequest) -> None:
     """Chat with a run's model, and compare it with its base model; /help lists the commands."""
     from your_ai.commands import talking
     from your_ai.generation import chat as chatting
-    from your_ai.generation.generate import sampling_of
+    from your_ai.generation.generate import form_of_prompts, sampling_of
 
     sampling = sampling_of(request)
     trained = opened(request)
     talker = chatting.open_talker(trained, sampling, request.max_memory)
-    conversation = chatting.Conversation(request.system)
+    form, note = form_of_prompts(trained.config, request.system)
+    if form.system and note:
+        echo_note(note)
+    conversation = chatting.Conversation(form.system)
     talker.check(conversation)
     talking.talk(talker, conversation, talking.banner(trained))

@@ -11,16 +11,17 @@ from typing import Annotated
 
 import typer
 
-from your_ai.commands.options import opened, with_options
+from your_ai.commands.options import echo_note, opened, with_options
 from your_ai.config.requests import ServeRequest
 from your_ai.errors import UserError
 from your_ai.gates.console import echo, echo_error
+from your_ai.gates.text import quoted
 
 
 @with_options
 def serve(request: ServeRequest) -> None:
     """Serve a run over the OpenAI API, with mlx-lm's server."""
-    from your_ai.generation.generate import Sampling
+    from your_ai.generation.generate import Sampling, form_of_prompts
     from your_ai.nets.saved_adapter import check_generates
     from your_ai.run.stopping import recorded_signals
     from your_ai.serving import server as serving
@@ -33,6 +34,11 @@ def serve(request: ServeRequest) -> None:
     origins = Origins(tuple(request.allowed_origins))
     trained = opened(request)
     check_generates(trained.adapter)
+    if system := form_of_prompts(trained.config, None)[0].system:
+        echo_note(
+            f"the training rows have the system prompt {quoted(system, 60)}: requests should begin "
+            "with it"
+        )
     log_to_stderr(request.log_level)
     with recorded_signals() as received, serving.listen(request.host, request.port) as listener:
         provider = serving.RunProvider(trained, serving.options(sampling, origins))

@@ -50,7 +50,7 @@ COLUMNS = About(
     metavar="NAMES",
 )
 BATCH_SIZE = Bounds(1)
-SYSTEM = About("System prompt.")
+SYSTEM = About("System prompt; default: that of the training rows, if all have the same.")
 MAX_TOKENS = About("Maximum tokens per answer.")
 TEMPERATURE = About("Sampling temperature; 0 = greedy.")
 TOP_P = About(
@@ -208,6 +208,8 @@ class GenerateRequest:
     prompt: str | Sequence[Message] = ""
     """A prompt, or a conversation of messages with role and content."""
     _: KW_ONLY
+    system: str | None = None
+    """The system prompt; default: that of the training rows, if all have the same."""
     adapter: bool = setting(True, "Use the adapter, or only the base model.")
     max_tokens: int = setting(256, MAX_TOKENS)
     temperature: float = setting(0.0, TEMPERATURE)
@@ -238,7 +240,7 @@ class ChatRequest:
 
     run: RunLike = field(metadata=known(NEWEST))
     _: KW_ONLY
-    system: str = setting("", SYSTEM)
+    system: str | None = setting(None, SYSTEM)
     max_tokens: int = setting(512, MAX_TOKENS)
     temperature: float = setting(0.0, TEMPERATURE)
     top_p: float = setting(1.0, TOP_P)

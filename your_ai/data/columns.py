@@ -257,7 +257,7 @@ def guess(
 
     if kind == "prompts":
         roles = guessed_prompt({**found, "system": by_name.get("system")}, answer_only)
-        if not roles:
+        if not (roles or answer_only):
             raise refused("has no prompt", "keys found")
         return roles
     if any(name in by_name for name in PAIR):

@@ -19,10 +19,11 @@ from mlx_lm.generate import GenerationResponse
 from your_ai.config import TrainConfig
 from your_ai.config.requests import ChatRequest, GenerateRequest
 from your_ai.data.chat_template import ChatTemplate
-from your_ai.data.columns import layout_of
+from your_ai.data.columns import Layout, layout_of
 from your_ai.data.encode import SamplePrompt, token_ids
 from your_ai.data.lines import ROW_LIMIT, RowLimit, decode_line
-from your_ai.data.prompts import parse_prompts
+from your_ai.data.look import CommonForm, common_form
+from your_ai.data.prompts import is_prompt_row, parse_prompts
 from your_ai.data.records import read_records, suffix_of
 from your_ai.data.rows import Question
 from your_ai.data.template import TemplateRefused
@@ -50,6 +51,8 @@ from your_ai.rng import derive_seed
 from your_ai.run.folder import find
 
 TEMPLATE_BYTES = 1 << 30  # maximum memory of a chat template
+FORM_ROWS = 256  # of a run, which tell what its rows have in common
+ROLES_OF_PROMPTS = ("prompt", "messages", "system")
 PROMPT_CHARACTERS = 4_000_000  # maximum length of one prompt
 TEMPLATE_TOKENS = 200  # upper estimate of the tokens a chat template adds per message
 CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx")
@@ -110,6 +113,8 @@ class Prompt:
     tools: list[Any] | None = None
     is_text: bool = False
     """Whether it is a text, which may have the tokens of the chat template already."""
+    as_is: bool = False
+    """Whether it is continued as it is, without the chat template."""
 
     @property
     def text(self) -> str:
@@ -125,18 +130,18 @@ class Prompt:
         return sum(len(text.encode()) for text in texts) + TEMPLATE_TOKENS * len(texts)
 
 
-def read_prompts(path: str, data: bytes) -> list[Prompt]:
+def read_prompts(path: str, data: bytes, layout: Layout) -> list[Prompt]:
     """Read the prompts from the bytes of a file, one per line; blank lines are skipped.
 
-    A line is JSON with `prompt` or `messages` if the file is .jsonl, or if it is stdin and begins
-    with an object; otherwise it is text. Raises UserError with the file and line.
+    A line is a row as JSON if the file is .jsonl, or if it is stdin and begins with an object;
+    otherwise it is text. layout: how rows become prompts. Raises UserError with the file and line.
     """
     lines = [line.strip() for line in data.removeprefix(b"\xef\xbb\xbf").splitlines()]
     numbered = [(f"{path}:{n}", line) for n, line in enumerate(lines, start=1) if line]
     if not numbered:
         raise UserError(f"{path}: contains no prompt")
     if path.endswith(".jsonl") or (path == "stdin" and numbered[0][1].startswith(b"{")):
-        return [parse_prompt(decode_line(line, where), where) for where, line in numbered]
+        return [prompt_of(decode_line(line, where), where, layout) for where, line in numbered]
     return [text_prompt(decoded(line, where), where) for where, line in numbered]
 
 
@@ -151,21 +156,37 @@ def parse_prompt(row: dict[str, Any], where: str) -> Prompt:
     return Prompt(where, content.prompt.messages, content.prompt.tools)
 
 
+def has_columns(path: str) -> bool:
+    """Whether a file has rows with columns, by its name."""
+    return is_table(path) or path.endswith(".jsonl")
+
+
 def is_table(path: str) -> bool:
     """Whether a file has columns, by its name."""
     return suffix_of(Path(path)) in TABLES
 
 
-def read_table(path: Path, columns: Sequence[str]) -> list[Prompt]:
-    """Read the prompts of a table (CSV, Parquet ...). columns: the value of --columns.
+def prompt_layout(config: TrainConfig, columns: Sequence[str]) -> Layout:
+    """How rows become prompts: as those of a run did. columns: the value of --columns, if given."""
+    if columns:
+        return layout_of(columns, "", "prompts")
+    own = [c for c in config.columns if c.partition("=")[0].strip() in ROLES_OF_PROMPTS]
+    return layout_of(own, config.prompt_template, "prompts")
+
+
+def prompt_of(record: dict[str, Any], where: str, layout: Layout) -> Prompt:
+    """The prompt of a row. One that has a prompt, and not the columns of --prompt-template, is used
+    as it is."""
+    is_ready = is_prompt_row(record) and not layout.rendered <= record.keys()
+    return parse_prompt(record if is_ready else layout.row_of(record, where), where)
+
+
+def read_table(path: Path, layout: Layout) -> list[Prompt]:
+    """Read the prompts of a table (CSV, Parquet ...). layout: how rows become prompts.
 
     Raises UserError with the place of a row that has none.
     """
-    layout = layout_of(columns, "", "prompts")
-    return [
-        parse_prompt(layout.row_of(record, where), where)
-        for where, record in read_records(path, ROW_LIMIT)
-    ]
+    return [prompt_of(record, where, layout) for where, record in read_records(path, ROW_LIMIT)]
 
 
 def text_prompt(text: str, where: str) -> Prompt:
@@ -203,10 +224,28 @@ def with_system(messages: list[Message], system: str) -> list[Message]:
     return [{"role": "system", "content": system}, *messages]
 
 
-def asked_with(prompt: Prompt, system: str) -> Prompt:
-    """The prompt after a system prompt, unless that is empty or there is one."""
-    messages = with_system(prompt.messages, system)
-    return replace(prompt, messages=messages, is_text=prompt.is_text and len(messages) == 1)
+def asked_with(prompt: Prompt, form: CommonForm) -> Prompt:
+    """The prompt in the form that the rows of a run have: after their system prompt, unless there
+    is one; or as it is, if it and they are plain texts."""
+    messages = with_system(prompt.messages, form.system)
+    is_text = prompt.is_text and len(messages) == 1
+    return replace(prompt, messages=messages, is_text=is_text, as_is=is_text and form.is_text)
+
+
+def form_of_prompts(config: TrainConfig, system: str | None) -> tuple[CommonForm, str]:
+    """The form of a run's prompts, and what the user should know of it.
+
+    system: the system prompt, "" for none; None for that of the rows which the run trained.
+    """
+    form = common_form(config, FORM_ROWS)
+    if system is not None:
+        return replace(form, system=system), ""
+    if form.system:
+        begun = quoted(form.system, 60)
+        return form, f"the system prompt of the training rows is used: {begun} (--system sets it)"
+    if form.is_text:
+        return form, "the training rows are plain texts: prompts are continued as they are"
+    return form, ""
 
 
 def find_base_model(run: str, base: str | None = None) -> tuple[TrainConfig, Path]:
@@ -339,16 +378,18 @@ def prompt_tokens(
     where: str = "the conversation",
     tools: list[Any] | None = None,
     is_text: bool = False,
+    as_is: bool = False,
 ) -> list[int]:
     """The tokens of a chat up to the answer, as training has them before the answer.
 
-    is_text: the only message is used as it is if it has tokens of the chat template. Without a
-    chat template, the messages are joined into one text; each user turn begins on a new line.
+    is_text: the only message is used as it is if it has tokens of the chat template. as_is: it is
+    used as it is. Without a chat template, the messages are joined into one text; each user turn
+    begins on a new line.
     Raises UserError if the template refuses the chat.
     """
     template = ChatTemplate(tokenizer, RowLimit(room_bytes=TEMPLATE_BYTES))
     is_whole = is_text and tokenizer.has_chat_template and template.wrote(messages[0]["content"])
-    if tokenizer.has_chat_template and not is_whole:
+    if tokenizer.has_chat_template and not (is_whole or as_is):
         text = template.render(messages, tools, where, answer_next=True)
         tokens = token_ids(tokenizer, text, where, special=False)
     else:
@@ -367,7 +408,9 @@ def fit(
     tokenizer: Any, prompt: Prompt, sampling: Sampling, context: int | None
 ) -> tuple[list[int], Sampling]:
     """The tokens of the prompt, and the sampling limited to the model's context length."""
-    tokens = prompt_tokens(tokenizer, prompt.messages, prompt.where, prompt.tools, prompt.is_text)
+    tokens = prompt_tokens(
+        tokenizer, prompt.messages, prompt.where, prompt.tools, prompt.is_text, prompt.as_is
+    )
     if context is None:
         return tokens, sampling
     if len(tokens) >= context:
