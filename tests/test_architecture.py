@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -51,6 +52,7 @@ WITHOUT_MLX = """
 """.split()
 OWN_NAMES = ("self", "cls", "os", "twin")  # twin: a copy of self under construction
 HEAVY = "mlx mlx_lm transformers numpy yaml huggingface_hub starlette uvicorn".split()
+NO_BEGINNINGS = "as by for how like of what where whether which why".split()
 
 
 def module_name(path: Path) -> str:
@@ -218,3 +220,16 @@ def test_class_names_are_unique():
             if isinstance(node, ast.ClassDef):
                 assert node.name not in found, f"{node.name}: {found[node.name]} and {module}"
                 found[node.name] = module
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    """Except those under attributes, which go on from the attribute's name."""
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.body[0].lineno} {text.splitlines()[0]}"
+        for path in SOURCES
+        for node in nodes(path)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and (text := ast.get_docstring(node))
+        and re.split(r"\W", text.lower(), maxsplit=1)[0] in NO_BEGINNINGS
+    ]
+    assert not found, "\n".join(found)

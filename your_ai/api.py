@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """How a run would be computed, and what it would hold."""
+    """The plan of a run: how it would be computed, and what it would hold."""
 
     engine: str
     """fused, staged or streamed."""
@@ -72,7 +72,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class RunMemory:
-    """What a run held, in bytes; None where nothing was recorded."""
+    """The memory that a run held, in bytes; None where nothing was recorded."""
 
     peak_bytes: int | None
     """The most that the training process held."""
@@ -247,7 +247,7 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        """Whether training reached its last step."""
+        """True if training reached its last step."""
         finished = self._past().state.finished
         return finished is not None and finished.reason == "done"
 
@@ -263,7 +263,7 @@ class Run:
 
     @property
     def validation_losses(self) -> dict[int, float]:
-        """By step."""
+        """The losses of the validations, by step."""
         return {event.step: event.loss for event in self._past().validations}
 
     @property
@@ -274,7 +274,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, dict[int, float]]:
-        """What the objective reported beside the loss: by name, then by step."""
+        """Values that the objective reported beside the loss: by name, then by step."""
         found: dict[str, dict[int, float]] = {}
         for step in self._past().steps:
             for name, value in step.metrics.items():
@@ -446,7 +446,7 @@ def _last(steps: Iterable[Any], on_step: Callable[[Any], object]) -> Any:
 
 
 def _guarded(folder: RunFolder, function: Callable[[], Any]) -> Any:
-    """What a function gives; what MLX raises is a RunError."""
+    """Return the result of a function; what MLX raises is a RunError."""
     try:
         return function()
     except (RuntimeError, MemoryError) as error:

@@ -44,23 +44,23 @@ OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(reason: str) -> bool:
-    """Whether a message from MLX means that there was not enough memory."""
+    """Return whether a message from MLX means that there was not enough memory."""
     return any(text in reason for text in OUT_OF_MEMORY)
 
 
 def is_memory_error(error: BaseException) -> bool:
-    """Whether an error means that there was not enough memory."""
+    """Return whether an error means that there was not enough memory."""
     mlx = type(error) is RuntimeError and is_out_of_memory(str(error))
     return mlx or isinstance(error, MemoryError)
 
 
 def is_read_error(error: BaseException) -> bool:
-    """Whether MLX could not read a file whose arrays are lazy."""
+    """Return whether MLX could not read a file whose arrays are lazy."""
     return type(error) is RuntimeError and str(error).startswith(UNREADABLE)
 
 
 def is_of_model_code(error: Exception) -> bool:
-    """Whether an error may be the fault of a model's code: not of the memory, a file or a user."""
+    """Return whether an error may be a fault of a model's code: not of memory, a file or a user."""
     given = isinstance(error, RunError | UserError)
     return not (given or is_memory_error(error) or is_read_error(error))
 

@@ -88,7 +88,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def is_plain_file(path: Path) -> bool:
-    """Whether a path is a file and not a link."""
+    """Return whether a path is a file and not a link."""
     return path.is_file() and not path.is_symlink()
 
 
@@ -134,7 +134,7 @@ def read_at(file: int, size: int, offset: int) -> bytes:
 
 
 def remedy_of(error: OSError) -> str:
-    """What to do first about a file that cannot be written or read, for the text of an error."""
+    """The first remedy for a file that cannot be written or read, for the text of an error."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free some disk space"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

@@ -110,7 +110,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Asker:
-    """Where answers come from: an option, the user, or the default."""
+    """The source of answers: an option, the user, or the default."""
 
     interactive: bool
 

@@ -116,7 +116,7 @@ def compare(
 
 
 def read_run(folder: RunFolder) -> ComparedRun:
-    """What can be read of a run."""
+    """Read what can be read of a run."""
     from your_ai.dashboard.run_comparison import compared_run
     from your_ai.evaluation import record
     from your_ai.evaluation.show import adapter_values

@@ -136,7 +136,7 @@ def write_for_lm_studio(trained: Trained, target: Path, request: ExportRequest) 
 
 
 def chosen_way(kind: str, request: ExportRequest) -> Way:
-    """How the GGUF file is made; a line on stderr says it where there is a choice."""
+    """Choose how the GGUF file is made; a line on stderr says it where there is a choice."""
     from your_ai.export import gguf, gguf_quantize
 
     gguf.require_library()

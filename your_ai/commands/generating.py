@@ -110,7 +110,7 @@ def which_run(run: RunLike, named: str | None) -> str:
 def gather(
     prompt: Sequence[str] | None, prompts: str | None, columns: Sequence[str], config: TrainConfig
 ) -> list[Prompt]:
-    """What to answer, from the one place that was given, or else standard input.
+    """The prompts to answer, from the one place that was given, or else standard input.
 
     config: of the run, whose rows tell how rows become prompts.
     """

@@ -86,7 +86,7 @@ def text_of(name: str) -> str:
 
 
 def completion_of(words: Sequence[str]) -> Callable[[str], list[str]] | None:
-    """What completes a value in a shell: one of the words; None if there are none."""
+    """The completion of a value in a shell, by one of the words; None if there are none."""
 
     def completed(incomplete: str) -> list[str]:
         return [word for word in words if word.startswith(incomplete)]
@@ -95,7 +95,7 @@ def completion_of(words: Sequence[str]) -> Callable[[str], list[str]] | None:
 
 
 def is_listed(name: str) -> bool:
-    """Whether a setting is a list, so that its option may be given several times."""
+    """Return whether a setting is a list, so that its option may be given several times."""
     return name == "data" or TYPES[name] == tuple[str, ...]
 
 
@@ -187,7 +187,7 @@ def options_of(request: Any) -> Iterator[inspect.Parameter]:
 
 
 def is_argument(parameter: inspect.Parameter) -> bool:
-    """Whether it is given by its place; in help, these come first."""
+    """Return whether it is given by its place; in help, these come first."""
     return any(isinstance(i, ArgumentInfo) for i in typing.get_args(parameter.annotation))
 
 

@@ -131,7 +131,7 @@ def heading(name: str, step: int, records: Sequence[RolloutRecord]) -> Iterator[
 
 
 def has_advantages(folder: RunFolder) -> bool:
-    """Whether the completions of a run are compared: soft trains through each by itself."""
+    """Return whether the completions of a run are compared: soft trains through each by itself."""
     settings = folder.settings()
     return settings is None or settings.objective != SOFT
 

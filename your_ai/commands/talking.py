@@ -67,7 +67,7 @@ class Interrupts:
 
 @dataclass(frozen=True)
 class Screen:
-    """Where answers are shown."""
+    """The console on which answers are shown."""
 
     console: Console
     interactive: bool

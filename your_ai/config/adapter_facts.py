@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterFacts:
-    """What estimates, exports and settings need to know about a kind of adapter."""
+    """Facts about a kind of adapter that estimates, exports and settings need."""
 
     name: str
     """`fine_tune_type` in mlx-lm's adapter_config.json."""
@@ -32,7 +32,7 @@ class AdapterFacts:
 
     @property
     def is_sum(self) -> bool:
-        """Whether the adapter only adds a product of A and B to the weight. Only then can it be
+        """True if the adapter only adds a product of A and B to the weight. Only then can it be
         merged with others, or added by llama.cpp."""
         return not self.vectors
 

@@ -142,7 +142,7 @@ def recorded(config: TrainConfig, before: TrainConfig) -> TrainConfig:
 def words(
     asked: TrainConfig, chosen: Resolved, rows: int, steps: int, blocks: int, limit: str
 ) -> list[str]:
-    """What was chosen and why, in lines; none if nothing was automatic.
+    """Lines on what was chosen and why; none if nothing was automatic.
 
     rows, steps: rows of the training data, and steps of the run.
     blocks: of the model. limit: the memory limit, as text.

@@ -246,7 +246,7 @@ class MlxlmFile:
 
 
 def is_mlxlm(settings: Mapping[str, Any]) -> bool:
-    """Whether a file is one of mlx-lm: it has a key that only mlx-lm has, or its lr_schedule."""
+    """Return whether a file is one of mlx-lm, by a key that only mlx-lm has, or its lr_schedule."""
     return bool(only_mlxlm(settings))
 
 

@@ -42,7 +42,7 @@ BETAS = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "kto": 0.1}  # what --beta None m
 
 
 def selects(target: str, name: str, *, is_expert: bool = False, experts: bool = False) -> bool:
-    """Whether a target selects the layer at `name`, its path in a block.
+    """Return whether a target selects the layer at `name`, its path in a block.
 
     is_expert: whether these are weights of the routed experts of a mixture of experts. They are
         selected by a path such as `switch_mlp.up_proj`; by all-linear and by a name without a dot

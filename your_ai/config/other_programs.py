@@ -122,7 +122,7 @@ HINTS: Mapping[str, Mapping[str, str]] = {
 
 
 def option_hint(command: str, name: str, known: Iterable[str]) -> str:
-    """What to use for an option that `command` does not have: "; ...", or nothing.
+    """A hint for an option that `command` does not have: "; ...", or nothing.
 
     known: the command's own options.
     """

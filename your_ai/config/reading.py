@@ -113,7 +113,7 @@ def whole_path(name: str, folder: Path) -> str:
 
 
 def there(name: str) -> bool:
-    """Whether a path exists; `os.path` does not raise for what is no path."""
+    """Return whether a path exists; `os.path` does not raise for what is no path."""
     return os.path.exists(os.path.expanduser(name))
 
 
@@ -242,7 +242,7 @@ def of_adapter(
 
 
 def is_whole(settings: Mapping[str, Any]) -> bool:
-    """Whether these are all settings of a run, as in its config.yaml, and not a choice of some."""
+    """Return whether these are all settings of a run, as in its config.yaml, and not only some."""
     return FIELDS.keys() - ADDED.keys() <= settings.keys()
 
 
@@ -275,7 +275,7 @@ def check_agreement(
 
 
 def same_targets(targets: Iterable[str], names: Iterable[str]) -> bool:
-    """Whether --lora-targets selects each of the layer names, and nothing else."""
+    """Return whether --lora-targets selects each of the layer names, and nothing else."""
     targets, names = set(targets), set(names)
 
     def selects(target: str, name: str) -> bool:

@@ -115,7 +115,7 @@ class SurveyRequest:
 
 @dataclass(frozen=True)
 class EvaluateRequest:
-    """Which rows base and adapter are compared on, and how."""
+    """The rows on which base and adapter are compared, and how."""
 
     run: RunLike = field(metadata=known(NEWEST))
     data: str | Path | None = setting(
@@ -169,7 +169,7 @@ class EvaluateRequest:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """Which rows a reward model scores."""
+    """The rows that a reward model scores."""
 
     run: RunLike = field(metadata=known(NEWEST))
     rows: str | Path | Rows = setting(
@@ -202,7 +202,7 @@ class ScoreRequest:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """How prompts are answered."""
+    """The prompt or conversation to answer, and the settings of the answer."""
 
     run: RunLike = field(metadata=known(NEWEST))
     prompt: str | Sequence[Message] = ""
@@ -236,7 +236,7 @@ class ReportRequest:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """How a conversation is answered."""
+    """The settings of a conversation."""
 
     run: RunLike = field(metadata=known(NEWEST))
     _: KW_ONLY
@@ -252,7 +252,7 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class ServeRequest:
-    """Where a run is served, and how it answers."""
+    """The address at which a run is served, and the settings of its answers."""
 
     run: str = field(metadata=known(RUN))
     _: KW_ONLY
@@ -276,7 +276,7 @@ class ServeRequest:
 
 @dataclass(frozen=True)
 class FuseRequest:
-    """What a fused model is made of."""
+    """The run to fuse, and the model to write."""
 
     run: RunLike = field(metadata=known(NEWEST))
     out: Path | None = setting(
@@ -319,7 +319,7 @@ FIXED = {  # what a format other than gguf writes
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What is exported, to which tool."""
+    """The run to export, and the tool it is for."""
 
     run: RunLike = field(metadata=known(NEWEST))
     _: KW_ONLY
@@ -358,7 +358,7 @@ class ExportRequest:
 
     @property
     def is_fused(self) -> bool:
-        """Whether a whole model is written, not only the adapter."""
+        """True if a whole model is written, not only the adapter."""
         if self.to == "ollama":
             return self.adapter_for is None
         return self.fused or self.to in ("hf", "lmstudio")
@@ -388,7 +388,7 @@ class ExportRequest:
 
 @dataclass(frozen=True)
 class PushRequest:
-    """What is pushed to the hub, and where."""
+    """The files to push to the hub, and the repository."""
 
     run: str = setting(
         MISSING, "The run, or a folder that fuse or export wrote.", argument=True, metavar="RUN"
@@ -405,7 +405,7 @@ class PushRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRequest:
-    """What is measured, and compared with what."""
+    """The step to measure, and what to compare it with."""
 
     objective: str = setting("sft", "What is learned: sft, dpo, ipo, simpo, orpo or grpo.")
     shape: str | None = setting(

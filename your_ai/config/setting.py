@@ -26,7 +26,7 @@ Reach = Literal[
 
 
 class Bounds(NamedTuple):
-    """What a number may be."""
+    """The limits of a number."""
 
     least: float
     most: float = math.inf
@@ -36,7 +36,7 @@ class Bounds(NamedTuple):
     """Whether it must be under the most."""
 
     def fault(self, value: float) -> str:
-        """What is wrong with a value, in words; empty for a good one."""
+        """The fault of a value, in words; empty for a good one."""
         low = value > self.least if self.above else value >= self.least
         high = value < self.most if self.under else value <= self.most
         if low and high:  # both are false for NaN
@@ -48,7 +48,7 @@ class Bounds(NamedTuple):
 
 
 class Tool(NamedTuple):
-    """How a tool of `mcp` offers a setting to agents."""
+    """The form in which a tool of `mcp` offers a setting to agents."""
 
     help: str
     bounds: Bounds | None = None
@@ -56,7 +56,7 @@ class Tool(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """What is known of a setting, or of a field of a request."""
+    """The facts about a setting, or about a field of a request."""
 
     help: str
     bounds: Bounds | None = None
@@ -115,7 +115,7 @@ def known(about: About) -> dict[str, About]:
 
 @cache
 def settings_of(kind: type) -> dict[str, About]:
-    """What is known of the fields that a dataclass declares with `setting`, by name."""
+    """The facts about the fields that a dataclass declares with `setting`, by name."""
     fields = dataclasses.fields(kind)
     return {f.name: f.metadata["about"] for f in fields if "about" in f.metadata}
 

@@ -35,7 +35,7 @@ ObjectiveName = Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "grpo", "re
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """What is trained, and on which rows."""
+    """The model to train, and its rows of data."""
 
     PANEL: ClassVar[str] = "Model and data"
 
@@ -109,7 +109,7 @@ class DataSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSettings:
-    """What is measured, saved and told."""
+    """Validation and output: what is measured, saved and told."""
 
     PANEL: ClassVar[str] = "Validation and output"
 
@@ -188,7 +188,7 @@ class OutputSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizationSettings:
-    """How long it learns, and how fast."""
+    """The length of training, and the speed of learning."""
 
     PANEL: ClassVar[str] = "Optimization"
 
@@ -332,7 +332,7 @@ class OptimizationSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveSettings:
-    """What is learned, and how it is weighed."""
+    """The objective, and the weights of its terms."""
 
     PANEL: ClassVar[str] = "Objective: all but --objective only with one other than sft"
 
@@ -549,7 +549,7 @@ class ObjectiveSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSettings:
-    """What is added to the model."""
+    """The adapter that is added to the model."""
 
     PANEL: ClassVar[str] = "Adapters"
 
@@ -615,7 +615,7 @@ class AdapterSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySettings:
-    """How memory is used."""
+    """The use of memory."""
 
     PANEL: ClassVar[str] = "Memory"
 
@@ -695,7 +695,7 @@ class MemorySettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSettings:
-    """Which processes train together."""
+    """The processes that train together."""
 
     PANEL: ClassVar[str] = "Several processes or machines"
 
@@ -752,19 +752,19 @@ class TrainConfig(
 
     @property
     def generates(self) -> bool:
-        """Whether each step trains completions that the model samples itself."""
+        """True if each step trains completions that the model samples itself."""
         return self.objective in GENERATING
 
     @property
     def sample_count(self) -> int:
-        """How many held-out prompts are answered before and after training, if there are any."""
+        """The number of held-out prompts answered before and after training, if there are any."""
         if isinstance(self.samples, str):
             return 0 if self.generates or self.objective == REWARD else AUTO_SAMPLES
         return self.samples
 
     @property
     def scores_completions(self) -> bool:
-        """Whether the completions of a step are scored before they are trained."""
+        """True if the completions of a step are scored before they are trained."""
         return self.objective == GRPO and (self.updates_per_batch > 1 or self.kl_beta > 0)
 
     @property
@@ -776,13 +776,13 @@ class TrainConfig(
 
     @property
     def row_kind(self) -> RowKind:
-        """What the rows of the data are."""
+        """The kind of rows in the data."""
         kinds: dict[str, RowKind] = {SFT: "answers", "kto": "labels", REWARD: "rated"}
         return "prompts" if self.generates else kinds.get(self.objective, "pairs")
 
     @property
     def measured_kind(self) -> Literal["answers", "chosen"]:
-        """What an evaluation takes of the rows: of pairs, the chosen answers."""
+        """The part of the rows that an evaluation takes: of pairs, the chosen answers."""
         return "answers" if self.row_kind in ("answers", "prompts") else "chosen"
 
     @property
@@ -792,7 +792,7 @@ class TrainConfig(
 
     @property
     def has_ranks(self) -> bool:
-        """Whether these settings start several processes."""
+        """True if these settings start several processes."""
         return self.processes > 1 or bool(self.hosts or self.hostfile)
 
     def fixed_on_resume(self) -> dict[str, str]:
@@ -824,7 +824,7 @@ def last_step(config: TrainConfig, steps_per_epoch: int) -> int:
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether something that happens every `every` steps (0 = never) happens at this step."""
+    """Return whether something that happens every `every` steps (0 = never) happens at this one."""
     return every > 0 and step % every == 0
 
 
@@ -845,5 +845,5 @@ PANELS = {
 
 
 def is_used(name: str, objective: str) -> bool:
-    """Whether an objective uses a setting."""
+    """Return whether an objective uses a setting."""
     return ABOUT[name].used_by(objective)

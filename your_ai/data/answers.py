@@ -45,7 +45,7 @@ SENTINEL = "\ue000\ue001"  # private use: neither in data nor in templates
 
 @dataclass(frozen=True)
 class Frame:
-    """What a template writes around the contents of messages of certain kinds."""
+    """Texts that a template writes around the contents of messages of certain kinds."""
 
     parts: tuple[str, ...]
     """Before each content."""
@@ -74,7 +74,7 @@ class Frame:
 
 
 def is_plain(message: dict[str, Any]) -> bool:
-    """Whether a message has a content, and nothing else that a template shows."""
+    """Return whether a message has a content, and nothing else that a template shows."""
     content = message["content"]
     return bool(
         content.strip()
@@ -144,8 +144,8 @@ class ChatAnswers:
         return replace(chat, messages=[found.get(i, m) for i, m in enumerate(chat.messages)])
 
     def wrapped(self, chat: Chat, index: int, tag: str) -> str:
-        """What the template writes after a message before which it writes the tag, if the message
-        has both around it; else empty."""
+        """The text that the template writes after a message before which it writes the tag, if the
+        message has both around it; else empty."""
         message = chat.messages[index]
         marked = [{**m, "content": SENTINEL} if m is message else m for m in chat.messages]
         try:
@@ -210,7 +210,7 @@ class ChatAnswers:
             self.notes.add(f"the key {shortened(key)} of {of} is not used", where)
 
     def has_no_effect(self, text: str, chat: Chat, role: str, of: str, key: str) -> bool:
-        """Whether a chat is rendered as `text` without a key of its messages or calls, too."""
+        """Return whether a chat is rendered as `text` without a key of its messages or calls."""
         same = self._without.get((role, of, key), 0)
         if 0 <= same < MOST_WITHOUT:
             others = [without_key(m, of, key) if m["role"] == role else m for m in chat.messages]
@@ -262,12 +262,12 @@ class ChatAnswers:
         return start, self.end(text, start, end)
 
     def end(self, text: str, start: int, end: int) -> int:
-        """Where a span ends: generation stops at an end token, so the rest is never generated."""
+        """The end of a span: generation stops at an end token, so the rest is never generated."""
         answer = text[start:end].rstrip()
         return start + len(answer) if answer.endswith(self.end_tokens) else end
 
     def _frame(self, chat: Chat) -> Frame | None:
-        """How the template renders chats of these kinds; None if that is not known."""
+        """The frame in which the template renders chats of these kinds; None if not known."""
         messages = chat.messages
         if chat.tools or len(messages) > MOST_TRIED or not all(map(is_plain, messages)):
             return None
@@ -306,8 +306,8 @@ class ChatAnswers:
         return Frame(tuple(parts), rest, borders)
 
     def _is_seen(self, text: str, start: int, before: str, where: str) -> bool:
-        """Whether an answer at `start` is trained, although the prompt of generation, `before`, is
-        not what the text begins with: only if that has no more than something at its end."""
+        """Return whether an answer at `start` is trained, although the text does not begin with the
+        prompt of generation, `before`: only if that has no more than something at its end."""
         if not before.startswith(text[:start]):
             same = common_prefix(text[:start], before)
             parts = (whole[max(same - 10, 0) : same + 20] for whole in (text[:start], before))

@@ -200,7 +200,7 @@ class Schedule:
         return lambda tokens: min(rows_at(tokens), len(self.examples))
 
     def has_room_for_groups(self, step: int, rows_at: RowsAt) -> bool:
-        """Whether every group of step `step` fits into a micro-batch."""
+        """Return whether every group of step `step` fits into a micro-batch."""
         together = self.rows_together
         if together == 1:
             return True

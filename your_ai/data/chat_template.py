@@ -45,7 +45,7 @@ def mark(number: int, what: str) -> str:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What the template does not show of a chat: the messages by index; and of each, what."""
+    """The parts of a chat that a template does not show: of messages, by index; and of tools."""
 
     contents: frozenset[int] = frozenset()
     reasoning: frozenset[int] = frozenset()
@@ -205,18 +205,18 @@ class ChatTemplate:
         return {**message, **changes} if changes else message
 
     def names(self, word: str) -> bool:
-        """Whether the template has a word as a text, such as a role."""
+        """Return whether the template has a word as a text, such as a role."""
         return any(f"{quote}{word}{quote}" in self.source for quote in "'\"")
 
     @cached_property
     def reasoning_name(self) -> str:
-        """What the template calls the reasoning of a message."""
+        """The template's name for the reasoning of a message."""
         found = (n for n in REASONING if re.search(rf"\.{n}\b", self.source) or self.names(n))
         return next(found, REASONING[0])
 
     @cached_property
     def wants_text_arguments(self) -> bool:
-        """Whether the template joins the arguments of calls to other texts, so that they must be
+        """True if the template joins the arguments of calls to other texts, so that they must be
         JSON text."""
         asked = {"role": USER, "content": "a"}
         call = {"name": "f", "arguments": {mark(0, "k"): mark(0, "v")}}
@@ -237,7 +237,7 @@ class ChatTemplate:
     def left_out(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, text: str
     ) -> LeftOut:
-        """What is not in `text`, which `render` gave of a chat."""
+        """The parts that are not in `text`, which `render` gave of a chat."""
         tried = self._try(messages, tools)
         names = ("contents", "reasoning", "calls")
         found: dict[str, set[int]] = {name: set(getattr(tried, name, ())) for name in names}
@@ -261,7 +261,7 @@ class ChatTemplate:
         )
 
     def _try(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> LeftOut | None:
-        """What the template leaves out of messages of these kinds; None if it refuses the marks."""
+        """The parts that are left out of messages of these kinds; None if it refuses the marks."""
         if len(messages) > MOST_TRIED:
             return None
         parts = ToolTexts(marks=True)
@@ -354,7 +354,7 @@ def split_thought(content: str) -> tuple[str, str]:
 
 
 def contains(text: str, piece: str) -> bool:
-    """Whether a piece is in a text: as it is, as JSON, or with other space or capitals."""
+    """Return whether a piece is in a text: as it is, as JSON, or with other space or capitals."""
     piece = piece.strip()
     if piece in text:
         return True
@@ -365,13 +365,13 @@ def contains(text: str, piece: str) -> bool:
 
 
 def has_letters(text: str, piece: str) -> bool:
-    """Whether the letters and digits of a piece are in a text, however it escapes the others."""
+    """Return whether the letters and digits of a piece are in a text, with any escapes between."""
     words = LETTERS.findall(piece)
     return bool(words) and all(word in text for word in words)
 
 
 def kind_of_message(message: dict[str, Any]) -> tuple[object, ...]:
-    """What a template may treat differently."""
+    """The properties of a message that a template may treat differently."""
     thought, said = split_thought(message["content"])
     return (
         message["role"],

@@ -141,7 +141,8 @@ def longest_left(
 
 
 def is_about(name: str, role: str) -> bool:
-    """Whether a column is about the row, such as its source, or has another role by its name."""
+    """Return whether a column is about the row, such as its source, or its name has another
+    role."""
     others = (words for other, words in WORDS.items() if other in ANSWERS_OF_PAIR)
     is_answer = role == "prompt" and any(says(name, words) for words in others)
     return name in ABOUT_ROWS or name.endswith("_id") or is_answer
@@ -162,7 +163,7 @@ def roles_of(kind: str, record: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def names_pair(record: Mapping[str, Any]) -> bool:
-    """Whether the names of the columns tell of a bad answer beside a good one."""
+    """Return whether the names of the columns tell of a bad answer beside a good one."""
     bad = [name for name in record if any(word in plain(name) for word in WORDS["rejected"])]
     return bool(bad) and isinstance(record[bad[0]], str | list) and len(record) > 1
 
@@ -172,7 +173,7 @@ def plain(name: str) -> str:
 
 
 def fits_role(role: str, value: Any) -> bool:
-    """Whether a value may be that of a column with this role."""
+    """Return whether a value may be that of a column with this role."""
     if role == "label":
         return isinstance(value, bool) or str(value).strip().lower() in TRUTHS
     if role == "score":

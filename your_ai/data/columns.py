@@ -62,7 +62,7 @@ TEMPLATE_ROOM_BYTES = 1 << 28
 
 @dataclass
 class Layout:
-    """How records become rows."""
+    """The rule by which records become rows."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
     """Role -> column, as given by --columns."""
@@ -81,12 +81,12 @@ class Layout:
 
     @property
     def labeled(self) -> bool:
-        """Whether the rows train with labels, so that a column called label is one."""
+        """True if the rows train with labels, so that a column called label is one."""
         return self.kind == "labels"
 
     @property
     def prompts(self) -> bool:
-        """Whether a row needs only a prompt, and keeps all its columns, for rewards."""
+        """True if a row needs only a prompt, and keeps all its columns, for rewards."""
         return self.kind == "prompts"
 
     def row_of(self, record: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class Layout:
         return {name: value for name, value in record.items() if name not in taken | out}
 
     def is_text(self, role: str, value: Any) -> bool:
-        """Whether the value of a column for this role is to be a text."""
+        """Return whether the value of a column for this role is to be a text."""
         if role in ("messages", "label", *NUMBERS) or isinstance(value, list):
             return False
         if self.prompts and role in ("completion", "system"):
@@ -154,7 +154,7 @@ class Layout:
         return value is not None or role not in ("input", "system")
 
     def is_known(self, record: Mapping[str, Any]) -> bool:
-        """Whether the record is in a known format, with all that belongs to it."""
+        """Return whether the record is in a known format, with all that belongs to it."""
         if self.labeled and lacks_label(record):
             return False
         if self.prompts:
@@ -173,7 +173,7 @@ class Layout:
         return self.guesses[key]
 
     def notes(self) -> list[str]:
-        """What was guessed, a line for each kind of record."""
+        """The guesses, a line for each kind of record."""
         said = dict.fromkeys(
             ", ".join(f"{role} = {column}" for role, column in found.items())
             for found in self.guesses.values()
@@ -275,14 +275,14 @@ def guess(
 
 
 def missing_columns(kind: str, by_name: Mapping[str, str], record: Mapping[str, Any]) -> str:
-    """Why rows of a kind cannot be made of a record that is no pair; empty if they can."""
+    """Say why rows of a kind cannot be made of a record that is no pair; empty if they can."""
     if kind == "pairs" and names_pair(record):
         return "has no columns chosen and rejected"
     return f"{SCORE} is missing" if kind == "rated" and SCORE not in by_name else ""
 
 
 def is_other_text(value: Any) -> bool:
-    """Whether a value is a text that is no list as JSON."""
+    """Return whether a value is a text that is no list as JSON."""
     return isinstance(value, str) and bool(value.strip()) and not JSON_LIST.match(value)
 
 
@@ -340,7 +340,7 @@ def further_input(by_name: Mapping[str, str], roles: Mapping[str, str | None]) -
 
 
 def lacks_prompt(record: Mapping[str, Any]) -> bool:
-    """Whether a pair of texts has its prompt in a column with another name."""
+    """Return whether a pair of texts has its prompt in a column with another name."""
     if kind_of(record) != "pairs" or "prompt" in record:
         return False
     texts = all(isinstance(record.get(name), str) for name in PAIR)
@@ -349,7 +349,7 @@ def lacks_prompt(record: Mapping[str, Any]) -> bool:
 
 
 def lacks_label(record: Mapping[str, Any]) -> bool:
-    """Whether the label of an answer is in a column whose name is in another case."""
+    """Return whether the label of an answer is in a column whose name is in another case."""
     return kind_of(record) == "answers" and "label" in {*map(plain, record)} - {*record}
 
 

@@ -77,7 +77,7 @@ class SamplePrompt:
 
 @dataclass
 class ReadAhead:
-    """What was made of rows before it was needed, by the ids of their pairs and chats."""
+    """Texts and tokens made of rows before they are needed, by the ids of their pairs and chats."""
 
     used: dict[int, Chat | Pair] = field(default_factory=dict)
     """Of a pair or a chat, what is rendered."""
@@ -142,7 +142,7 @@ class Encoder:
 
     @cached_property
     def _ready(self) -> ReadAhead:
-        """Of the rows that come next."""
+        """The texts and tokens of the rows that come next."""
         return ReadAhead()
 
     @cached_property
@@ -447,8 +447,8 @@ class Encoder:
     def _is_border(
         self, tokens: Tokens, added: np.ndarray, text: str, border: int, where: str
     ) -> bool:
-        """Whether the tokens before a border are those of the text before it. added: the indices
-        of tokens at which the text is cut."""
+        """Return whether the tokens before a border are those of the text before it. added: the
+        indices of tokens at which the text is cut."""
         before = tokens.before(border)
         if before is None:
             return False
@@ -479,8 +479,8 @@ class Encoder:
 
     @cached_property
     def is_added(self) -> np.ndarray:
-        """Whether a text is cut at a token before its parts are tokenized, by id; the last entry is
-        for all larger ids."""
+        """True where a text is cut at a token before its parts are tokenized, by id; the last entry
+        is for all larger ids."""
         ids = list(self.backend.get_added_tokens_decoder())
         found = np.zeros(max(ids, default=0) + 2, bool)
         found[ids] = True
@@ -585,7 +585,7 @@ def roles_in(content: Chat | Pair | Text) -> str:
 
 
 def has_answer(content: Chat | Pair | Text) -> bool:
-    """Whether a row has anything to learn other than the end of a turn."""
+    """Return whether a row has anything to learn other than the end of a turn."""
     if isinstance(content, Pair):
         return bool(content.completion.strip())
     if isinstance(content, Chat):

@@ -376,14 +376,14 @@ def open_examples(folder: Path) -> Examples | None:
 
 
 def has_tokens(examples: Examples, vocabulary: int | None) -> bool:
-    """Whether all token ids in the examples are within the vocabulary size."""
+    """Return whether all token ids in the examples are within the vocabulary size."""
     if vocabulary is None or not len(examples):
         return True
     return largest(examples.tokens_file, np.uint32) < vocabulary
 
 
 def can_be_trained(path: Path, starts: np.ndarray) -> bool:
-    """Whether each byte of a file is 0 or 1, and 0 for the first token of each example."""
+    """Return whether each byte of a file is 0 or 1, and 0 for the first token of each example."""
     with path.open("rb") as file:
         for block in blocks_of(file):
             values = np.frombuffer(block, np.uint8)

@@ -84,14 +84,14 @@ def split_in(folder: Path, file: Path) -> str | None:
 
 
 def is_whole(file: Path, split: str) -> bool:
-    """Whether a file's name is that of the split and nothing else."""
+    """Return whether a file's name is that of the split and nothing else."""
     return Path(without_compression(file.name)).stem in SPLIT_NAMES[split]
 
 
 def notes_on(
     folder: Path, files: Sequence[Path], splits: dict[str, tuple[Path, ...]]
 ) -> tuple[str, ...]:
-    """Which files are read and which are not, if the names of a folder's files leave that open."""
+    """Say which files are read and which not, if the names of a folder's files leave that open."""
     notes = []
     for split, read in splits.items():
         parts = {(file.parent, NUMBER.sub("", file.name)) for file in read}

@@ -77,7 +77,7 @@ class SplitRows:
 
 @dataclass(frozen=True)
 class DatasetName:
-    """What `hf:...` names."""
+    """The dataset that `hf:...` names."""
 
     given: str
     repo: str
@@ -88,7 +88,7 @@ class DatasetName:
 
     @property
     def folder(self) -> Path:
-        """Where its files are, or will be."""
+        """The folder where its files are, or will be."""
         parts = [*self.repo.split("/"), *filter(None, [self.config])]
         name = "--".join(parts) + (f"@{self.revision}" if self.revision else "")
         return store() / "datasets" / name.replace("/", "--")
@@ -169,7 +169,7 @@ def downloading(given: str) -> Generator[DownloadProgress, None, Path]:
 
 
 def remote_listing(given: str) -> Listing:
-    """What would be downloaded. Raises UserError if the hub does not say."""
+    """The files that would be downloaded. Raises UserError if the hub does not say."""
     return download.result_of(ask(DownloadProgress(name=given), parse_name(given)))
 
 

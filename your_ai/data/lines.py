@@ -79,7 +79,7 @@ def read_lines(path: Path, limit: RowLimit) -> Iterator[tuple[str, bytes]]:
 
 
 def lines_of(file: BinaryIO, path: Path, limit: RowLimit) -> Iterator[tuple[str, bytes]]:
-    """Like `read_lines`, for an open file. path: its name in messages."""
+    """Yield lines as `read_lines` does, of an open file. path: its name in messages."""
     number = 0
     while line := file.readline(limit.row_bytes + 1):
         number += 1
@@ -214,7 +214,7 @@ def parsed_texts(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def looks_like_messages(value: Any) -> bool:
-    """Whether a text is a list of messages as JSON, as tables have them."""
+    """Return whether a text is a list of messages as JSON, as tables have them."""
     if not isinstance(value, str) or not JSON_LIST.match(value):
         return False
     try:

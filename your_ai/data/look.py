@@ -27,7 +27,7 @@ BY_ROWS: tuple[ObjectiveName, ...] = ("sft", "dpo", "kto", "reward", "grpo")
 
 @dataclass(frozen=True)
 class DataLook:
-    """What was found in data."""
+    """The findings in data."""
 
     objective: str
     """The value of --objective that trains such rows."""
@@ -85,7 +85,7 @@ def objective_of(data: str, columns: Sequence[str] = ()) -> ObjectiveName:
 
 
 def has_expected(data: str, columns: Sequence[str] = ()) -> bool:
-    """Whether the first row has an expected answer for rewards."""
+    """Return whether the first row has an expected answer for rewards."""
     where, record = first_record(data)
     try:
         content = parsed_for("grpo", record, where, columns).content
@@ -124,7 +124,7 @@ def first_records(data: str, most: int) -> list[tuple[str, dict[str, Any]]]:
 
 @dataclass(frozen=True)
 class CommonForm:
-    """What all rows of a run have in common, which its prompts then should have, too."""
+    """Properties that all rows of a run share, which its prompts then should have, too."""
 
     system: str = ""
     """The system prompt; "" if they differ or are not known."""
@@ -133,7 +133,7 @@ class CommonForm:
 
 
 def common_form(config: TrainConfig, most: int | None = None) -> CommonForm:
-    """What the training rows of a run have in common; nothing if they are not known.
+    """Properties that the training rows of a run share; nothing if they are not known.
 
     Reads the rows where the run found them, all or the first `most`. Data of the hub is not
     fetched again.

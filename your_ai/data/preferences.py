@@ -225,7 +225,7 @@ def answer_without(row: dict[str, Any], keys: tuple[str, ...]) -> Fields:
 
 
 def form_of_rated(row: Row) -> Literal["pairs", "scores"]:
-    """What a parsed row of a reward model is."""
+    """The form of a parsed row of a reward model."""
     return "pairs" if isinstance(row.content, Preference) else "scores"
 
 
@@ -256,7 +256,7 @@ def without_answer(row: dict[str, Any], where: str) -> UserError:
 
 
 def label_of(row: dict[str, Any]) -> bool | None:
-    """Whether the label of a row says good or bad; None if it says neither."""
+    """Return whether the label of a row says good or bad; None if it says neither."""
     label = dict.get(row, "label")  # whoever asks may not use it
     return LABELS.get(str(label).lower()) if isinstance(label, bool | int | float | str) else None
 
@@ -308,7 +308,7 @@ def labeled(row: Row) -> Labeled:
 
 
 def prompt_of(row: Row) -> Any:
-    """What a labeled answer answers."""
+    """The prompt that a labeled answer answers."""
     content = labeled(row).answer
     return (
         content.prompt if isinstance(content, Pair) else content.messages[: content.first_trained]
@@ -469,7 +469,7 @@ def shared_text(chosen: str, rejected: str, where: str) -> tuple[str, str, str]:
 
 
 def beginning_of(chosen: str, rejected: str) -> str:
-    """What both texts begin with, in whole words, without the space after it."""
+    """The whole words that both texts begin with, without the space after them."""
     end = len(os.path.commonprefix([chosen, rejected]))  # noqa: RUF071 (characters, as wanted)
     while end and not chosen[end - 1].isspace():
         end -= 1

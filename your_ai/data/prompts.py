@@ -47,7 +47,7 @@ EXPECTED = ("completion", "answer", "expected", "solution", "ground_truth", "tar
 
 
 def is_prompt_row(row: Mapping[str, Any]) -> bool:
-    """Whether a row has a prompt in a known format."""
+    """Return whether a row has a prompt in a known format."""
     return "prompt" in row or any(
         all(key in row for key in keys) for keys in FORMATS if keys != ("text",)
     )
@@ -126,7 +126,7 @@ def last_question(chat: Chat) -> str:
 
 @dataclass
 class PromptIndex:
-    """What a file of n rows was when it was first read."""
+    """An index of a file of n rows, as it was when it was first read."""
 
     offsets: np.ndarray
     """(n,) int64: where in the file each row begins, in bytes."""
@@ -201,7 +201,7 @@ class PromptRows:
 
 
 def stamp_of(file: BinaryIO) -> tuple[int, ...]:
-    """What changes in a file when it is replaced or written."""
+    """Facts that change when a file is replaced or written."""
     found = os.fstat(file.fileno())
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 

@@ -70,7 +70,7 @@ def without_compression(name: str) -> str:
 
 
 def opener_of(path: Path) -> Callable[[Path], BinaryIO] | None:
-    """How to open a compressed file; None if it is not compressed. Raises OSError."""
+    """The function that opens a compressed file; None if it is not compressed. Raises OSError."""
     with path.open("rb") as file:
         head = file.read(MAGIC_BYTES)
     return next((opener for magic, opener in OPENERS.items() if magic.match(head)), None)
@@ -182,7 +182,7 @@ def encoding_of(head: bytes) -> str:
 
 
 def is_json_line(head: bytes) -> bool:
-    """Whether the first line that is not blank is a JSON object."""
+    """Return whether the first line that is not blank is a JSON object."""
     first = next((line for line in head.splitlines() if line.strip()), b"")
     with contextlib.suppress(ValueError, RecursionError):
         return isinstance(json.loads(first), dict)
@@ -190,7 +190,7 @@ def is_json_line(head: bytes) -> bool:
 
 
 def holds_rows(head: bytes) -> bool:
-    """Whether a JSON text is one object with a list of rows, rather than rows one per line."""
+    """Return whether a JSON text is one object with a list of rows, not rows one per line."""
     if not ROWS_BEGIN.match(text_of(head)):
         return False
     lines = [line for line in head.splitlines() if line.strip()]
@@ -198,12 +198,12 @@ def holds_rows(head: bytes) -> bool:
 
 
 def looks_like_csv(text: str) -> bool:
-    """Whether the first two rows have the same number of fields, and more than one."""
+    """Return whether the first two rows have the same number of fields, and more than one."""
     return any(fields_of_two_rows(text, delimiter) for delimiter in DELIMITERS)
 
 
 def fields_of_two_rows(text: str, delimiter: str) -> bool:
-    """Whether the first two rows have as many fields as each other, and more than one."""
+    """Return whether the first two rows have as many fields as each other, and more than one."""
     with contextlib.suppress(csv.Error):
         rows = list(islice(csv.reader(io.StringIO(text), delimiter=delimiter), 2))
         return len(rows) == 2 and len(rows[0]) == len(rows[1]) > 1
@@ -496,7 +496,7 @@ def converter_of(kind: Any) -> Callable[[Any], Any]:
 
 
 def has_map(kind: Any) -> bool:
-    """Whether a type has a MAP in it, at any depth."""
+    """Return whether a type has a MAP in it, at any depth."""
     import pyarrow as pa
 
     if pa.types.is_map(kind):

@@ -96,7 +96,7 @@ def find_splits(
 
 
 def all_sources(config: TrainConfig, to_train: bool = True) -> list[Source]:
-    """What --data and --valid name. Raises UserError."""
+    """The sources that --data and --valid name. Raises UserError."""
     sources = sources_of(config.data, to_train)
     if config.valid not in ("", FOLDER):
         sources = [replace(s, splits=without(s.splits, "valid")) for s in sources]
@@ -255,7 +255,7 @@ def source_of(name: str, label: str, to_train: bool) -> Source:
 
 
 def is_dataset(name: str) -> bool:
-    """Whether a part of --data or --valid names a dataset of the hub."""
+    """Return whether a part of --data or --valid names a dataset of the hub."""
     return name.startswith(PREFIX) and not exists(name)
 
 
@@ -503,7 +503,7 @@ def records_in(
 
 
 def held_out_count(rows: int) -> int:
-    """How many of the training rows are held out for validation."""
+    """The number of training rows held out for validation."""
     count = min(MOST_HELD_OUT, max(LEAST_HELD_OUT, round(HELD_OUT_SHARE * rows)))
     return count if rows >= ROWS_PER_HELD_OUT * count else 0
 

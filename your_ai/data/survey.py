@@ -217,7 +217,7 @@ class SplitSurvey:
 
 @dataclass(frozen=True)
 class Survey:
-    """What `your_ai data` shows."""
+    """The findings that `your_ai data` shows."""
 
     splits: dict[str, SplitSurvey]
     drawn: tuple[DrawnRow, ...]

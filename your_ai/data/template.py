@@ -79,7 +79,7 @@ def render_all(
 def applied(
     tokenizer: Any, messages: list[Any], where: str, room_bytes: int, **options: Any
 ) -> Any:
-    """What the chat template makes of messages, in bounded time and memory."""
+    """Apply the chat template to messages, in bounded time and memory."""
     template = str(options.get("chat_template", tokenizer.chat_template))
     if len(template) > TEMPLATE_CHARACTERS:
         raise UserError(

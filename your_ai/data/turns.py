@@ -149,7 +149,7 @@ def results_in(parts: list[Any]) -> list[dict[str, Any]]:
 
 
 def is_transcript(text: str) -> bool:
-    """Whether a text is a conversation that begins with a question and ends with an answer."""
+    """Return whether a text is a conversation that begins with a question and ends in an answer."""
     speakers = SPEAKERS.findall(text)
     begins = SPEAKERS.match(text) is not None
     return begins and speakers[:1] == ["Human"] and speakers[-1:] == ["Assistant"]
@@ -196,7 +196,7 @@ def keys_of(message: Any) -> str:
 
 
 def is_object(content: Any) -> bool:
-    """Whether the result of a tool is an object or a list, and not parts of a text."""
+    """Return whether the result of a tool is an object or a list, and not parts of a text."""
     if isinstance(content, list):
         return not all(isinstance(part, dict) and part.get("type") for part in content)
     return isinstance(content, dict)

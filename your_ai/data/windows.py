@@ -62,7 +62,7 @@ class Tokens:
         return int(self.ends[index] if self.given else self.encoding.token_to_chars(index)[1])
 
     def before(self, place: int) -> int | None:
-        """How many tokens begin before a place in the text; None if one of them ends after it."""
+        """The number of tokens that begin before a place in the text; None if one ends after it."""
         if self.encoding is not None:
             index: int | None = self.encoding.char_to_token(place)
             if index and self.encoding.token_to_chars(index)[0] == place:

@@ -129,8 +129,8 @@ def build_engine(
 
 
 def notices_without_parts(plan: str, has_store: bool, reason: str) -> list[str]:
-    """What a model does without that cannot be split into blocks. Raises UserError if it cannot do
-    without the plan."""
+    """Notices on what a model that cannot be split into blocks does without. Raises UserError if it
+    cannot do without the plan."""
     if plan == "streamed":
         raise UserError(f"--plan streamed: {NO_PARTS} ({reason}); train with --plan fused")
     notices = []
@@ -218,7 +218,7 @@ def split_model(model: nn.Module, blocks: list[nn.Module] | None) -> SplitModel:
 
 
 def packing_is_exact(parts: Parts, model: nn.Module) -> bool:
-    """Whether two texts packed into one row give the same logits as each text alone.
+    """Return whether two texts packed into one row give the same logits as each text alone.
 
     Runs the model's own blocks: the blocks of a streamed model read their weights and free them.
     """

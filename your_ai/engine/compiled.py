@@ -96,7 +96,7 @@ class Graphs:
 
 
 def can_compile(model: nn.Module) -> bool:
-    """Whether the model's code builds a graph without reading values of arrays.
+    """Return whether the model's code builds a graph without reading values of arrays.
 
     Some routers of experts call `tolist`, which fails while a function is compiled.
     """

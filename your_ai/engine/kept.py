@@ -43,25 +43,25 @@ TRIED = 16  # features that show what an activation function does with its gate
 
 
 class Keeps(NamedTuple):
-    """What a block keeps; as in `Kept`."""
+    """The kinds of arrays that a block keeps; as in `Kept`."""
 
     attention: bool = False
     linear: bool = False
     activations: bool = False
 
     def __bool__(self) -> bool:
-        """Whether it keeps anything."""
+        """Return whether it keeps anything."""
         return any(self)
 
     @staticmethod
     def of(kept: Kept, place: int) -> Keeps:
-        """What the block at `place` keeps, counted from the last, which is at 0."""
+        """The kinds of arrays that a block keeps. place: its index counted from the last, at 0."""
         linear = place < kept.linear
         return Keeps(place < kept.attention, linear, linear and place < kept.activations)
 
 
 class Results:
-    """What the calls in a block returned, in the order of the calls."""
+    """The results of the calls in a block, in the order of the calls."""
 
     def __init__(self, dropout_keys: DropoutKeys) -> None:
         self.dropout_keys = dropout_keys
@@ -191,9 +191,8 @@ def with_derivative(
 
 
 def is_gated(module: Any) -> bool:
-    """Whether `module` is an MLP that computes down_proj(f(gate_proj(x)) * up_proj(x)), where f is
-    a function of each number. Tested on random numbers; the weights are not needed.
-    """
+    """Return whether `module` is an MLP that computes down_proj(f(gate_proj(x)) * up_proj(x)),
+    where f is a function of each number. Tested on random numbers; the weights are not needed."""
     if not isinstance(module, nn.Module) or set(module.children()) != {*INWARD, OUTWARD}:
         return False
     if not all(isinstance(layer, LAYERS) for layer in module.children().values()):

@@ -139,7 +139,7 @@ def slices_of(inner: int, about: int) -> list[slice]:
 
 
 def can_be_sliced(module: Any) -> bool:
-    """Whether `module` is a gated MLP of plain linear layers, with or without adapters, that
+    """Return whether `module` is a gated MLP of plain linear layers, with or without adapters, that
     computes each inner feature independently of the others."""
     if not isinstance(module, nn.Module) or set(module.children()) != {*INWARD, OUTWARD}:
         return False
@@ -149,12 +149,12 @@ def can_be_sliced(module: Any) -> bool:
 
 
 def knows_its_norms(mlp: nn.Module) -> bool:
-    """Whether the layers were given their norms, which need the whole weight, not a slice."""
+    """Return whether the layers were given their norms, which need the whole weight, no slice."""
     return all(NORMS in layer for layer in mlp.children().values() if isinstance(layer, NORMED))
 
 
 def is_separable(mlp: nn.Module) -> bool:
-    """Whether each inner feature depends only on its own gate and up projection.
+    """Return whether each inner feature depends only on its own gate and up projection.
 
     Tested on random projections; the weights are not needed.
     """
@@ -180,7 +180,7 @@ def inner_features(mlp: nn.Module) -> int:
 
 
 def is_quantized(mlp: nn.Module) -> bool:
-    """Whether a layer is; others may be dense."""
+    """Return whether a layer is quantized; others may be dense."""
     return any("scales" in base_of(layer) for layer in mlp.children().values())
 
 

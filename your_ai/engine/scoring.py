@@ -52,7 +52,7 @@ def score(engine: Engine, batch: Batch) -> ScoredTexts:
 
 
 def weigh(objective: Objective, scored: Sequence[ScoredTexts]) -> Weighed:
-    """What the objective says about all targets, in the order of `scored`."""
+    """Weigh all targets with the objective, in the order of `scored`."""
     return objective.weigh(*as_targets(scored))
 
 

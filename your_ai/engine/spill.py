@@ -139,7 +139,7 @@ class Spilled:
 
 
 class Place(NamedTuple):
-    """Where an array is in a file."""
+    """The place of an array in a file."""
 
     offset: int
     """In bytes."""

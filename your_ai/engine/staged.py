@@ -253,7 +253,7 @@ class Staged:
         return losses, tokens
 
     def _above(self, function: Callable[..., Any], batch: Batch) -> tuple[mx.array, ...]:
-        """What `function` finds for each target from the last hidden states, (S,) each."""
+        """The results of `function` for each target from the last hidden states, (S,) each."""
         rows = self._rows(batch)
         hidden = self._forward(batch, rows)
         if self._is_cut(hidden):
@@ -261,7 +261,7 @@ class Staged:
         return as_tuple(function(rows.shape, joined(hidden), Targets.of(batch)))
 
     def _is_cut(self, hidden: list[mx.array]) -> bool:
-        """Whether the head runs tile by tile. A ScoreHead needs few hidden states."""
+        """Return whether the head runs tile by tile. A ScoreHead needs few hidden states."""
         return len(hidden) > 1 and not isinstance(self.head, ScoreHead)
 
     def _by_tile(
@@ -450,9 +450,8 @@ class Staged:
     def _tiled(
         self, index: int, rows: BatchRows, arrays: Arrays, trained: Arrays, keeps: Keeps
     ) -> TiledBlock | None:
-        """How block `index` runs on tiles, where it keeps nothing; None if it runs on whole rows,
-        as one does that keeps the outputs of its linear layers.
-        """
+        """Block `index` as it runs on tiles, where it keeps nothing; None if it runs on whole rows,
+        as one does that keeps the outputs of its linear layers."""
         if keeps.linear:
             return None
         return self.tiled.of(index, rows.shape, arrays, trained)

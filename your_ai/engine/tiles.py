@@ -43,7 +43,7 @@ Reach = int | None
 
 
 class Projected(NamedTuple):
-    """What a block hands to its attention for a tile."""
+    """The arrays that a block hands to its attention for a tile."""
 
     q: mx.array
     """(B, H, n, d)"""
@@ -244,7 +244,7 @@ class TiledBlock:
 
 
 def tile_inputs(call: TileCall, extras: Arrays, tile: Tile) -> Arrays:
-    """What a block gets for a tile, beside the hidden states.
+    """The arguments of a block for a tile, beside the hidden states.
 
     extras: of the whole rows; arrays of (B, T), or (B, 1) or (1, T) that broadcast.
     """
@@ -323,7 +323,7 @@ class TiledBlocks:
         return self._works[key]
 
     def _agrees(self, index: int, frozen: Arrays, trained: Arrays) -> bool:
-        """Whether a block computes the same on tiles as on a whole row, without windows."""
+        """Return whether a block computes the same on tiles as on a whole row, without windows."""
         tokens = TRIED[-1].stop
         call, whole = self._tried(tokens)[index], self.parts.calls(tokens)[index]
         if call is None:

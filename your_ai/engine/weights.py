@@ -246,7 +246,7 @@ def tensors_of(model: nn.Module, folder: Path) -> dict[str, FileTensor]:
 
 
 def can_stream(model: nn.Module, tensors: dict[str, FileTensor]) -> bool:
-    """Whether the files store the parameters of a model without adapters in their own form.
+    """Return whether the files store the parameters of a model without adapters in their own form.
 
     A few small ones that are changed at load, e.g. reshaped, stay in memory.
     """
@@ -357,7 +357,7 @@ class Streamed:
 
     @cached_property
     def _places(self) -> list[dict[Path, list[Part]]]:
-        """For each block, the parts of its files; none if a header cannot be read."""
+        """The parts of each block's files; none if a header cannot be read."""
         every = {tensor.file for tensors in self.files for tensor in tensors.values()}
         known: dict[Path, dict[str, Part]] = {file: {} for file in every}
         for file, places in known.items():

@@ -59,7 +59,7 @@ class Judged:
 
     @cached_property
     def margins(self) -> dict[str, np.ndarray]:
-        """By system, (m,): the reward of the chosen answer minus that of the rejected one."""
+        """The reward of the chosen answer minus that of the rejected one: (m,) by system."""
         return {name: good - bad for name, (good, bad) in self.rewards.items()}
 
     def likelier(self, system: str) -> np.ndarray:
@@ -126,7 +126,7 @@ def wanted_scores(rows: EvaluationRows) -> np.ndarray:
 
 
 def score_errors(found: Comparison) -> dict[str, np.ndarray]:
-    """By system, (m,): the score that a reward model gives, minus that of the row."""
+    """The score that a reward model gives, minus that of the row: (m,) by system."""
     wanted = wanted_scores(found.rows)
     return {"base": -found.base.losses - wanted, "adapter": -found.adapter.losses - wanted}
 

@@ -73,13 +73,13 @@ class Difference:
 
     @property
     def erased(self) -> bool:
-        """Whether fusing changed the model as much as training did, or undid most of training."""
+        """True if fusing changed the model as much as training did, or undid most of training."""
         return self.effect > 0 and (self.mean >= self.effect or self.kept < LEAST_KEPT)
 
 
 @dataclass(frozen=True)
 class DifferenceRoom:
-    """How the models are run to stay below the memory limit."""
+    """The portions in which the models are run, to stay below the memory limit."""
 
     streams: bool
     """Whether the models are read from disk block by block."""

@@ -210,7 +210,7 @@ def changes_of(
 
 
 def quantization_of(layer: nn.Module) -> Quantization:
-    """How a layer's weight is quantized; empty if it is not."""
+    """The quantization of a layer's weight; empty if it has none."""
     if layer.get("scales") is None:
         return {}
     mode = getattr(layer, "mode", "affine")

@@ -43,7 +43,7 @@ VALUE_BYTES = 4  # of a float32; the program converts a tensor to float32, and t
 
 @dataclass(frozen=True)
 class Way:
-    """How a type is computed."""
+    """The tool that computes a type."""
 
     tool: Path | None
     """The program llama-quantize; None if the library gguf computes the type."""

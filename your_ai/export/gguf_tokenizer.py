@@ -204,7 +204,7 @@ def normalized(backend: Tokenizer, text: str) -> list[str]:
 
 
 def merges_all(model: dict[str, Any], added: set[str]) -> bool:
-    """Whether any two tokens that together form a third are merged, as in SentencePiece.
+    """Return whether any two tokens that together form a third are merged, as in SentencePiece.
 
     added: tokens that are matched before merging.
     """
@@ -266,7 +266,7 @@ def add_special(writer: gguf.GGUFWriter, base: Path, tokenizer: Any, rows: int) 
 
 
 def added_around(base: Path, tokenizer: Any, ids: dict[str, int]) -> tuple[bool, bool]:
-    """Whether the tokenizer adds the bos token before a text, and the eos token after it."""
+    """Return whether the tokenizer adds the bos token before a text, and the eos token after it."""
     plain, whole = (tokenizer.encode("a", add_special_tokens=added) for added in (False, True))
     begin, end = [ids.get("bos")], [ids.get("eos")]
     for adds_bos in (False, True):

@@ -132,7 +132,7 @@ def go_text(text: str) -> str:
 
 
 def is_kept(text: str) -> bool:
-    """Whether Ollama's parser of Modelfiles keeps each character of a text.
+    """Return whether Ollama's parser of Modelfiles keeps each character of a text.
 
     It drops, without a word, what Go's strconv.IsPrint calls unprintable, such as the no-break
     space, but for tabs and line ends.
@@ -169,7 +169,7 @@ def shape_of(tokenizer: Any) -> ChatShape | None:
 
 
 def drops_reasoning(tokenizer: Any, shape: ChatShape) -> bool:
-    """Whether the chat template leaves out earlier reasoning, which the shape keeps."""
+    """Return whether the chat template leaves out earlier reasoning, which the shape keeps."""
     try:
         return run_template(tokenizer, REASONED) != shape.render(REASONED)
     except TemplateRefused:

@@ -163,7 +163,7 @@ MOST_RANK = 65_536
 
 @dataclass(frozen=True)
 class MergeRequest:
-    """What to merge, and how."""
+    """The adapters to merge, and how."""
 
     adapters: Sequence[tuple[str, float]]
     """Runs or folders of adapters, each with its weight."""
@@ -375,7 +375,7 @@ def merged_matrix(
 def record_of(
     inputs: Sequence[MergeInput], request: MergeRequest, rank: int, relative_error: float
 ) -> dict[str, Any]:
-    """What merged.json says."""
+    """The content of merged.json."""
     adapters = [
         {
             "from": part.files.run.name if part.files.run else part.files.folder.absolute().name,

@@ -80,7 +80,7 @@ def quoted_value(name: str, value: str) -> str:
 
 
 def fault_of(value: str) -> str:
-    """What a Modelfile cannot hold of a value; "" if it can."""
+    """The part of a value that a Modelfile cannot hold, in words; "" if it can hold all."""
     if QUOTES in value:
         return "three quotes in a row"
     dropped = next((c for c in value if not is_kept(c)), None)
@@ -97,7 +97,7 @@ ADAPTER = "adapter.gguf"
 
 @dataclass(frozen=True)
 class OllamaExport:
-    """What is written, decided before anything is."""
+    """The files to write, decided before any is."""
 
     kind: str
     """The type of the weights: of a GGUF file, or one of FLOATS for safetensors; "" for the

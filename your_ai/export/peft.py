@@ -346,7 +346,7 @@ def indices(path: Path, config: dict[str, Any]) -> tuple[int, ...] | None:
 
 
 def missing_targets(settings: PeftSettings, linears: Iterable[str]) -> str:
-    """What to say of targets that match none of the model's linear layers; empty if all match.
+    """The message about targets that match none of the model's linear layers; empty if all match.
 
     Raises UserError if none matches.
     """

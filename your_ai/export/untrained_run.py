@@ -32,7 +32,7 @@ from your_ai.run.folder import RunFolder, Untrained
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the adapter of a run came from."""
+    """The origin of a run's adapter."""
 
     kind: Untrained
     record: dict[str, Any]
@@ -65,7 +65,7 @@ def create(name: str, config: TrainConfig, adapter: Adapter, origin: Origin) -> 
 
 @contextlib.contextmanager
 def creating_with_arrays(name: str, config: TrainConfig) -> Iterator[RunFolder]:
-    """Like `folder.creating`, for a block that also saves an adapter."""
+    """Create a run's folder as `folder.creating` does, for a block that also saves an adapter."""
     try:
         with folder.creating(name, config) as new:
             yield new

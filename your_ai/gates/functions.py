@@ -53,7 +53,7 @@ def load_function(name: str, where: str, example: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def running_users_code() -> Iterator[None]:
-    """For a block that runs the user's code: its prints go to stderr, and the folder stays.
+    """Guard a block that runs the user's code: its prints go to stderr, and the folder stays.
 
     Raises UsersCodeFailed for whatever it raises, except a request to stop.
     """

@@ -44,7 +44,7 @@ def missing_text(
 
 
 def unreadable_text(path: str | Path, error: OSError) -> str:
-    """Why a file that the user named cannot be read, for an error."""
+    """Say why a file that the user named cannot be read, for an error."""
     if isinstance(error, FileNotFoundError):
         return missing_text(path, "file")
     return f"cannot be read ({error.strerror or error})"

@@ -156,7 +156,7 @@ def split_outside_brackets(text: str) -> list[str]:
 
 
 def closes(text: str, start: int) -> bool:
-    """Whether the bracket at `start` has a partner. In [], other brackets do not count."""
+    """Return whether the bracket at `start` has a partner. In [], other brackets do not count."""
     expected, at = [BRACKETS[text[start]]], start + 1
     while at < len(text):
         mark = text[at]
@@ -173,7 +173,7 @@ def closes(text: str, start: int) -> bool:
 
 
 def share_text(done: int, total: int, width: int = 20) -> str:
-    """How much is done, as a bar and as a number: `[#####...............] 25%`."""
+    """The share that is done, as a bar and as a number: `[#####...............] 25%`."""
     share = min(1.0, done / total) if total else 0.0
     full = int(share * width)
     return f"[{'#' * full}{'.' * (width - full)}] {int(100 * share)}%"

@@ -36,7 +36,7 @@ def rows_of(model: nn.Module, names: tuple[str, ...]) -> int | None:
 
 
 def is_outside_blocks(path: str) -> bool:
-    """Whether the path of a module has no index of a block before its name."""
+    """Return whether the path of a module has no index of a block before its name."""
     return not any(owner.isdecimal() for owner in path.split(".")[:-1])
 
 

@@ -74,7 +74,7 @@ def name_fault(name: object) -> str | None:
 
 
 def path_fault(path: object) -> str | None:
-    """Like `name_fault`, for the path of a file in a repository, which may have subfolders."""
+    """Say as `name_fault` why a value is no path in a repository, which may have subfolders."""
     if not isinstance(path, str) or not path:
         return "is not a name"
     if len(path) > PATH_CHARACTERS:
@@ -97,23 +97,23 @@ def clash(names: Iterable[str]) -> tuple[str, str] | None:
 
 
 def is_hash(value: object) -> bool:
-    """Whether an untrusted value is a SHA-1 or SHA-256, as 40 or 64 hex digits."""
+    """Return whether an untrusted value is a SHA-1 or SHA-256, as 40 or 64 hex digits."""
     return isinstance(value, str) and HASH.fullmatch(value) is not None
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether a value of JSON or YAML is a number, also an infinite one; true and false are not."""
+    """Return whether a value of JSON or YAML is a number, also an infinite one, but no boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_large(path: Path, most: int) -> bool:
-    """Whether a path is not a regular file, or has more than `most` bytes. Raises OSError."""
+    """Return whether a path is no regular file, or has more than `most` bytes. Raises OSError."""
     status = path.stat()
     return not stat.S_ISREG(status.st_mode) or status.st_size > most
 
 
 def links_outside(path: Path, folder: Path) -> bool:
-    """Whether a file in a folder is a link to a file outside the folder.
+    """Return whether a file in a folder is a link to a file outside the folder.
 
     Snapshots in the Hugging Face cache link to their own `blobs` folder, which counts as inside.
     """
@@ -197,7 +197,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_deeper(value: Any, depth: int) -> bool:
-    """Whether lists and objects are nested deeper than `depth`; does not recurse."""
+    """Return whether lists and objects are nested deeper than `depth`; does not recurse."""
     level = [value]
     for _ in range(depth):
         outer = [v.values() if isinstance(v, dict) else v for v in level]
@@ -311,5 +311,5 @@ def entry_of(path: Path, name: str, described: Any, base: int) -> Entry:
 
 
 def is_counts(value: Any) -> TypeGuard[list[int]]:
-    """Whether an untrusted value is a list of integers from 0 to 2**62."""
+    """Return whether an untrusted value is a list of integers from 0 to 2**62."""
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in value)

@@ -220,7 +220,7 @@ class ChatSession:
         return min(self.sampling.max_tokens, self.most_tokens - len(tokens))
 
     def is_full(self, count: int) -> bool:
-        """Whether an answer cut off after `count` tokens hit the limit of the conversation."""
+        """Return whether an answer cut off after `count` tokens hit the conversation's limit."""
         return count < self.sampling.max_tokens
 
 

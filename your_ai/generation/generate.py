@@ -94,7 +94,7 @@ class Sampling:
 
 
 def sampling_of(request: GenerateRequest | ChatRequest) -> Sampling:
-    """How answers to a request are sampled. Raises UserError."""
+    """The sampling of answers to a request. Raises UserError."""
     return Sampling(
         max_tokens=request.max_tokens,
         temperature=request.temperature,
@@ -157,17 +157,17 @@ def parse_prompt(row: dict[str, Any], where: str) -> Prompt:
 
 
 def has_columns(path: str) -> bool:
-    """Whether a file has rows with columns, by its name."""
+    """Return whether a file has rows with columns, by its name."""
     return is_table(path) or path.endswith(".jsonl")
 
 
 def is_table(path: str) -> bool:
-    """Whether a file has columns, by its name."""
+    """Return whether a file has columns, by its name."""
     return suffix_of(Path(path)) in TABLES
 
 
 def prompt_layout(config: TrainConfig, columns: Sequence[str]) -> Layout:
-    """How rows become prompts: as those of a run did. columns: the value of --columns, if given."""
+    """The layout of prompts, as that of a run. columns: the value of --columns, if given."""
     if columns:
         return layout_of(columns, "", "prompts")
     own = [c for c in config.columns if c.partition("=")[0].strip() in ROLES_OF_PROMPTS]

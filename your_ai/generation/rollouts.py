@@ -156,7 +156,7 @@ class GroupedHeads(BatchKVCache):
 
 
 def groups_heads(model: nn.Module) -> bool:
-    """Whether the attention is mlx-lm's of gemma2, whose masks have too few dimensions in batches.
+    """Return whether it is mlx-lm's attention of gemma2, whose masks lack dimensions in batches.
 
     It would fail, or mask heads instead of rows if there are as many.
     """

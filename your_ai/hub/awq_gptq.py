@@ -32,7 +32,7 @@ PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 @dataclass(frozen=True)
 class Packing:
-    """What a config.json says about AWQ or GPTQ weights."""
+    """Facts of a config.json about AWQ or GPTQ weights."""
 
     method: str
     """`awq` or `gptq`."""
@@ -56,12 +56,12 @@ class PackedLayer:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """As in the `quantization` of a config.json."""
+        """The settings as in the `quantization` of a config.json."""
         return {"group_size": self.mlx_group_size, "bits": self.bits, "mode": "affine"}
 
 
 def packing_of(folder: Path, config: Mapping[str, Any]) -> Packing | None:
-    """How the weights of a model are packed; None if it is neither AWQ nor GPTQ.
+    """The packing of a model's weights; None if it is neither AWQ nor GPTQ.
 
     Raises UserError for a kind of AWQ or GPTQ that cannot be read.
     """
@@ -140,7 +140,7 @@ def sizes_in(packing: Packing, shapes: Mapping[str, tuple[int, ...]]) -> tuple[i
 
 
 def fit(packing: Packing, shapes: Mapping[str, tuple[int, ...]], bits: int, inputs: int) -> bool:
-    """Whether the tensors of a layer are those of this many bits and inputs."""
+    """Return whether the tensors of a layer are those of this many bits and inputs."""
     groups, outputs = shapes["scales"]
     wide = (inputs, outputs * bits // WORD_BITS)
     expected = {
@@ -178,7 +178,7 @@ def as_in_mlx(
 
 
 def is_packed(name: str) -> bool:
-    """Whether a tensor has this name only in AWQ or GPTQ."""
+    """Return whether a tensor has this name only in AWQ or GPTQ."""
     return name.rpartition(".")[2] in PARTS
 
 

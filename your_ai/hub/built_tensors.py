@@ -52,7 +52,7 @@ def tensors_built(config: dict[str, Any]) -> tuple[list[Entry], dict[str, Any]]:
 
 
 def is_tied(config: dict[str, Any]) -> bool:
-    """Whether the head has the weights of the embedding; Gemma's always does."""
+    """Return whether the head has the weights of the embedding; Gemma's always does."""
     for part in (config, text_part(config)):
         if part.get("tie_word_embeddings") is not None:
             return bool(part["tie_word_embeddings"])

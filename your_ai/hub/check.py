@@ -59,7 +59,7 @@ FILE_LISTS = ("fast_tokenizer_files", "configuration_files")
 
 
 def model_file_fault(name: object) -> str | None:
-    """Why an untrusted value cannot be the name of a file of a model; None if it can.
+    """Say why an untrusted value cannot be the name of a file of a model; None if it can.
 
     Files are in the model's folder, and chat templates also in that of more templates.
     """
@@ -183,7 +183,7 @@ def has_tokenizer(names: Iterable[str]) -> bool:
 
 
 def can_run(model_type: str) -> bool:
-    """Whether mlx-lm has code for this model_type (from a config.json)."""
+    """Return whether mlx-lm has code for this model_type (from a config.json)."""
     found = importlib.util.find_spec("mlx_lm")
     places = found.submodule_search_locations if found is not None else None
     if not places or not model_type.replace("-", "_").isidentifier():
@@ -209,7 +209,7 @@ class RecordedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class FilesRecord:
-    """Where a model came from, and its files."""
+    """The origin of a model, and its files."""
 
     repo: str
     asked: str

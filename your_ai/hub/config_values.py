@@ -130,7 +130,7 @@ def flat(value: Any) -> list[Any]:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether an untrusted value is a finite number."""
+    """Return whether an untrusted value is a finite number."""
     return is_number(value) and (isinstance(value, int) or math.isfinite(value))
 
 
@@ -224,7 +224,7 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def experts_used(text: Mapping[str, Any]) -> int:
-    """How many routed experts a token uses; of the block that uses most."""
+    """The number of routed experts that a token uses; of the block that uses most."""
     parts = [text, text.get("ffn_config") or {}]
     for part, name in product(parts, EXPERTS_USED):
         used = part.get(name) if isinstance(part, dict) else None
@@ -285,13 +285,13 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def inner_part(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Where the settings are: ModelOpt has them one level deeper."""
+    """The part that holds the settings: ModelOpt has them one level deeper."""
     inner = found.get("quantization")
     return inner if isinstance(inner, dict) else found
 
 
 def is_left(layer: str, config: Mapping[str, Any]) -> bool:
-    """Whether another library has left a linear layer as it was, by its name in MLX.
+    """Return whether another library has left a linear layer as it was, by its name in MLX.
 
     All of them leave embeddings, and the head unless they say so.
     """
@@ -305,7 +305,7 @@ def is_left(layer: str, config: Mapping[str, Any]) -> bool:
 
 
 def names_layer(pattern: str, layer: str) -> bool:
-    """Whether an entry of a list of layers names this one: a part of its name, or a pattern."""
+    """Return whether an entry of a list of layers names this one: part of its name, or pattern."""
     if pattern.startswith("re:"):
         if UNSAFE.search(pattern) or len(pattern) > MOST_PATTERN:
             return False

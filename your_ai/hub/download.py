@@ -97,7 +97,7 @@ def result_of(steps: Generator[DownloadProgress, None, T]) -> T:
 def downloading(
     name: str, revision: str | None = None, to: str | Path | None = None
 ) -> Generator[DownloadProgress, None, Path]:
-    """Like `download`, but yield progress. The generator returns the model's folder."""
+    """Download as `download` does, but yield progress. The generator returns the model's folder."""
     if name == DEMO:
         raise UserError(f"{name}: comes with your_ai; there is nothing to download")
     repo = repo_of(name, name)
@@ -330,7 +330,7 @@ def drop(paths: Iterable[Path]) -> None:
 
 
 def part_size(part: Path, file: RemoteFile) -> int:
-    """How many bytes of a file were downloaded so far."""
+    """The number of bytes of a file that were downloaded so far."""
     try:
         size = part.stat().st_size
     except OSError:

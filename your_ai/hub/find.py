@@ -122,7 +122,7 @@ def find_model(name: str) -> Path:
 
 
 def is_local(name: str) -> bool:
-    """Whether `find_model` finds the model. Raises UserError for a name that is not a model's."""
+    """Return whether `find_model` finds the model. Raises UserError for what is no model's name."""
     try:
         find_model(name)
     except Missing:

@@ -170,7 +170,7 @@ def folder_to_remove(name: str) -> Path:
 
 
 def is_there(folder: Path) -> bool:
-    """Whether a model, a link to one, or a part of its download is there."""
+    """Return whether a model, a link to one, or a part of its download is there."""
     return is_model(folder) or incomplete_of(folder).is_dir()
 
 

@@ -138,7 +138,7 @@ class Known:
 
     @property
     def has_more(self) -> bool:
-        """Whether its files have parts that mlx-lm leaves out, such as one that reads images."""
+        """True if its files have parts that mlx-lm leaves out, such as one that reads images."""
         return "text_config" in self.config
 
     @functools.cached_property

@@ -239,7 +239,7 @@ def file_of(repo: str, sibling: dict[str, Any]) -> RemoteFile | None:
 
 
 def is_wanted(path: str) -> bool:
-    """Whether a model needs the file. Files in other subfolders belong to other formats."""
+    """Return whether a model needs the file. Files in other subfolders belong to other formats."""
     folder, _, name = path.rpartition("/")
     wanted = ("*.jinja",) if folder == TEMPLATES else () if folder else WANTED
     return not name.startswith(".") and any(fnmatch(name, pattern) for pattern in wanted)
@@ -313,7 +313,7 @@ def is_unreachable(error: Exception) -> bool:
 
 
 def is_passing(error: Exception) -> bool:
-    """Whether another attempt may succeed."""
+    """Return whether another attempt may succeed."""
     status, kinds = status_of(error), class_names(error)
     if status is not None:
         return status in PASSING

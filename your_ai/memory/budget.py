@@ -170,7 +170,7 @@ def coefficients_here() -> Coefficients:
 
 
 def speed_key() -> list[str]:
-    """What speed depends on: as `machine_key`, and the CPUs and the BLAS library."""
+    """Facts that speed depends on: as `machine_key`, and the CPUs and the BLAS library."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = [f"{name}={os.environ[name]}" for name in THREADS if name in os.environ]
     return [*machine_key(), f"{cpus} CPUs", *threads, *blas_libraries()]
@@ -260,7 +260,7 @@ def too_much_to_generate(max_memory_gb: float, least_bytes: int) -> UserError:
 
 @dataclass(frozen=True)
 class WavePlan:
-    """How many completions are generated together, with which weights."""
+    """The number of completions generated together, and how the weights are read."""
 
     wave: int
     """Rows; at least one."""

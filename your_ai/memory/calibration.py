@@ -86,7 +86,7 @@ class Calibration:
         return max(known, key=lambda m: (m.size, m.excess_bytes)).excess_bytes if known else None
 
     def spare_bytes(self, family: str) -> int:
-        """What estimates of memory outside MLX's buffers count too much: measured, or a guess."""
+        """The bytes that estimates of memory outside MLX's buffers exceed: measured, or a guess."""
         excess = self.excess_bytes(family)
         return SPARE_BYTES if excess is None else min(SPARE_BYTES, max(0, -excess))
 

@@ -110,7 +110,7 @@ def measured(workload: Workload, plan: Plan, shape: Shape, peak: MicroBatchPeak)
 
 
 def is_certain(workload: Workload, option: Option, limit_bytes: int) -> bool:
-    """Whether a plan can be used without further measurements.
+    """Return whether a plan can be used without further measurements.
 
     It can if its largest micro-batch was measured, if the longest row was measured and growth
     from there leaves room, or if the limit is far away.

@@ -43,7 +43,7 @@ class Corrections:
 
     @property
     def most_bytes(self) -> int:
-        """What the process may use before the guard ends it."""
+        """The most memory that the process may use before the guard ends it."""
         return self.limit_bytes - headroom_bytes(self.limit_bytes)
 
     def learn(self, rows: int, tokens: int, measured_mlx_bytes: int) -> bool:
@@ -70,8 +70,8 @@ class Corrections:
         return rows
 
     def kept(self, rows: int, tokens: int) -> Kept:
-        """What blocks keep of such a micro-batch: what the plan says, or more if rows are shorter
-        than the longest, or less if it would exceed the limit."""
+        """The arrays that blocks keep of such a micro-batch: as the plan says, or more if rows are
+        shorter than the longest, or less if it would exceed the limit."""
         plan = self.plan
         if not may_keep(self.workload, plan):
             return NOTHING

@@ -86,7 +86,7 @@ def routed_bytes(facts: ModelFacts, rows: int, tokens: int, *, kept: bool = Fals
 
 @memoized
 def is_mixer_alone(facts: ModelFacts) -> bool:
-    """Whether such blocks have a linear-time mixer and no MLP."""
+    """Return whether such blocks have a linear-time mixer and no MLP."""
     names = {name.partition(".")[0] for kind in facts.kinds for name in kind.linears}
     every = {mixer.kind for kind in facts.kinds for mixer in kind.mixers}
     return bool(every - {ATTENTION, SLIDING, MLA}) and not names & set(MLPS)
@@ -94,7 +94,7 @@ def is_mixer_alone(facts: ModelFacts) -> bool:
 
 @memoized
 def slices_mlp(facts: ModelFacts) -> bool:
-    """Whether the MLP of such blocks is computed in slices of features, or they have none."""
+    """Return whether the MLP of such blocks is computed in slices of features, or there is none."""
     names = {name for kind in facts.kinds for name in kind.linears}
     found = {name.partition(".")[0] for name in names} & set(MLPS)
     gated = all({f"{mlp}.{layer}" for layer in SLICED_LAYERS} <= names for mlp in found)
@@ -229,7 +229,7 @@ def fused_evaluation_bytes(workload: Workload, rows: int, tokens: int) -> float:
 
 @memoized
 def adapts_widest(workload: Workload) -> bool:
-    """Whether the widest layer has an adapter."""
+    """Return whether the widest layer has an adapter."""
     facts, training = workload.facts, workload.training
     wide = widest_outputs(facts)
     return any(wide in s for s in layers_named(facts, training.targets, training.experts))

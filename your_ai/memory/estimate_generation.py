@@ -71,7 +71,7 @@ def prompts_of_wave(wave: int, group: int) -> int:
 
 
 def wave_sizes(rows: int) -> list[list[int]]:
-    """How many of so many completions are generated together: larger waves, and those below
+    """The numbers of completions generated together, of so many: larger waves, and those below
     GOOD_WAVE."""
     waves = [rows]
     while waves[-1] > 1:

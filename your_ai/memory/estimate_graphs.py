@@ -42,7 +42,7 @@ def graphs_bytes(
     queries = queries_in_graph(workload, engine, rows, tokens, kept)
 
     def size_of(table: Table, alone: Workload) -> float:
-        """Of the graph of one block of a model that has only such blocks."""
+        """The size, by a table, of the graph of one block of a model that has only such blocks."""
         adapted = len(layers_named(alone.facts, training.targets, training.experts))
         counts = {
             "block": 1,

@@ -18,7 +18,7 @@ SHARES = (0.61, 0.19, 0.15)  # in the order of `Kept`
 
 
 def at_rung(blocks: int, rung: int) -> Kept:
-    """What `blocks` trained blocks keep at a rung from 0, nothing, to `highest`, everything.
+    """The arrays that `blocks` blocks keep at a rung from 0, nothing, to `highest`, everything.
 
     Each rung is one block that keeps one kind more. First all keep what saves most time for its
     memory.
@@ -41,7 +41,7 @@ def everything(blocks: int) -> Kept:
 
 
 def computed_again(kept: Kept, blocks: int) -> float:
-    """How many forward passes of blocks a step computes again, of `blocks` trained ones.
+    """The number of forward passes of blocks that a step computes again, of `blocks` trained ones.
 
     Of one block it is the share of its forward pass that is not kept: 1 if nothing is.
     """

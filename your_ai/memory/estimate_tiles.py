@@ -34,7 +34,7 @@ def noise_bytes(facts: ModelFacts, rows: int, tokens: int) -> float:
 
 @memoized
 def is_tiled(workload: Workload, rows: int, tokens: int) -> bool:
-    """Whether every block runs on tiles of such rows, unless it keeps outputs."""
+    """Return whether every block runs on tiles of such rows, unless it keeps outputs."""
     if workload.soft is not None:  # it has engines of its own
         return False
     return len(tiles_of(rows, tokens)) > 1 and can_tile(workload.facts)
@@ -42,8 +42,8 @@ def is_tiled(workload: Workload, rows: int, tokens: int) -> bool:
 
 @memoized
 def can_tile(facts: ModelFacts) -> bool:
-    """Whether the blocks of such a model have attention alone, in a form that engine/tiles.py can
-    cut, and pass on nothing but hidden states."""
+    """Return whether the blocks of such a model have attention alone, in a form that
+    engine/tiles.py can cut, and pass on nothing but hidden states."""
     mixers = [kind.mixers for kind in facts.kinds]
     plain = all(len(m) == 1 and m[0].kind in (ATTENTION, SLIDING, MLA) for m in mixers)
     plain = plain and not any(mixer.untiled for (mixer,) in mixers)

@@ -165,7 +165,7 @@ class ModelFacts:
 
     @memoized
     def counts_of_last(self, count: int) -> dict[int, int]:
-        """How many of the last `count` blocks are of each kind.
+        """The number of blocks of each kind among the last `count`.
 
         Kinds that only differ in their mixers count as the first of them.
         """
@@ -174,13 +174,13 @@ class ModelFacts:
 
     @cached_property
     def _first_alike(self) -> tuple[int, ...]:
-        """For each kind, the first one whose layers have the same sizes."""
+        """The first kind whose layers have the same sizes, for each kind."""
         sizes = [(kind.linears, kind.experts, kind.norms, kind.dense) for kind in self.kinds]
         return tuple(sizes.index(size) for size in sizes)
 
     @cached_property
     def alone(self) -> tuple[ModelFacts, ...]:
-        """For each kind, the facts of a model that only has blocks of this kind."""
+        """The facts of a model that only has blocks of one kind, for each kind."""
         return tuple(replace(self, kinds=(k,), order=(0,) * self.blocks) for k in self.kinds)
 
 
@@ -350,7 +350,7 @@ def layer_of(name: str) -> str:
 
 
 def is_held(name: str, config: dict[str, Any]) -> bool:
-    """Whether mlx-lm loads this tensor."""
+    """Return whether mlx-lm loads this tensor."""
     block = place_of(name)[0]
     if block is not None and block >= (config.get("num_hidden_layers") or math.inf):
         return False  # a block for multi-token prediction
@@ -424,7 +424,7 @@ def dense_layers(
 
 
 def is_head_dense(entries: list[Entry], group_size: int | None) -> bool:
-    """Whether the head of a quantized model, or the embedding in its place, is not quantized."""
+    """Return whether the head of a quantized model, or the embedding in its place, is dense."""
     weights = {
         layer_of(e.name): e
         for e in entries
@@ -441,7 +441,7 @@ def packed_in(entries: list[Entry]) -> set[str]:
 
 
 def is_dense(weight: Entry, packed: Container[str], group_size: int | None) -> bool:
-    """Whether a weight of a quantized model is not quantized.
+    """Return whether a weight of a quantized model is not quantized.
 
     group_size: if the model is quantized on load; weights that it does not divide stay.
     """
@@ -463,7 +463,7 @@ def passed_on(kinds: tuple[BlockFacts, ...], text: dict[str, Any], hidden: int) 
 
 
 def is_plain(layer: str, text: dict[str, Any]) -> bool:
-    """Whether a matrix of this name is no linear layer of mlx-lm, so that it has no adapter."""
+    """Return whether a matrix of this name is no linear layer of mlx-lm, and so has no adapter."""
     leaf = layer.rpartition(".")[2]
     if leaf in READ_OTHERWISE:
         return True
@@ -485,7 +485,7 @@ def layers_named(
 def adapters_named(
     facts: ModelFacts, targets: tuple[str, ...], experts: bool = False
 ) -> list[tuple[int, int]]:
-    """As `layers_named`, but with all experts of a layer together: each has an adapter."""
+    """The sizes of `layers_named`, but with a layer's experts together: each has an adapter."""
     names = names_of(facts, targets, experts)
     return [facts.experts.get(name, facts.linears[name]) for name in names]
 
@@ -541,13 +541,13 @@ def quantized_matrix_bytes(facts: ModelFacts) -> int:
 
 
 def is_quantized(facts: ModelFacts, kind: BlockFacts, name: str) -> bool:
-    """Whether a linear layer of a block is."""
+    """Return whether a linear layer of a block is quantized."""
     return facts.quantized and name not in kind.dense
 
 
 @memoized
 def dense_share(facts: ModelFacts) -> float:
-    """Of the layers in the MLP of such blocks, or of all if they have none, those that are not
+    """The share of the layers in the MLP of such blocks, or of all if they have none, that are not
     quantized: from 0 to 1, which runs whole in the forward pass."""
     if not facts.quantized:
         return 1.0

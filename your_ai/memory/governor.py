@@ -96,7 +96,7 @@ class Observation:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryAction:
-    """What to do, and why."""
+    """The action to take, and the reason."""
 
     kind: ActionKind | Literal["measured"]
     cause: str
@@ -384,7 +384,7 @@ def highest_bytes(observation: Observation) -> int | None:
 
 
 def has_headroom(policy: Policy, observation: Observation) -> bool:
-    """Whether all gauges are plausible and show low memory use."""
+    """Return whether all gauges are plausible and show low memory use."""
     sample, highest = observation.sample, highest_bytes(observation)
     gauges = plausible(sample.process_bytes), plausible(observation.highest_process_bytes)
     if highest is None or None in gauges or sample.active_bytes == 0:

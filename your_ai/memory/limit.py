@@ -64,7 +64,7 @@ class Bound(NamedTuple):
 
 
 def usual_working_set(ram_bytes: int) -> int:
-    """What macOS recommends as the maximum for a process, at least, on a Mac with this RAM."""
+    """The maximum that macOS recommends for a process, at least, on a Mac with this RAM."""
     is_large = ram_bytes >= LARGE_RAM_BYTES
     return int((LARGE_WORKING_SET_SHARE if is_large else WORKING_SET_SHARE) * ram_bytes)
 
@@ -178,7 +178,7 @@ def roughly(size_bytes: int) -> str:
 
 
 def headroom_bytes(limit_bytes: int) -> int:
-    """How far below its limit a process is ended. Plans leave this room."""
+    """The distance below its limit at which a process is ended. Plans leave this room."""
     return max(HEADROOM_BYTES, int(HEADROOM * limit_bytes))
 
 

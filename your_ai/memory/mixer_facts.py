@@ -156,7 +156,7 @@ def attention(
 
 
 def has_temperatures(config: Mapping[str, Any]) -> bool:
-    """Whether queries get factors that are computed from their positions, as in Llama 4."""
+    """Return whether queries get factors that are computed from their positions, as in Llama 4."""
     return bool(config.get("attn_temperature_tuning", "attention_chunk_size" in config))
 
 
@@ -213,12 +213,12 @@ def recurrence(at: str, shapes: Shapes, linears: Shapes, config: Mapping[str, An
 
 
 def is_convolution(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether it is the weight of a convolution over tokens: (channels, tokens, 1)."""
+    """Return whether it is the weight of a convolution over tokens: (channels, tokens, 1)."""
     return len(shape) == 3 and name.endswith(("conv1d.weight", "conv.conv.weight"))
 
 
 def windows_of(config: Mapping[str, Any], blocks: int) -> list[int]:
-    """For each block, how many tokens its attention reaches back; 0 for all of them."""
+    """The window of each block, the tokens that its attention reaches back; 0 for all of them."""
     kind = str(config.get("model_type"))
     window = whole(config, "sliding_window", "window_size", "attention_window_size")
     window = max(0, window) or (DEFAULT_WINDOW if kind in PATTERNS else 0)
@@ -228,7 +228,7 @@ def windows_of(config: Mapping[str, Any], blocks: int) -> list[int]:
 
 
 def sliding(config: Mapping[str, Any], kind: str, blocks: int) -> list[bool]:
-    """For each block, whether its attention has a window; kind: the model_type."""
+    """Return, for each block, whether its attention has a window; kind: the model_type."""
     types, pattern = config.get("layer_types"), config.get("sliding_window_pattern")
     if isinstance(types, list) and len(types) >= blocks:
         return [str(each).startswith(("sliding", "local")) for each in types[:blocks]]
@@ -256,7 +256,7 @@ PATTERNS = {"gemma3_text": 6, "gemma3": 6, "gemma3n_text": 5, "gemma4_text": 5, 
 
 @dataclass(frozen=True)
 class MixerSizes:
-    """How many numbers a mixer has, for one row."""
+    """The sizes of a mixer for one row, as counts of numbers."""
 
     inputs: int
     """Per token, in the model's precision: e.g. queries, keys, values."""

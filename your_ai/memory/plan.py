@@ -47,7 +47,7 @@ ALIKE = 1.01  # of plans whose predicted seconds differ by less, the smaller one
 
 
 class Timed(Protocol):
-    """What is known about a plan."""
+    """The memory, arithmetic and seconds of a plan."""
 
     @property
     def needed_bytes(self) -> int: ...
@@ -168,8 +168,8 @@ def options(workload: Workload) -> list[Option]:
 
 
 def allows(workload: Workload, engine: str, spill: bool, blocks_ahead: int) -> bool:
-    """Whether a run may have plans of this engine that keep block inputs in files (`spill`) and
-    read so many blocks ahead."""
+    """Return whether a run may have plans of this engine that keep block inputs in files (`spill`)
+    and read so many blocks ahead."""
     if engine == "streamed" and not workload.can_stream:
         return False
     if workload.engine != "auto" and (engine, spill) != (workload.engine, workload.spill):
@@ -188,7 +188,7 @@ def buffers_of(workload: Workload, plan: Plan) -> int:
 
 
 def not_predicted(workload: Workload) -> str:
-    """Why the seconds of its steps are not predicted; empty if they are."""
+    """Say why the seconds of its steps are not predicted; empty if they are."""
     if workload.process.speed.speed is None:
         return workload.process.speed.note or "the speed of that machine was not measured"
     if workload.steps.unpredicted:
@@ -248,7 +248,7 @@ def option_of(workload: Workload, plan: Plan, update_bytes: int) -> Option:
 
 
 def may_keep(workload: Workload, plan: Plan) -> bool:
-    """Whether blocks may keep anything for their backward pass under a plan."""
+    """Return whether blocks may keep anything for their backward pass under a plan."""
     whole = plan.engine == "fused" or plan.spill or not plan.blocks_ahead
     return not (whole or workload.forward or workload.soft is not None)
 
@@ -260,7 +260,7 @@ def kept_by_some(workload: Workload, plan: Plan) -> Kept:
 
 
 def kept_choices(workload: Workload, engine: str, spill: bool, blocks_ahead: int) -> list[Kept]:
-    """What blocks may keep under an engine, the most first: few of many possible choices."""
+    """The choices of what blocks keep under an engine, the most first: few of many possible."""
     if not may_keep(workload, Plan(engine, 0, spill, blocks_ahead=blocks_ahead)):
         return [NOTHING]
     blocks = workload.training.blocks
@@ -317,8 +317,8 @@ def options_of(workload: Workload, plan: Plan) -> list[Option]:
 
 @memoized
 def resident_bytes(workload: Workload) -> list[tuple[int, int]]:
-    """How many blocks of a streamed plan may keep their weights in memory, the most first, and how
-    many bytes that adds."""
+    """The numbers of blocks of a streamed plan that may keep their weights in memory, the most
+    first, and the bytes that each adds."""
     facts, coefficients = workload.facts, workload.process.coefficients
     sized = partial(weights_bytes, facts, "streamed", coefficients=coefficients)
     levels = (facts.blocks * level // RESIDENT_LEVELS for level in range(RESIDENT_LEVELS))
@@ -326,7 +326,7 @@ def resident_bytes(workload: Workload) -> list[tuple[int, int]]:
 
 
 def adjusts_reading(workload: Workload) -> bool:
-    """Whether a streamed plan may keep the weights of some blocks, or read none ahead."""
+    """Return whether a streamed plan may keep the weights of some blocks, or read none ahead."""
     return not workload.forward and workload.soft is None
 
 
@@ -344,9 +344,8 @@ def bytes_to_update(workload: Workload, plan: Plan) -> int:
 
 
 def waves_of(workload: Workload) -> list[list[int]]:
-    """How many completions may be generated together: larger waves, and such that are too small
-    to be fast, which are only used if no plan fits otherwise.
-    """
+    """The numbers of completions that may be generated together: larger waves, and such that are
+    too small to be fast, which are only used if no plan fits otherwise."""
     return [[0]] if workload.rollouts is None else wave_sizes(workload.rollouts.rows)
 
 
@@ -567,7 +566,7 @@ def with_plan(workload: Workload, every: list[Option], plan: Plan) -> list[Optio
 
 
 def can_begin(workload: Workload, option: Option, limit_bytes: int) -> bool:
-    """Whether the first micro-batch to be measured fits even if coefficients are much too low.
+    """Return whether the first micro-batch to measure fits even if coefficients are far too low.
 
     They are assumed too low by a factor of FAR if nothing was measured, else by twice the ratio
     of the other engines.
@@ -669,7 +668,7 @@ class LongestRow:
 
     @property
     def is_most(self) -> bool:
-        """Whether longer rows, which were not tried, may fit as well."""
+        """True if longer rows, which were not tried, may fit as well."""
         return self.tokens == MOST
 
 

@@ -109,7 +109,7 @@ def working_set_bytes() -> int | None:
 
 
 def most_buffers() -> int | None:
-    """How many buffers Metal allows a process at once; None on other devices."""
+    """The number of buffers that Metal allows a process at once; None on other devices."""
     return of_device("resource_limit")
 
 
@@ -138,8 +138,8 @@ def process_bytes() -> int | None:
 
 @functools.cache
 def is_card() -> bool:
-    """Whether MLX computes on a GPU whose memory is its own, as NVIDIA's are: not that of the
-    system, as on a Mac."""
+    """Return whether MLX computes on a GPU whose memory is its own, as NVIDIA's are: not that of
+    the system, as on a Mac."""
     return not is_macos() and mx.default_device().type == mx.gpu
 
 

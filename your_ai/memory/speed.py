@@ -50,7 +50,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class MachineSpeed:
-    """How fast a machine computes."""
+    """The speed at which a machine computes."""
 
     seconds: Mapping[str, float]
     """Of one operation, by its kind in KINDS."""

@@ -73,7 +73,7 @@ LAST_LAYERS = ("down_proj", "fc2", "w2", "c_proj", "dense_4h_to_h")  # of an MLP
 
 
 class BlockRole(NamedTuple):
-    """What a step does with a block."""
+    """The role of a block in a step."""
 
     kind: int
     """The index of its kind."""
@@ -95,7 +95,7 @@ class BlockPasses(NamedTuple):
 
 
 def unpredicted(facts: ModelFacts, training: Training, speed: MachineSpeed) -> str:
-    """Why the seconds of such a model are not predicted; empty if they are."""
+    """Say why the seconds of such a model are not predicted; empty if they are."""
     mixers = {mixer.kind for kind in facts.kinds for mixer in kind.mixers}
     if other := sorted(mixers - {*PREDICTED_MIXERS}):
         return f"the time of {other[0]} is not predicted"
@@ -123,13 +123,13 @@ class StepOperations:
     """The work of the passes over a block, which many plans share."""
 
     def of_step(self, plan: Plan, rows: int, tokens: int, micro_batches: int = 1) -> Terms:
-        """Of a step of micro-batches of (B, T)."""
+        """Terms of a step of micro-batches of (B, T)."""
         of_one = self.of_micro_batch(plan, rows, tokens)
         terms = {name: times(work, micro_batches) for name, work in of_one.items()}
         return terms | {"update": self.of_update(plan, micro_batches)}
 
     def of_update(self, plan: Plan, micro_batches: int = 1) -> Work:
-        """Of an update of the adapters, and of adding up the gradients of the micro-batches."""
+        """Work of an update of the adapters, and of adding up the micro-batches' gradients."""
         facts, training, arrays = self.facts, self.training, self.trained_arrays
         updates = 1 + ACCUMULATED * (micro_batches - 1)
         gradients = float32_bytes(facts, training)
@@ -154,7 +154,7 @@ class StepOperations:
         )
 
     def of_micro_batch(self, plan: Plan, rows: int, tokens: int) -> Terms:
-        """Of the gradients of a micro-batch of (B, T)."""
+        """Terms of the gradients of a micro-batch of (B, T)."""
         facts, training, sizes = self.facts, self.training, self.sizes
         n, fused = rows * tokens, plan.engine == "fused"
         forward, recompute, backward = dict[str, float](), dict[str, float](), dict[str, float]()
@@ -187,7 +187,7 @@ class StepOperations:
     def of_block(
         self, role: BlockRole, rows: int, tokens: int, lean: bool
     ) -> tuple[Work, Work, Work]:
-        """Of the forward pass over a block, of its recomputation, and of its backward pass."""
+        """Work of the forward pass over a block, of its recomputation, and of its backward pass."""
         passes = BlockPasses(role, rows, tokens, lean)
         if passes not in self._passes:
             block = BlockWork(self.facts, self.training, self.sizes.on_cpu, passes)
@@ -220,7 +220,7 @@ def mean_step(
 
 
 def roles_of(facts: ModelFacts, training: Training, plan: Plan) -> Mapping[BlockRole, int]:
-    """How many blocks have each role."""
+    """The number of blocks in each role."""
     first = facts.blocks - training.blocks
 
     def kept_at(at: int) -> tuple[bool, bool, bool]:
@@ -297,7 +297,7 @@ class BlockWork:
         return found
 
     def beside_linears(self) -> Work:
-        """Of a forward pass without its linear layers."""
+        """Work of a forward pass without its linear layers."""
         found: Work = {"calls": 1}
         add(found, self.elements())
         for mixer in self.block.mixers:
@@ -314,7 +314,7 @@ class BlockWork:
         return weight_work(quantized, *self.block.linears[name], self.tokens)
 
     def adapter(self, inputs: int, outputs: int) -> Work:
-        """Of the forward pass of an adapter."""
+        """Work of the forward pass of an adapter."""
         return adapter_work(inputs, outputs, self.training.rank, self.tokens)
 
 
@@ -336,7 +336,7 @@ def adapter_work(inputs: int, outputs: int, rank: int, n: int) -> Work:
 
 
 def attention_work(mixer: MixerFacts, passes: BlockPasses, on_cpu: bool) -> Work:
-    """Of the forward pass of attention, in blocks of queries as in `nets.attention`."""
+    """Work of the forward pass of attention, in blocks of queries as in `nets.attention`."""
     rows, tokens = passes.rows, passes.tokens
     heads = max(1, mixer.heads)
     if not on_cpu:
@@ -359,7 +359,7 @@ def attention_work(mixer: MixerFacts, passes: BlockPasses, on_cpu: bool) -> Work
 
 
 def attention_backward_work(mixer: MixerFacts, passes: BlockPasses, on_cpu: bool) -> Work:
-    """Of the gradients of attention, beside its forward pass."""
+    """Work of the gradients of attention, beside its forward pass."""
     work = attention_work(mixer, passes, on_cpu)
     work["attention"] *= BACKWARD_ATTENTION
     work["scores"] *= BACKWARD_SCORES
@@ -409,7 +409,7 @@ def passes_over_vocabulary(targets: int) -> int:
 
 
 def head_parts_work(quantized: bool, targets: int, hidden: int, vocabulary: int) -> Work:
-    """Of a head whose weight is in memory, for S = `targets`."""
+    """Work of a head whose weight is in memory, for S = `targets`."""
     passes = passes_over_vocabulary(targets)
     rows = -(-targets // passes)
     slices = -(-vocabulary // max(1, HEAD_SLICE_BYTES // (4 * max(rows, hidden))))

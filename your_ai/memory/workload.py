@@ -56,8 +56,8 @@ class Training:
 
 
 class Kept(NamedTuple):
-    """What the last trained blocks keep from the forward pass to the backward pass, so that it is
-    not computed again: for how many of them, counted from the last."""
+    """The arrays that the last trained blocks keep from the forward pass to the backward pass, so
+    that they are not computed again: for how many of them, counted from the last."""
 
     linear: int = 0
     """The outputs of the linear layers."""
@@ -68,7 +68,7 @@ class Kept(NamedTuple):
     most `linear`."""
 
     def __bool__(self) -> bool:
-        """Whether anything is kept."""
+        """Return whether anything is kept."""
         return any(self)
 
 
@@ -78,7 +78,7 @@ KeptAt = Callable[[int, int], Kept]  # (rows, tokens per row) of a micro-batch -
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step is computed."""
+    """The way a step is computed."""
 
     engine: str
     """fused, staged or streamed."""
@@ -99,18 +99,18 @@ class Plan:
 
     @property
     def gradients_on_disk(self) -> bool:
-        """Whether the gradients of a block are written to disk as soon as they are there."""
+        """True if the gradients of a block are written to disk as soon as they are there."""
         return self.engine != "fused"
 
     @property
     def inputs_on_disk(self) -> bool:
-        """Whether the inputs of blocks are on disk between their passes: the gradients are, and
+        """True if the inputs of blocks are on disk between their passes: the gradients are, and
         nothing that is larger is kept in memory."""
         return self.gradients_on_disk and not self.kept
 
     @property
     def states_on_disk(self) -> bool:
-        """Whether the states of the optimizer are kept on disk."""
+        """True if the states of the optimizer are kept on disk."""
         return self.spill
 
     @property
@@ -132,7 +132,7 @@ def whole_groups(rows: int, rows_together: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSizes:
-    """What the steps of a run compute, as far as their time depends on it and memory does not."""
+    """The sizes of a run's steps on which their time depends and memory does not."""
 
     rows_of_length: tuple[tuple[int, int], ...] = ()
     """(T, rows of the data that are padded to T); empty if all are as long as the longest."""
@@ -164,7 +164,7 @@ class RewardModelSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessFacts:
-    """What is known of the process that runs a workload, and of its machine."""
+    """Facts about the process that runs a workload, and about its machine."""
 
     python_bytes: int = 0
     """Memory of the process without a model."""
@@ -203,7 +203,7 @@ class DataSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a process does, independent of the plan."""
+    """The work of a process, independent of the plan."""
 
     facts: ModelFacts
     training: Training
@@ -257,13 +257,13 @@ class Workload:
 
     @cached_property
     def alone(self) -> tuple[Workload, ...]:
-        """For each kind of block, the workload of a model that only has blocks of this kind."""
+        """The workload of a model that only has blocks of one kind, for each kind of block."""
         return tuple(replace(self, facts=facts) for facts in self.facts.alone)
 
     @cached_property
     def parts(self) -> list[tuple[Workload, int, int]]:
-        """For each size of block: the workload of a model that only has such blocks, how many the
-        model has, and how many of them are trained."""
+        """The parts of the model, for each size of block: the workload of a model that only has
+        such blocks, how many the model has, and how many of them are trained."""
         facts, training = self.facts, self.training
         trained = facts.counts_of_last(training.blocks)
         every = facts.counts_of_last(facts.blocks)
@@ -359,7 +359,7 @@ def with_calibration(workload: Workload, calibration: Calibration) -> Workload:
 
 
 def unpredicted_steps(config: TrainConfig) -> str:
-    """Why the time of the steps of such a run is not predicted; empty if it is."""
+    """Say why the time of the steps of such a run is not predicted; empty if it is."""
     if config.generates:
         return "the time of generated completions is not predicted"
     return "the time of packed rows is not predicted" if config.packing else ""

@@ -151,7 +151,7 @@ def quantize_into(
     limit: MemoryLimit,
     waits: bool,
 ) -> Iterator[WriteProgress]:
-    """Like `quantize`, but without a check of the target.
+    """Quantize as `quantize` does, but without a check of the target.
 
     waits: wait for another process that quantizes the same model, and use its result.
     """

@@ -34,7 +34,7 @@ REPACKED = ["repacked", 1]  # the number changes when `modelfiles.repack` comput
 
 
 def needs_copy(source: Path, bits: int | None) -> bool:
-    """Whether a model is loaded from a copy; bits: of `--quantize`, or None."""
+    """Return whether a model is loaded from a copy; bits: of `--quantize`, or None."""
     return bits is not None or is_repacked(source)
 
 
@@ -87,7 +87,7 @@ def model_folder(source: Path, bits: int | None, limit: MemoryLimit | None = Non
 
 
 def use(folder: Path) -> bool:
-    """Whether a copy exists and is complete. Marks it as used now; deletes it if it is damaged."""
+    """Return whether a copy exists and is complete. Marks it as used now; deletes a damaged one."""
     try:
         with locked(folder, waits=True):
             with contextlib.suppress(OSError):  # the store may be read-only

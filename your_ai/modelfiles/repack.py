@@ -45,7 +45,7 @@ WORK_ARRAYS = 8  # arrays as large as a result that computing it needs, at most
 
 
 def is_repacked(source: Path) -> bool:
-    """Whether a model must be repacked: its weights are AWQ or GPTQ."""
+    """Return whether a model must be repacked: its weights are AWQ or GPTQ."""
     config = read_json(source / "config.json", "a model folder has one")
     return packing_of(source, config) is not None
 

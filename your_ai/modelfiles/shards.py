@@ -60,7 +60,7 @@ WORK_MARGIN = 0.05  # added to the memory needed in addition to Python
 
 @dataclass(frozen=True)
 class WriteProgress:
-    """How much of the model is written."""
+    """The share of the model that is written."""
 
     done_bytes: int
     total_bytes: int

@@ -64,7 +64,7 @@ def check_target(target: Path, force: bool, is_file: bool = False) -> None:
 
 
 def is_replaceable(folder: Path) -> bool:
-    """Whether a folder is empty, or contains a model or an adapter and nothing else."""
+    """Return whether a folder is empty, or contains a model or an adapter and nothing else."""
     found = list(folder.iterdir())
     marked = any((folder / name).is_file() for name in MARKS)
     weighty = any(path.suffix == WEIGHTS for path in found)

@@ -73,7 +73,7 @@ def attention_results(
     *,
     known: tuple[mx.array, mx.array] | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """What `attention` returns, and the (B, K, R, T, 1) log-sum-exp of the scores of each query.
+    """The result of `attention`, and the (B, K, R, T, 1) log-sum-exp of the scores of each query.
 
     known: both, if they were computed before. They are returned, and the gradients of the first
         are computed from them, so that nothing of the forward pass is computed again.
@@ -245,7 +245,7 @@ def needs_blocks(
     segments: bool,
     reach: int | None,
 ) -> bool:
-    """Whether attention in blocks is better here than MLX's own attention.
+    """Return whether attention in blocks is better here than MLX's own attention.
 
     device: cpu, metal or cuda. reach: as in Mask. MLX needs an array mask for segments, windows
     and chunks, and its backward pass then allocates T x T scores on every device.
@@ -272,7 +272,7 @@ def _joined(attn: nn.Module, x: mx.array) -> tuple[mx.array, ...]:
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """How an attention class of mlx-lm computes its queries, keys and values.
+    """The way an attention class of mlx-lm computes its queries, keys and values.
 
     After these steps come `rope`, attention with `scale`, and `o_proj`.
     """

@@ -66,7 +66,7 @@ class Mask:
 
 
 def seen_keys(queries: mx.array, keys: mx.array, window: int | None, chunk: int | None) -> mx.array:
-    """Which queries see which keys, by their positions in a row, without regard to segments.
+    """The keys that each query sees, by their positions in a row, without regard to segments.
 
     queries, keys: positions, whose shapes broadcast. window, chunk: as in Mask.
     """
@@ -145,7 +145,7 @@ class State:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one array that is (B, T, F) already."""
+        """True if it is one array that is (B, T, F) already."""
         return len(self.arrays) == 1 and self.arrays[0].order == (0, 1, 2)
 
     @property
@@ -174,7 +174,7 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """How the trunk calls a block, for rows of one length."""
+    """The call of a block by the trunk, for rows of one length."""
 
     args: tuple[Any, ...]
     """Positional arguments, with StateSlot, Given and Mask in place of arrays."""
@@ -320,7 +320,7 @@ EMBEDDINGS = ArraySource(-1, 0)
 
 @dataclass(frozen=True)
 class Wiring:
-    """How the blocks of a trunk are connected."""
+    """The connections between the blocks of a trunk."""
 
     templates: list[Any]
     """The result of each block, with a StateArray for each array of each token."""
@@ -497,7 +497,7 @@ def _finally(trunk: Trunk, wiring: Wiring) -> list[ArraySource]:
 
 
 def _depends(trunk: Trunk, wiring: Wiring, sources: set[ArraySource]) -> bool:
-    """Whether the output of the trunk becomes NaN if these arrays are NaN."""
+    """Return whether the output of the trunk becomes NaN if these arrays are NaN."""
     zeros = wiring.answer(*SHAPES[1])
 
     def poisoned(index: int, args: Any, kwargs: Any) -> Any:

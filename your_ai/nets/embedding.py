@@ -112,8 +112,8 @@ def input_embedding(parts: Parts, label: str) -> InputEmbedding:
 
 
 def same_rows(first: HeadRows, second: HeadRows) -> bool:
-    """Whether both read the same arrays: a head that is tied to the embedding, or two networks
-    that share a base."""
+    """Return whether both read the same arrays: a head that is tied to the embedding, or two
+    networks that share a base."""
     if first is second:
         return True
     if not (isinstance(first, LayerRows) and isinstance(second, LayerRows)):
@@ -131,7 +131,7 @@ def _candidates(trunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _agrees(found: InputEmbedding, rows: mx.array, wanted: mx.array) -> bool:
-    """Whether the parts give the model's own block inputs, and are linear."""
+    """Return whether the parts give the model's own block inputs, and are linear."""
     if rows.shape != wanted.shape:
         return False
     other = mx.random.normal(rows.shape, key=mx.random.key(0)).astype(rows.dtype)

@@ -31,7 +31,7 @@ LARGEST_UNIFORM = 1 - 2.0**-24  # the largest float32 below 1
 
 
 class NoisePlaces(NamedTuple):
-    """What the noise of each position is a function of, besides the token."""
+    """The inputs of the noise of each position, besides the token."""
 
     keys: mx.array
     """(S,) uint32, the key of the row."""
@@ -58,7 +58,7 @@ class Drawn(NamedTuple):
 
 
 class Relaxed(NamedTuple):
-    """What one walk finds about the relaxed tokens."""
+    """The findings of one walk about the relaxed tokens."""
 
     log_sum: mx.array
     """(S,) log(sum(exp((z + g) / tau)))"""

@@ -48,7 +48,7 @@ class ScoreHead:
 
     @property
     def trained(self) -> Arrays:
-        """What is trained, by name in the model."""
+        """The trained arrays, by name in the model."""
         return {WEIGHT: self.layer.weight}
 
     def put(self, trained: Arrays) -> None:
@@ -353,7 +353,7 @@ def _taken_apart(head: nn.Module, path: tuple[str, ...], hidden: mx.array) -> Li
     vocabulary, width = rows.shape[0], hidden.shape[-1]
 
     def products_of(count: int) -> mx.array:
-        """What the layer returns in a trace. It is never evaluated, but as wide as the vocabulary:
+        """The result of the layer in a trace. It is never evaluated, but as wide as the vocabulary:
         code that writes to the logits of certain tokens finds them."""
         return mx.zeros((1, count, vocabulary))
 
@@ -374,7 +374,7 @@ def _taken_apart(head: nn.Module, path: tuple[str, ...], hidden: mx.array) -> Li
 
 
 def _agrees(found: LinearHead, head: nn.Module, hidden: mx.array) -> bool:
-    """Whether the slices give the same logits as the head, and `after` is elementwise."""
+    """Return whether the slices give the same logits as the head, and `after` is elementwise."""
     whole = head(hidden[None])[0].astype(mx.float32)
     if whole.shape != (len(hidden), found.rows.shape[0]):
         return False
@@ -394,7 +394,7 @@ def _agrees(found: LinearHead, head: nn.Module, hidden: mx.array) -> bool:
 
 
 def _treats_tokens_alike(found: LinearHead, dtype: mx.Dtype) -> bool:
-    """Whether `after` does the same to the logits of all tokens, computed with all of them.
+    """Return whether `after` does the same to the logits of all tokens, computed with all of them.
 
     Code that writes to the logits of certain tokens (phi3small) must not run on a slice: MLX does
     not check indices, and writes into other memory.

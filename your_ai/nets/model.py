@@ -304,7 +304,7 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
 
 
 def adapted_layers(model: nn.Module, config: TrainConfig) -> tuple[int, tuple[str, ...]]:
-    """How many of the last blocks get adapters, and on which layers, as paths in a block.
+    """The number of last blocks that get adapters, and the layers, as paths in a block.
 
     Raises UserError if a target matches no layer, if the model has fewer blocks, or if the rank is
     larger than the layers.
@@ -393,7 +393,7 @@ def find_targets(blocks: list[nn.Module], config: TrainConfig) -> tuple[str, ...
 
 
 def why_nothing_matches(target: str, linear: dict[str, bool]) -> str:
-    """Why a target selects no layer. linear: as in `find_targets`."""
+    """Say why a target selects no layer. linear: as in `find_targets`."""
     experts = sorted(name for name in linear if selects(target, name))
     if experts:
         return (

@@ -130,7 +130,7 @@ def neftune_of(
 
 
 def changes(neftune: Neftune, embed: Callable[[mx.array], mx.array]) -> bool:
-    """Whether the noise changes what `embed` returns."""
+    """Return whether the noise changes what `embed` returns."""
     tokens = mx.arange(TRIED_TOKENS)[None]
     keys = TokenKeys(mx.zeros((1, 1), mx.uint32), tokens.astype(mx.uint32))
     plain = embed(tokens)

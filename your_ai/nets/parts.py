@@ -149,13 +149,13 @@ class Parts:
 
     @property
     def is_plain(self) -> bool:
-        """Whether each block gets hidden states and masks only."""
+        """True if each block gets hidden states and masks only."""
         states = (self.wiring.state(index) for index in range(len(self.blocks) + 1))
         return all(s.is_plain for s in states) and self.finishes and not self.has_context
 
     @property
     def has_context(self) -> bool:
-        """Whether blocks get arrays that depend on the tokens."""
+        """True if blocks get arrays that depend on the tokens."""
         return any(self.wiring.context)
 
     def features(self, index: int) -> int:
@@ -176,7 +176,7 @@ class Parts:
         return self.wiring.state(0).pack(found)
 
     def context(self, tokens: mx.array) -> list[Arrays]:
-        """For each block, its arrays that depend on the tokens, (B, T)."""
+        """The arrays of each block that depend on the tokens, (B, T)."""
         if not self.has_context:
             return [{} for _ in self.blocks]
         recorded = self.trunk.record(tokens, self.wiring.answer(*tokens.shape))
@@ -195,7 +195,7 @@ class Parts:
         return self._calls[tokens]
 
     def depends_on_place(self, tokens: int) -> bool:
-        """Whether blocks get factors or masks that differ by the place of a token in its row.
+        """Return whether blocks get factors or masks that differ by a token's place in its row.
 
         Causal masks, with or without a window, do not count; those with chunks do.
         """
@@ -207,14 +207,14 @@ class Parts:
         return any((array != array.flatten()[0]).any().item() for array in constants)
 
     def has_windows(self, tokens: int) -> bool:
-        """Whether attention of some blocks reaches less far back than rows of `tokens` tokens."""
+        """Return whether some blocks' attention reaches less far than rows of `tokens` tokens."""
         if tokens == 1:
             return False
         masks = (call.mask for call in self.calls(tokens))
         return any(mask is not None and mask.reach is not None for mask in masks)
 
     def passes_text(self, index: int, block: nn.Module) -> bool:
-        """Whether a block passes a TextMask on to its attention. Nothing is evaluated.
+        """Return whether a block passes a TextMask on to its attention. Nothing is evaluated.
 
         block: a replacement for the block at `index`.
         """

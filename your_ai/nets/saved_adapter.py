@@ -178,7 +178,7 @@ def reason_for_none(folder: RunFolder) -> str:
 
 
 def offer(folder: RunFolder, there: list[Path], by_folder: bool) -> str:
-    """What the user can do about a run without an adapter; see `choose_adapter`."""
+    """The remedies for a run without an adapter; see `choose_adapter`."""
     finish = f"finish it: your_ai train --resume {folder.reference}"
     if is_running(folder):
         finish = f"wait until it ends: your_ai watch {folder.reference}"
@@ -311,7 +311,7 @@ def put_layers(network: nn.Module, adapter: Adapter) -> None:
 
 
 def has_score_head(adapter: Adapter) -> bool:
-    """Whether the adapter is of a reward model."""
+    """Return whether the adapter is of a reward model."""
     return (adapter.folder / checkpoint.SCORE_HEAD).is_file()
 
 

@@ -40,7 +40,7 @@ CACHE = "cache"  # the argument of a block that takes a KV cache
 
 @dataclass(frozen=True)
 class TileCall:
-    """How a block is called on a tile of rows of one length."""
+    """The call of a block on a tile of rows of one length."""
 
     args: tuple[Any, ...]
     """As of `Call`."""
@@ -129,7 +129,7 @@ def reaches(settings: Mapping[str, Any]) -> Iterator[int]:
 
 
 def is_same_mask(call: Call, mask: Any, tokens: int) -> bool:
-    """Whether the mask of a row of `tokens` tokens is that of a shorter row.
+    """Return whether the mask of a row of `tokens` tokens is that of a shorter row.
 
     A long mask is not computed, because it has the square of the length: then it is assumed.
     """

@@ -168,7 +168,7 @@ class TiledAttention:
 
 
 class PairKind(NamedTuple):
-    """What is the same for many pairs of a tile of queries and one of keys."""
+    """Properties that many pairs of a tile of queries and one of keys share."""
 
     scale: float
     own: bool

@@ -101,7 +101,7 @@ def turn_end_of(tokenizer: Any) -> int | None:
 
 
 def answer_tails(tokenizer: Any) -> tuple[str, str] | None:
-    """What the chat template writes after an answer: up to the next question, and at the end.
+    """The texts that the chat template writes after an answer: up to the next question, at the end.
 
     None without a chat template, or if it does not show the texts of such a chat.
     """
@@ -123,7 +123,7 @@ def answer_tails(tokenizer: Any) -> tuple[str, str] | None:
 
 
 def end_notes(folder: Path, tokenizer: Any) -> list[str]:
-    """What the user should know of the tokens that end an answer, one line each.
+    """Notes on the tokens that end an answer, one line each.
 
     folder: of the model; tokenizer: from `open_tokenizer`.
     """
@@ -154,7 +154,7 @@ def added_end(folder: Path, tokenizer: Any) -> int | None:
 
 
 def added_end_text(folder: Path) -> str:
-    """As `added_end`, its text; empty if there is none, also if the tokenizer cannot be loaded."""
+    """The text of `added_end`; empty if there is none, also if the tokenizer cannot be loaded."""
     with contextlib.suppress(UserError):
         tokenizer = open_tokenizer(folder)
         if (end := added_end(folder, tokenizer)) is not None:

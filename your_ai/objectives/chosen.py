@@ -49,5 +49,5 @@ def objective_of(config: TrainConfig) -> Objective:
 
 
 def needs_reference(config: TrainConfig) -> bool:
-    """Whether the loss compares the rows of the data with a reference model."""
+    """Return whether the loss compares the rows of the data with a reference model."""
     return config.objective in ("dpo", "ipo", "kto") and config.reference != "none"

@@ -158,7 +158,7 @@ class Objective(Protocol):
 
     @property
     def token_local(self) -> bool:
-        """Whether the loss is a sum over tokens of a function of each token's log-probability.
+        """True if the loss is a sum over tokens of a function of each token's log-probability.
 
         If so, `weigh` may be called on any part of the targets.
         """

@@ -81,7 +81,7 @@ def to_targets(chosen: mx.array, rejected: mx.array, targets: Targets) -> mx.arr
 
 
 class PairLosses(NamedTuple):
-    """What a loss says about each pair; arrays of (P,) float32."""
+    """The losses, slopes and rewards of pairs; arrays of (P,) float32."""
 
     losses: mx.array
     chosen_slopes: mx.array

@@ -147,7 +147,7 @@ class Base:
 
 @dataclass(frozen=True)
 class Method:
-    """How the adapter changes the base."""
+    """The kind of adapter by which the base is changed, with rank and scale."""
 
     name: str
     """The title of the kind of adapter."""
@@ -183,7 +183,7 @@ class CardFigures:
 
     @property
     def on_rewards(self) -> bool:
-        """Whether the run trained on rewards."""
+        """True if the run trained on rewards."""
         return any(is_rewarded(step.metrics) for step in self.steps)
 
     @property
@@ -194,7 +194,7 @@ class CardFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What a card is about. Whatever is None is not known."""
+    """The subject of a card. Whatever is None is not known."""
 
     kind: CardKind
     repo: str | None = None

@@ -78,7 +78,7 @@ BESIDE = (
 
 @dataclass(frozen=True)
 class Contents:
-    """What is sent."""
+    """The files to send, with a commit message and notes."""
 
     files: dict[str, bytes | Path]
     """The content, or the file that has it, by its name in the repository."""
@@ -89,7 +89,7 @@ class Contents:
 
 
 def of_run(trained: Trained, repo: str) -> Contents:
-    """What is sent for a run. Raises UserError if its events or files cannot be read."""
+    """The contents to send for a run. Raises UserError if its events or files cannot be read."""
     adapter, step = trained.adapter, trained.adapter.step or 0
     base = base_of(trained)
     records, _ = events.tail(trained.folder.events)
@@ -168,7 +168,7 @@ def measured(folder: RunFolder, step: int) -> tuple[dict[str, Any] | None, str]:
 
 
 def is_folder(name: str) -> bool:
-    """Whether `name` is a folder with a model or an adapter, but not a run."""
+    """Return whether `name` is a folder with a model or an adapter, but not a run."""
     path = Path(name)
     is_run = any((place / "config.yaml").is_file() for place in (RUNS / name, path))
     return path.is_dir() and not is_run and kind_of(path) is not None
@@ -184,7 +184,7 @@ def kind_of(folder: Path) -> CardKind | None:
 
 
 def of_folder(folder: Path, repo: str) -> Contents:
-    """What is sent for a folder with a model or an adapter.
+    """The contents to send for a folder with a model or an adapter.
 
     Raises UserError for a checkpoint, and for files that cannot be read.
     """

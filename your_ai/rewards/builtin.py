@@ -137,7 +137,7 @@ def without_fence(text: str) -> str:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two values of `parse_strict` are equal. 1 equals 1.0, but not true."""
+    """Return whether two values of `parse_strict` are equal. 1 equals 1.0, but not true."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, dict) and isinstance(other, dict):

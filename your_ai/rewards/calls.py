@@ -36,7 +36,7 @@ OPTIONAL = {
 
 @dataclass(frozen=True)
 class ChatReply:
-    """What a model answered."""
+    """The reply of a model."""
 
     text: str
     """Empty if it gave no text."""

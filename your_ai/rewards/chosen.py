@@ -123,7 +123,7 @@ def load_rewards(
 
 @dataclass(frozen=True)
 class RewardValues:
-    """What one reward gives n rollouts."""
+    """Values that one reward gives n rollouts."""
 
     values: Sequence[float | None]
     """Without the weight; None: missing."""

@@ -108,7 +108,7 @@ class RewardFunction:
 
 
 def in_messages(rollout: Rollout) -> bool:
-    """Whether the prompt of its row is messages: then TRL gives its functions messages, too."""
+    """Return whether its row's prompt is messages: then TRL gives its functions messages, too."""
     return isinstance(rollout.row.get("prompt"), list)
 
 

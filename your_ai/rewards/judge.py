@@ -200,7 +200,7 @@ class JudgeSettings:
 
 @dataclass(frozen=True)
 class Graded:
-    """What the judge said about a completion."""
+    """The judge's verdict on a completion."""
 
     reward: float | None
     """None if it is missing."""
@@ -435,7 +435,7 @@ class Judge:
     # Messages
 
     def explained(self, error: CallError) -> str:
-        """Why the first call failed, and what to set."""
+        """Explain why the first call failed, and what to set."""
         status, url, model = error.status, self.client.url, self.settings.model
         said = str(error)
         if status in (401, 403):
@@ -460,7 +460,7 @@ class Judge:
 
 
 def delay_s(attempt: int, key: str, retry_after_s: float | None) -> float:
-    """How long to wait after an attempt, counted from 0.
+    """The seconds to wait after an attempt, counted from 0.
 
     It doubles each time, and is between a half and all of that, by the key of the request, so
     that requests which failed together do not return together. Never less than the server's

@@ -40,7 +40,7 @@ class WeightedName:
 
 
 def reward_texts(config: TrainConfig) -> tuple[str, ...]:
-    """What rewards the completions of a run. With soft, the reward model; others are only shown.
+    """The rewards of a run's completions. With soft, the reward model; others are only shown.
 
     Raises UserError if soft has no reward model.
     """
@@ -99,13 +99,13 @@ def parse_reward(text: str) -> WeightedName:
 
 
 def is_function(name: str) -> bool:
-    """Whether a name has the form `package.module:function`."""
+    """Return whether a name has the form `package.module:function`."""
     module, _, function = name.partition(":")
     return function.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
 def argument_fault(kind: str, argument: str) -> str:
-    """What is wrong with the argument of a reward; empty if nothing is."""
+    """The fault of a reward's argument; empty if there is none."""
     example = WITH_ARGUMENT[kind]
     if not argument:
         return f"needs something after the colon, e.g. {example}"

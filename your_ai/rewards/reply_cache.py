@@ -164,7 +164,7 @@ def connect_once(path: Path) -> sqlite3.Connection:
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Whether an error is about the content of the file: not about locks, disks or access.
+    """Return whether an error is about the content of the file: not about locks, disks or access.
 
     A table of another form is an OperationalError, as are the latter.
     """

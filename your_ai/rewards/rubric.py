@@ -266,7 +266,7 @@ def refuse_unknown(found: dict[str, Any], known: tuple[str, ...], where: str) ->
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a value of YAML or JSON is a finite number."""
+    """Return whether a value of YAML or JSON is a finite number."""
     if not is_number(value):
         return False
     try:

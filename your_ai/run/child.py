@@ -175,7 +175,7 @@ def reported_error(folder: RunFolder, status: int, output: str) -> Exception:
 
 
 def is_full(folder: RunFolder) -> bool:
-    """Whether the disk of a run has no room for a line."""
+    """Return whether the disk of a run has no room for a line."""
     try:
         return shutil.disk_usage(folder.path).free < LINE_BYTES
     except OSError:

@@ -24,7 +24,7 @@ from your_ai.files import open_regular, remedy_of
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What the run is doing when it is not training, e.g. `loading the model`."""
+    """The activity of a run when it is not training, e.g. `loading the model`."""
 
     text: str
 
@@ -340,7 +340,7 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class ExactMatch:
-    """How many answers to held-out prompts are exactly the expected ones."""
+    """The number of answers to held-out prompts that are exactly the expected ones."""
 
     when: str
     """before or after training."""
@@ -427,7 +427,7 @@ def to_line(record: Record) -> str:
 
 
 def is_pair(value: object) -> bool:
-    """Whether it is a list of two numbers."""
+    """Return whether it is a list of two numbers."""
     if not isinstance(value, list) or len(value) != 2:
         return False
     return all(isinstance(each, int | float) for each in value)

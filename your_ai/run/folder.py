@@ -84,7 +84,7 @@ class RunFolder:
 
     @property
     def untrained(self) -> Untrained | None:
-        """How a run got its adapter that was not trained here; None for other runs."""
+        """The kind of a run whose adapter was not trained here; None for other runs."""
         kinds = typing.get_args(Untrained)
         return next((kind for kind in kinds if os.path.isfile(self.origin(kind))), None)
 
@@ -230,7 +230,7 @@ def absolute(value: str) -> str:
 
 
 def absolute_part(part: str) -> str:
-    """Like `absolute`, for one of several parts of --data, which may end in =SHARE."""
+    """Make one of several parts of --data absolute, as `absolute` does; it may end in =SHARE."""
     if (found := absolute(part)) != part:
         return found
     name, equals, share = part.rpartition("=")

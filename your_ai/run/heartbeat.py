@@ -35,7 +35,7 @@ JOIN_S = 60.0  # for all ranks to connect
 
 @dataclass(frozen=True)
 class Loss:
-    """Why the step ends on all ranks."""
+    """The reason why the step ends on all ranks."""
 
     text: str
     """`rank 1 on mac2: its process ended`."""
@@ -177,7 +177,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the other ranks connect to rank 0."""
+    """The address at which the other ranks connect to rank 0."""
 
     address: str
     port: int

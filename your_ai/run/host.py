@@ -140,7 +140,7 @@ def show_notification(title: str, text: str) -> None:
 
 
 def process_state(pid: int) -> ProcessState | None:
-    """Whether a process is stopped by a signal, or traced by a debugger; None if unknown."""
+    """The state of a process: stopped by a signal, debugged, or running; None if unknown."""
     import psutil  # seldom needed
 
     try:

@@ -113,7 +113,7 @@ def read_rollouts(path: Path) -> list[RolloutRecord] | None:
 
 
 def kind_of(record: RolloutRecord) -> tuple[tuple[str, ...], bool, bool]:
-    """What all rollouts of a step have in common."""
+    """The form that all rollouts of a step share."""
     return tuple(record.rewards), record.old is None, record.reference is None
 
 
@@ -140,7 +140,7 @@ def record_of(content: Any) -> RolloutRecord:
 
 
 def has_types(record: RolloutRecord) -> bool:
-    """Whether its texts, indices and tokens are such, as JSON does not ensure."""
+    """Return whether its texts, indices and tokens are such, as JSON does not ensure."""
     texts = [record.where, record.question, record.completion]
     texts += [text for text in (record.expected, record.reply) if text is not None]
     if not all(isinstance(text, str) for text in texts) or type(record.stopped) is not bool:

@@ -16,7 +16,7 @@ SHOW_STACK = signal.SIGUSR1  # the training process writes the stacks of its thr
 
 
 class Stop:
-    """Whether a signal asked the run to stop.
+    """A request by a signal to stop the run, if there was one.
 
     While `graceful` is false, as it is before the first step, a signal raises Interrupted.
     Later a signal is only recorded here, and the training loop checks it. `on_first` is called

@@ -288,7 +288,7 @@ class LiveRun:
             self.samples = tuple(rollout_samples(self.folder.path)) or self.samples
 
     def presence(self, now: float) -> Presence:
-        """What is known of the run beyond its events."""
+        """Facts about the run beyond its events."""
         if not self.folder.path.exists():
             return Presence(is_running=False, is_deleted=True)
         state = self.reader.state

@@ -48,7 +48,7 @@ ONLY_IN_TRAINING = ("report_to", "push_to", "force", "supervise")  # do nothing 
 
 @dataclass(frozen=True)
 class Permissions:
-    """What the user allowed when the server was started."""
+    """The permissions that the user gave when the server was started."""
 
     code: bool = False
     """Python functions that settings name: rewards and metrics."""
@@ -278,14 +278,14 @@ DECISIONS: dict[Reach, Decision] = {
 
 
 def decision_of(name: str) -> Decision:
-    """How a setting is decided: numbers, switches and choices are free, unknown texts refused."""
+    """Decide about a setting: numbers, switches and choices are free, unknown texts refused."""
     if (reach := ABOUT[name].agents) is not None:
         return DECISIONS[reach]
     return refuse if is_text(TYPES[name]) else pass_text
 
 
 def is_text(kind: Any) -> bool:
-    """Whether values of a type may be any text."""
+    """Return whether values of a type may be any text."""
     free = (int, float, bool, type(None))
     if kind in free or typing.get_origin(kind) is typing.Literal:
         return False

@@ -66,7 +66,7 @@ class MemoryUser:
 
 
 def memory_user(folder: RunFolder) -> MemoryUser:
-    """What a run in progress may use, by its events and settings: of all its processes."""
+    """The memory that all processes of a run in progress may use, by its events and settings."""
     state, config = fold_all(ViewState(), events.tail(folder.events)[0]), folder.read_config()
     held = (0 if state.gauges is None else state.gauges.process_bytes or 0) * config.processes
     if state.limit is not None:
@@ -123,7 +123,7 @@ def described(text: str, **bounds: Any) -> Any:
 
 
 def bounded(about: Tool) -> Any:
-    """What an agent reads of a field, with its bounds."""
+    """The description of a field for agents, with its bounds."""
     bounds: dict[str, float] = {}
     if about.bounds is not None:
         bounds["gt" if about.bounds.above else "ge"] = about.bounds.least
@@ -183,7 +183,7 @@ class StartedRun(BaseModel, frozen=True, use_attribute_docstrings=True):
 
 
 class WatchedRun(BaseModel, frozen=True, use_attribute_docstrings=True):
-    """What a run does now. Sizes are in bytes, times in seconds; null is unknown."""
+    """The state of a run now. Sizes are in bytes, times in seconds; null is unknown."""
 
     run: str
     state: str
@@ -423,7 +423,7 @@ class AgentTools:
             return new_run.start(folder, settings, new=found is None), settings.max_memory
 
     def _users(self) -> list[MemoryUser]:
-        """What works in this folder now."""
+        """The runs and evaluations that work in this folder now."""
         running = (found for found in run_list.folders(RUNS) if is_running(found))
         return [*map(memory_user, running), *self.evaluating.values()]
 
@@ -465,7 +465,7 @@ class AgentTools:
         self.stopping[found.name] = run_list.stop(found)
 
     async def _command(self, *arguments: str) -> str:
-        """What a command of your_ai prints. It ends with this call. Raises its error."""
+        """The output of a command of your_ai. It ends with this call. Raises its error."""
         process = subprocess.Popen(
             python_module("your_ai", *arguments),
             stdin=subprocess.DEVNULL,
@@ -550,7 +550,7 @@ def with_lines(records: Sequence[Record]) -> tuple[ViewState, list[str]]:
 
 
 def measured_of(state: ViewState) -> dict[str, Any]:
-    """What the last step and the validations measured, by the names of `WatchedRun`."""
+    """Measurements of the last step and the validations, by the names of `WatchedRun`."""
     step, validation, best = state.step, state.validation, state.best_validation
     return {
         "step": step.step if step else None,
@@ -567,7 +567,7 @@ def newest_checkpoint(found: RunFolder) -> str | None:
 
 
 def reason_of_death(found: RunFolder, state: ViewState) -> str:
-    """Why a run died: its last event about it, or the last error of its processes."""
+    """Say why a run died: its last event about it, or the last error of its processes."""
     if state.gave_up:
         return message_line(state.deaths[-1].reason)
     with contextlib.suppress(UserError), child.open_log(found) as log:
@@ -577,7 +577,7 @@ def reason_of_death(found: RunFolder, state: ViewState) -> str:
 
 
 def stopped(found: RunFolder) -> StoppedRun:
-    """What a run saved when it was asked to stop."""
+    """The state of a run that was asked to stop, and what it saved."""
     now = watched(found, 0)
     if now.state in ("running", "paused"):
         text = "it still finishes its step or saves; call stop or watch again"

@@ -71,7 +71,7 @@ class RequestRefused(BaseException):
 
 @dataclass(frozen=True)
 class Gate:
-    """Which requests reach the routes of a server, and how it refuses all others."""
+    """The rule by which requests reach the routes of a server, and the refusal of all others."""
 
     methods: tuple[str, ...]
     check: Callable[[Headers], None]

@@ -29,7 +29,7 @@ def resolve(
     needs_data: bool = True,
     on_note: Callable[[str], object] = lambda text: None,
 ) -> TrainConfig:
-    """Like `config.resolve`; takes over the settings of the adapter at --from."""
+    """Resolve as `config.resolve` does; take over the settings of the adapter at --from."""
     return resolve_settings(flags, preset, needs_data, on_note, settings_of_adapter)
 
 

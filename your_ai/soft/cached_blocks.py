@@ -257,7 +257,7 @@ def _record(network: Network) -> list[CachedCall]:
 
 
 def _agrees(found: CachedBlocks) -> bool:
-    """Whether the blocks compute the model's logits for rows with padding, column by column."""
+    """Return whether the blocks compute the model's logits for padded rows, column by column."""
     network = found.network
     tokens, paddings = mx.array([[3, 1, 2, 0, 1], [0, 0, 1, 2, 3]]), (0, 2)
     left = mx.array(paddings, mx.int32)

@@ -42,7 +42,7 @@ POSITIONS = HEAD_ROWS // 4  # positions that go through the head together
 
 
 class Terms(NamedTuple):
-    """Of every completion token, without credit from later tokens."""
+    """Terms of every completion token, without credit from later tokens."""
 
     hidden: mx.array
     """(B, T, D) output of the last block that predicts the token."""
@@ -60,7 +60,7 @@ class Terms(NamedTuple):
     """(B, T) float32; 0 without a reference."""
 
     def at(self, part: slice) -> Terms:
-        """Of some of the tokens of each row."""
+        """Terms of some of the tokens of each row."""
         return Terms(*(array[:, part] for array in self))
 
 

@@ -82,7 +82,7 @@ def sweep(
 
 
 def is_enough(credit: CreditLength, done: int, residual: float, exact: int) -> bool:
-    """Whether no further sweep is needed; exact: the number that makes the result exact."""
+    """Return whether no further sweep is needed; exact: the number that makes the result exact."""
     if done >= exact:
         return True
     if credit == "exact":
@@ -129,7 +129,7 @@ class SoftEngine:
 
 
 class _Prepared(NamedTuple):
-    """What both schemes begin with."""
+    """The beginning that both schemes share."""
 
     soft: mx.array | None
     """(B, T, D) the policy's embedding rows of relaxed tokens."""

@@ -117,7 +117,7 @@ def forward_in_segments(network: Network, hidden: mx.array) -> tuple[list[Segmen
 def backward_in_segments(
     network: Network, segments: list[Segment], cotangent: mx.array
 ) -> mx.array:
-    """As `backward`. Removes the segments."""
+    """Run `backward` for segments, and remove them."""
     while segments:
         which, inputs = segments.pop()
         if len(inputs) < len(which):

@@ -94,7 +94,7 @@ class Roles:
 
 @dataclass(frozen=True, kw_only=True)
 class SoftSettings:
-    """How tokens are sampled, what is minimized, and how far gradients go."""
+    """Settings of how tokens are sampled, what is minimized, and how far gradients go."""
 
     tau: float = 1.0
     """The temperature of the relaxation."""

@@ -157,7 +157,7 @@ class Ranks:
         return found
 
     def gather(self, value: Any) -> list[Any]:
-        """What each rank gave, by rank: anything that JSON can carry."""
+        """The values of all ranks, by rank: anything that JSON can carry."""
         if self.size == 1:
             return [value]
         content = json.dumps(value).encode()
@@ -172,13 +172,13 @@ class Ranks:
         return [json.loads(f[:size]) for f, size in zip(found, sizes, strict=True)]
 
     def exchanged(self, content: bytes, size: int) -> list[bytes]:
-        """What each rank gave, filled up to `size` bytes."""
+        """The bytes of each rank, filled up to `size`."""
         padded = np.frombuffer(content.ljust(size, b"\0"), np.uint8)
         found = np.array(self.collect(mx.distributed.all_gather, mx.array(padded)))
         return [part.tobytes() for part in found.reshape(self.size, size)]
 
     def of_first(self, make: Callable[[], Made]) -> Made:
-        """What rank 0 makes. The others do not call `make`, and get a copy through JSON."""
+        """The result of `make` on rank 0. Others do not call it, and get a copy through JSON."""
         if self.size == 1:
             return make()
         made: Made = self.gather(make() if self.is_first else None)[0]
@@ -290,7 +290,7 @@ class Ranks:
         self.figures = [tokens, own, waited, process_bytes or 0, limit_bytes, sent]
 
     def event(self, step: int) -> events.Ranks | None:
-        """What all ranks did in a step; None if it was skipped, or there is only this rank."""
+        """The event on all ranks' work in a step; None if it was skipped, or there is one rank."""
         if not self.all_figures or None in self.all_figures:
             return None
         columns = [list(column) for column in zip(*self.all_figures, strict=True)]
@@ -339,7 +339,7 @@ class Ranks:
         save: bool = False,
         pause: bool = False,
     ) -> tuple[MemoryAction | None, bool, bool]:
-        """What all ranks do between two steps: act on memory, save, pause; and set `stop`.
+        """Agree on what all ranks do between two steps: act on memory, save, pause; and set `stop`.
 
         heard: the stop signal of this process. save, pause: count only from rank 0.
         """
@@ -355,7 +355,7 @@ class Ranks:
         return self.most_careful(actions), found[0][2], found[0][3]
 
     def most_careful(self, actions: list[tuple[int, list[str]]]) -> MemoryAction | None:
-        """What all do if these ranks want these actions; a larger plan only if all want it."""
+        """The action of all if these ranks want these; a larger plan only if all want it."""
         for kind in CAREFUL:
             found = [(rank, cause) for rank, (name, cause) in actions if name == kind]
             if found and (kind != "larger_plan" or len(found) == self.size):

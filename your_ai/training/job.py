@@ -41,7 +41,7 @@ from your_ai.training.run_data import RunData, read_data
 
 
 def schedule_of(config: TrainConfig, data: RunData) -> Schedule:
-    """Which rows each step trains."""
+    """The schedule of the rows that each step trains."""
     packed_tokens = config.max_seq_length if config.packing else None
     examples = data.examples["train"]
     together = objective_of(config).rows_together
@@ -58,7 +58,7 @@ def schedule_of(config: TrainConfig, data: RunData) -> Schedule:
 
 
 def step_sizes(config: TrainConfig, data: RunData) -> StepSizes:
-    """What the training rows say about the time of steps; nothing without rows."""
+    """The sizes of the steps, by the training rows; nothing without rows."""
     if config.generates or "train" not in data.examples or not len(data.examples["train"]):
         return StepSizes()
     schedule = schedule_of(config, data)
@@ -83,7 +83,7 @@ HIGHER_RATE = 2.5  # times the learning rate, for a run that learned too little
 
 @dataclass(frozen=True)
 class Job:
-    """What a run is to do."""
+    """The work that a run is to do."""
 
     asked: TrainConfig
     """The settings as they were given."""
@@ -113,7 +113,7 @@ class Job:
         return ResolvedJob(**vars(self) | {"config": config})
 
     def depends_on(self) -> dict[str, dict[str, str]]:
-        """What must be the same when the run is resumed: checksums and values, by kind."""
+        """Checksums and values that must be the same when the run is resumed, by kind."""
         splits = find_splits(self.config).files.items()
         return {
             "model": self.files,
@@ -123,7 +123,7 @@ class Job:
         }
 
     def notices(self) -> list[str]:
-        """What the user should know of the settings."""
+        """Notices on the settings for the user."""
         given, found = self.asked, []
         if not isinstance(given.warmup_steps, str) and given.warmup_steps >= self.steps:
             steps = counted(self.steps, "step")
@@ -209,7 +209,7 @@ def imbalance(config: TrainConfig, examples: Examples) -> str:
 
 
 def have_answers(prompts: Mapping[str, PromptRows]) -> bool:
-    """Whether the first row that an evaluation would take has an answer; True without prompts.
+    """Return whether the first row that an evaluation would take has an answer; True if no prompts.
 
     prompts: the rows of the prompts, by split.
     """

@@ -58,7 +58,7 @@ def checksum(content: Any) -> str:
 
 
 def asked_backend() -> str | None:
-    """How `mlx.launch` or MPI started this process; None if nothing of the kind did."""
+    """The backend for which `mlx.launch` or MPI started this process; None if neither did."""
     if "MLX_IBV_DEVICES" in os.environ:
         return "jaccl"
     if os.path.exists(place := os.environ.get("MLX_HOSTFILE", "")) and os.path.getsize(place) > 1:
@@ -69,7 +69,7 @@ def asked_backend() -> str | None:
 
 
 def own_address(backend: str) -> str:
-    """Where this rank listens, as far as that is known."""
+    """The address at which this rank listens, as far as that is known."""
     if backend != "ring":
         return f"backend {backend}"
     with open(os.environ["MLX_HOSTFILE"], encoding="utf-8") as file:
@@ -77,7 +77,7 @@ def own_address(backend: str) -> str:
 
 
 def address_of_first(backend: str) -> str:
-    """Where rank 0 can be reached by the others."""
+    """The address at which the others can reach rank 0."""
     if backend == "ring":
         with open(os.environ["MLX_HOSTFILE"], encoding="utf-8") as file:
             return str(json.load(file)[0][0]).rpartition(":")[0].strip("[]")

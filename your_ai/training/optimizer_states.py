@@ -130,8 +130,8 @@ CODES, SCALES = "_codes", "_scales"  # of a quantized array, after its name
 
 @dataclass(frozen=True)
 class StateForm:
-    """Which arrays of a state are stored in 8 bits; those of less than FEWEST_QUANTIZED values stay
-    in float32.
+    """The arrays of a state that are stored in 8 bits; those of less than FEWEST_QUANTIZED values
+    stay in float32.
 
     A second moment is stored as its square root: its own values would span twice the decades, and
     one that is rounded to 0 makes an update without bounds. It is rounded at random, in proportion,

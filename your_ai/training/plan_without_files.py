@@ -191,7 +191,7 @@ def speed_known() -> KnownSpeed:
 
 
 def notes_of(config: TrainConfig, model: Absent, seq_len: int | None, target: Target) -> list[str]:
-    """What the user should know about such a plan; a line each."""
+    """Notes for the user on such a plan; a line each."""
     notes = [note for note in (target.note, model.note) if note]
     if config.data and seq_len is None:
         notes.append(
@@ -230,7 +230,7 @@ def float_bytes_of(config: TrainConfig, target: Target) -> int:
 
 
 def has_gpu() -> bool:
-    """Whether MLX would compute on a GPU here, as far as can be told without loading it."""
+    """Return whether MLX would compute on a GPU here, as far as can be told without loading it."""
     if platform.system() == "Darwin":
         return platform.machine() == "arm64"
     installed = {each.metadata["Name"] for each in importlib.metadata.distributions()}

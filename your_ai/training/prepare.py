@@ -111,7 +111,7 @@ def prepare(
 def read_job(
     config: TrainConfig, log: events.EventLog, folder: Path, limit: MemoryLimit
 ) -> tuple[Job, Opened, Rewards | None]:
-    """What the run is to do, its model without weights, and what rewards its completions."""
+    """Read what the run is to do, its model without weights, and what rewards its completions."""
     found = check_splits(config)
     tell(log, *found.notes)
     config = with_reward_loss(config, found)
@@ -128,7 +128,8 @@ def tell(log: events.EventLog, *texts: str) -> None:
 
 
 def choices(job: ResolvedJob, adapted: int, blocks: int, limit: str) -> list[str]:
-    """What was chosen for the run, and what has no effect; adapted: blocks with adapters."""
+    """Notices on choices made for a run and on what has no effect; adapted: blocks with
+    adapters."""
     found = []
     if job.config.prefix_cache != "off" and adapted == blocks:
         found.append(

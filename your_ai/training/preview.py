@@ -226,7 +226,7 @@ def disk_of_row(workload: Workload, row: LongestRow) -> int:
 
 
 def disk_text(size: int, asked: str = "this") -> str:
-    """What to say if the disk has less room for what a plan writes; empty if it has enough."""
+    """A warning if the disk has less room than a plan writes; empty if it has enough."""
     free = shutil.disk_usage(RUNS if RUNS.is_dir() else ".").free
     if size <= free:
         return ""

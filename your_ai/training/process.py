@@ -139,7 +139,7 @@ def train_launched(folder: RunFolder | None, config: TrainConfig, stop: Stop) ->
 
 
 def launched_rank(ranks: Ranks, folder: RunFolder | None, config: TrainConfig, stop: Stop) -> int:
-    """As `train_launched`, once the ranks have met. Raises PeerLost."""
+    """Train as `train_launched`, once the ranks have met. Raises PeerLost."""
     with telling_others(ranks):
         place = ranks.of_first(lambda: str(folder and folder.path.resolve()))
         mine = folder or ranks.folder_of(RunFolder(Path(place)), config)

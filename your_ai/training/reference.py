@@ -107,7 +107,7 @@ def computed(
 
 
 def places(examples: Examples, row: int) -> np.ndarray:
-    """Where in a text its trained tokens are."""
+    """The indices of the trained tokens of a text."""
     return np.flatnonzero(examples[row].trained)
 
 

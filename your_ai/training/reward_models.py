@@ -54,14 +54,14 @@ class RewardRun:
 
     @property
     def checksums(self) -> dict[str, str]:
-        """Of the files that decide its scores."""
+        """The checksums of the files that decide its scores."""
         folder = self.trained.adapter.folder
         names = (ADAPTERS, ADAPTER_CONFIG, SCORE_HEAD)
         base = {} if self.shares_base else fingerprint(self.trained.base)
         return base | {name: sha256(folder / name) for name in names}
 
     def sizes(self, base: Path, float_bytes: int) -> RewardModelSizes:
-        """What the memory estimate needs; base: the folder of the model that is trained."""
+        """The sizes that the memory estimate needs; base: the folder of the trained model."""
         source = base if self.shares_base else weights_of(self.trained)
         facts = facts_of(source, float_bytes)
         adapter = training_of(self.trained.adapter, self.trained.config, facts.blocks)

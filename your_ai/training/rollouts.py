@@ -418,7 +418,7 @@ class RolloutSource:
         return records
 
     def scores_of_all(self, records: list[RolloutRecord], rows_at: RowsAt) -> list[list[float]]:
-        """As `scores_of`; each rank scores some of the completions."""
+        """Score as `scores_of` does; each rank scores some of the completions."""
         ranks = self.trainer.ranks
         if ranks.size == 1:
             return self.scores_of(records, rows_at)
@@ -501,7 +501,7 @@ class RolloutSource:
         return found if positions is None else np.minimum(found, positions)
 
     def metrics(self, records: Sequence[RolloutRecord]) -> dict[str, float]:
-        """What to show of the rollouts of a step, with the names of TRL."""
+        """The metrics of the rollouts of a step, with the names of TRL."""
         config = self.trainer.config
         found = reward_metrics(records, 1 if config.objective == SOFT else config.rollouts)
         lengths = [len(record.tokens) for record in records]
@@ -547,8 +547,8 @@ def completion_examples(
 
 
 def asked_of(questions: PromptRows, row: int, encoder: Encoder) -> dict[str, Any]:
-    """What reward functions receive about a row; the expected answer is decoded as completions
-    are."""
+    """The columns of a row that reward functions receive; the expected answer is decoded as
+    completions are."""
     content, parsed = questions.read(row)
     question = parsed.content
     assert isinstance(question, Question)

@@ -270,7 +270,7 @@ def checked_metric(
     encoder: Encoder,
     files: dict[str, str],
 ) -> BestMetric | None:
-    """What --best-metric measures, once the weights of all rows are known to be good."""
+    """The metric that --best-metric names, once the weights of all rows are known to be good."""
     for name in ("train", "valid"):
         if name in splits:
             check_weights(name, splits[name], examples[name], encoder.limit)
@@ -390,14 +390,14 @@ def load_split(
 def sample_room(
     config: TrainConfig, network: nn.Module, tokenizer: Any, sample: SamplePrompt
 ) -> tuple[int, int]:
-    """As `answer_room`; nobody asked for the answers of --samples auto, so these are not long."""
+    """The room of `answer_room`, but short for --samples auto, for whose answers nobody asked."""
     answer, both = answer_room(network, tokenizer, sample)
     shorter = min(answer, AUTO_TOKENS) if config.samples == AUTO else answer
     return shorter, both - answer + shorter
 
 
 def has_room(config: TrainConfig, network: nn.Module, tokenizer: Any, sample: SamplePrompt) -> bool:
-    """Whether the model has positions for an answer to the prompt."""
+    """Return whether the model has positions for an answer to the prompt."""
     try:
         sample_room(config, network, tokenizer, sample)
     except UserError:

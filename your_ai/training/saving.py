@@ -95,7 +95,7 @@ def saved_step(folder: RunFolder, ranks: Ranks = ALONE) -> int:
 
 
 def is_save_due(folder: RunFolder, config: TrainConfig, step: int) -> bool:
-    """Whether to save after `step`: by the settings, at a request, or before a pause."""
+    """Return whether to save after `step`: by the settings, at a request, or before a pause."""
     asked = requests.withdraw(folder, requests.SAVE)
     return asked or requests.is_asked(folder, requests.PAUSE) or is_due(config.save_every, step)
 

@@ -76,7 +76,7 @@ class SoftSource:
         return StepWork(batches, denominator, add, metrics)
 
     def temperature(self, index: int) -> float:
-        """Of step `index` (from 0)."""
+        """The temperature of step `index` (from 0)."""
         return temperature_at(self.source.trainer.config, index, self.source.trainer.steps)
 
     def engine(self, index: int) -> SoftEngine:

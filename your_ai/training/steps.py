@@ -25,7 +25,7 @@ from your_ai.training.distributed import ALONE, Ranks
 
 @dataclass(frozen=True)
 class StepWork:
-    """What this process computes in a step."""
+    """The work of this process in a step."""
 
     batches: list[Batch]
     """The micro-batches that are trained."""
@@ -54,14 +54,14 @@ class StepSource(Protocol):
 
     @property
     def preparing(self) -> str:
-        """What happens before the first step, in words."""
+        """The work before the first step, in words."""
 
     @property
     def meter(self) -> RewardMeter | None:
-        """What measures the model; None for its loss."""
+        """The measure of the model; None for its loss."""
 
     def step(self, index: int, rows_at: RowsAt) -> StepWork:
-        """What step `index` (from 0) trains, a pure function of the adapters, the seed and the
+        """The work of step `index` (from 0), a pure function of the adapters, the seed and the
         step. Raises GivenUp if a signal asked the run to stop before it was there.
 
         rows_at: the maximum number of rows of so many tokens in a micro-batch.
@@ -109,7 +109,7 @@ class DataSource:
         seed: int,
         total: Gradients,
     ) -> Totals:
-        """As `accumulate`, once the others among the texts have given the step's baseline."""
+        """Accumulate as `accumulate`, once others among the texts gave the step's baseline."""
         firsts = with_baseline(self.engine, batches, whole, self.ranks.sum_values)
         return accumulate(self.engine, firsts, scale, seed, total)
 
@@ -135,7 +135,7 @@ def accumulate(
 def accumulate_weighed(
     engine: Engine, batches: list[Batch], scale: float, seed: int, total: Gradients
 ) -> Totals:
-    """As `accumulate`, for an objective that weighs the step as a whole: texts are scored first."""
+    """Accumulate as `accumulate`, for an objective that weighs whole steps; scores texts first."""
     with_given, sums = with_weights(engine, batches)
     accumulate(engine, with_given, scale, seed, total)
     return sums

@@ -75,7 +75,7 @@ class Loop:
     """The stop that all ranks see at the same place."""
 
     def is_over(self, state: TrainState) -> bool:
-        """Whether no step follows."""
+        """Return whether no step follows."""
         done = state.step >= self.trainer.steps or is_enough(self.trainer.config, state)
         return done or bool(self.stop)
 
@@ -151,7 +151,7 @@ def begin(
 
 
 def source_of(trainer: Trainer, folder: RunFolder, log: events.EventLog, stop: Stop) -> StepSource:
-    """What makes the steps of the run."""
+    """The source of the run's steps."""
     if trainer.rewards is None:
         return data_source(trainer)
     rollouts = RolloutSource(trainer, folder, log, stop)
@@ -341,6 +341,6 @@ def end(loop: Loop, state: TrainState, began: float) -> events.Finished:
 
 
 def reason_of_early_end(state: TrainState) -> str:
-    """Why --patience ended the run."""
+    """Say why --patience ended the run."""
     text = f"stopped after {state.without_better} validations without improvement"
     return text if state.best_step is None else f"{text}; best at step {state.best_step}"

@@ -98,7 +98,7 @@ def validate(
 
 
 def is_dealt(trainer: Trainer, meter: RewardMeter | None) -> bool:
-    """Whether each rank measures a part of the validation rows."""
+    """Return whether each rank measures a part of the validation rows."""
     is_local = trainer.engine.objective.token_local
     return meter is None and trainer.best_metric is None and is_local
 
@@ -148,7 +148,7 @@ def after_validation(state: TrainState, loss: float, value: float | None = None)
 
 
 def is_enough(config: TrainConfig, state: TrainState) -> bool:
-    """Whether --patience ends the run after `state.step`."""
+    """Return whether --patience ends the run after `state.step`."""
     return 0 < config.patience <= state.without_better
 
 

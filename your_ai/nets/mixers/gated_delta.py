@@ -101,7 +101,7 @@ def _by_key_head(q: mx.array, k: mx.array, *others: mx.array) -> tuple[mx.array,
 
 
 def uses_mlx(device: str, mlx_version: tuple[int, ...], scalar: bool) -> bool:
-    """Whether MLX's own gated delta rule is better here; it has a backward pass on Metal only.
+    """Return whether MLX's own gated delta rule is better here; it has a gradient on Metal only.
 
     device: cpu, metal or cuda. scalar: whether the decay is a number per head.
 

@@ -49,7 +49,7 @@ def replace_mixers(module: nn.Module) -> int:
 
 
 def _is_mixer(module: Any) -> bool:
-    """Whether a module has a loop that is known, or mixes by a convolution of each channel."""
+    """Return whether a module has a known loop, or mixes by a convolution of each channel."""
     if not isinstance(module, nn.Module) or not type(module).__module__.startswith(MODELS):
         return False
     if _place_of_cache(type(module)) is None:
@@ -58,7 +58,7 @@ def _is_mixer(module: Any) -> bool:
 
 
 def _is_convolution(module: Any) -> bool:
-    """Whether a module is a convolution of each channel with its own weights, without padding."""
+    """Return whether a module is a convolution of each channel with its own weights, unpadded."""
     if _name(type(module)) == "recurrent_gemma.Conv1d":
         return True
     return type(module) is nn.Conv1d and (
