@@ -21,7 +21,7 @@ from tests.export.runs import TOKENS, make_trained
 from tests.export.test_gguf import LLAMA3
 from your_ai.export import gguf
 from your_ai.export.gguf_tokenizer import PROBE, splitters
-from your_ai.generation.generate import load_run, stream
+from your_ai.generation.generate import Sampling, load_run, respond
 from your_ai.nets.model import load_network
 from your_ai.nets.saved_adapter import put_adapter, read_adapter
 from your_ai.nets.tokenizer import open_tokenizer
@@ -152,7 +152,8 @@ def test_llama_cpp_gives_the_same_chat_answer_as_mlx(tmp_path):
     tokens = tokenizer.encode(text, add_special_tokens=False)
     assert model.tokenize(text.encode(), add_bos=False, special=True) == tokens
     reply = model.create_chat_completion(messages, temperature=0, max_tokens=40)
-    ours = "".join(stream(network, tokenizer, tokens, 40))
+    answers = respond(network, tokenizer, tokens, Sampling(max_tokens=40))
+    ours = "".join(response.text for response in answers)
     assert reply["choices"][0]["message"]["content"].strip() == ours.strip()
     assert reply["usage"]["prompt_tokens"] == len(tokens)
 

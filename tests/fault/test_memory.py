@@ -363,7 +363,7 @@ def test_action_event_reports_the_freed_memory(planned, monkeypatch):
     with monkeypatch.context() as patch:
         fail_in_gradients(patch, fail)
         free = process.allocator.free
-        patch.setattr(process.allocator, "free", lambda *given: (held.clear(), free(*given)))
+        patch.setattr(process.allocator, "free", lambda **given: (held.clear(), free(**given)))
         train_until_done(run)
     (action,) = actions_of(run)
     assert action.before_bytes - action.after_bytes > 90 * MB

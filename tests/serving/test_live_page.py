@@ -78,12 +78,12 @@ def test_a_run_in_progress_shows_steps_time_left_and_memory(folder):
     with folders.locked(folder):
         shown = Shown(folder)
         text = shown.text()
-        assert "some/model training Step 2 of 10, 16 s left Memory 5.00 GB of 6.00 GB" in text
+        assert "m training Step 2 of 10, 16 s left Memory 5.00 GB of 6.00 GB" in text
         assert shown.page.now.title == "20% r"
         write(folder, events.Phase(text="validating"))
-        assert "some/model validating" in shown.text()
+        assert "m validating" in shown.text()
         write(folder, events.Paused(step=2))
-        assert "some/model paused" in shown.text()
+        assert "m paused" in shown.text()
 
 
 def test_only_parts_that_change_are_sent(folder):
@@ -122,7 +122,7 @@ def test_a_resumed_run_is_running_again(folder):
     assert "Ctrl-C" in shown.text()
     with folders.locked(folder):
         write(folder, events.Stage(text="loading m"))
-        assert "some/model loading m" in shown.text()
+        assert "m loading m" in shown.text()
         write(folder, started(1), step(2))
         assert "training Step 2 of 10" in shown.text()
 
@@ -160,15 +160,15 @@ def test_a_deleted_run_keeps_what_was_shown(folder):
 
 
 def test_a_new_run_with_the_same_name_replaces_the_old_one(folder):
-    write(folder, *STORY)
+    write(folder, started(model="first/model"), step(1))
     shown = Shown(folder)
-    shown.text()
+    assert "first/model" in shown.text()
     shutil.rmtree(folder.path)
     folder.path.mkdir()
     write(folder, started(model="other"), *(step(n) for n in range(1, 100)))
     text = shown.text()
     assert "other" in text
-    assert "some/model" not in text
+    assert "first/model" not in text
 
 
 def test_text_of_a_run_is_escaped_in_every_part(folder):
