@@ -253,6 +253,19 @@ def test_the_system_prompt_of_the_rows_is_put_before_prompts(tiny_model, data_fo
     assert prompt_tokens_of(capsys, run, "--prompt", "q1", "--system", "") == (plain, "")
 
 
+def test_the_tools_of_the_rows_are_shown_to_the_model(tiny_model, data_folder, capsys):
+    tools = [{"name": "f", "description": "finds"}]
+    rows = [{"prompt": f"q{n}", "completion": "a", "tools": tools} for n in range(4)]
+    run = prompts_like(data_folder, tiny_model, rows)
+    capsys.readouterr()
+    tokenizer = generation.load_run(open_trained(str(run)))[1]
+    whole = [{"type": "function", "function": tools[0]}]
+    asked = generation.prompt_tokens(tokenizer, [{"role": "user", "content": "q1"}], tools=whole)
+    count, said = prompt_tokens_of(capsys, run, "--prompt", "q1")
+    assert count == len(asked)
+    assert "prompts have the 1 tool of the training rows" in " ".join(said.split())
+
+
 def test_a_run_of_texts_continues_texts(tiny_model, data_folder, capsys):
     run = prompts_like(data_folder, tiny_model, [{"text": f"Once upon {n}"} for n in range(4)])
     capsys.readouterr()

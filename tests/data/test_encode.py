@@ -617,7 +617,7 @@ def test_the_error_names_a_tool_call_that_cannot_be_located(tokenizers):
     """The template drops the turn's reasoning, but the generation prompt begins with it."""
     call_turn = {**TOOL_CHAT[1], "content": "<think>so</think>"}
     row = row_of(Chat([TOOL_CHAT[0], call_turn, *TOOL_CHAT[2:]]))
-    with pytest.raises(UserError, match=r"^data\.jsonl:7: messages\[1\]: .* omits reasoning"):
+    with pytest.raises(UserError, match=r"^data\.jsonl:7: messages\[1\]: .* omits its reasoning"):
         Encoder(tokenizers["thinking"]).encode(row)
 
 
@@ -695,7 +695,7 @@ def test_a_field_of_reasoning_is_trained_where_the_template_shows_it():
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_field_of_reasoning_that_the_template_omits_is_refused(demo_tokenizer, masked):
     row = with_reasoning(chat_row("hi", "ok"), "because")
-    with pytest.raises(UserError, match=r"messages\[1\]: .* omits reasoning_content; remove it"):
+    with pytest.raises(UserError, match=r"messages\[1\]: .* omits its reasoning; remove it"):
         Encoder(demo_tokenizer, mask_prompt=masked).encode(row)
     for nothing in ("", " \n", None):
         Encoder(demo_tokenizer).encode(with_reasoning(chat_row("hi", "ok"), nothing))
@@ -708,7 +708,7 @@ def test_a_rewritten_turn_with_a_field_of_reasoning_is_located():
     row = chat_row("hi", "ok")
     row.content.messages.append({"role": "tool", "content": "result"})
     row.content.messages.append({"role": "assistant", "content": "no"})
-    with pytest.raises(UserError, match="omits reasoning_content"):
+    with pytest.raises(UserError, match="omits its reasoning"):
         Encoder(tokenizer).encode(with_reasoning(row, "first thought", "second"))
 
 

@@ -42,3 +42,16 @@ def test_fields_that_are_not_read_are_unused_unless_they_are_empty():
     assert fields["a"] == 1
     assert fields.without("a").get("b") == 2
     assert fields.unused() == ("c",)
+
+
+def test_several_answers_of_a_row_count_once():
+    notes = Notes()
+    for where in (
+        "a.jsonl:1: chosen",
+        "a.jsonl:1: rejected",
+        "a.jsonl:1 (trained: 'x')",
+        "a.jsonl:12",
+    ):
+        notes.add("kind", where)
+    notes.add("kind", "b.json: row 12")
+    assert notes.lines() == ["kind: 3 rows, the first in a.jsonl:1: chosen"]

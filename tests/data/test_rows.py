@@ -545,3 +545,9 @@ def test_a_bar_says_every_few_seconds_how_many_rows_are_read(tmp_path, monkeypat
         "reading many.jsonl: [##########..........] 50% of 8 rows",
         "reading many.jsonl: [#################...] 87% of 8 rows",
     ]
+
+
+def test_messages_that_end_with_a_question_are_answered_by_the_completion():
+    content = content_of({"messages": [USER], "completion": "a", "system": "s"})
+    assert [turn["role"] for turn in content.messages] == ["system", "user", "assistant"]
+    assert content.first_trained == 2

@@ -222,3 +222,19 @@ def test_parts_that_are_calls_and_results_become_calls_and_messages_of_tools():
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": '{"y": 2}', "name": "f"},
     ]
+
+
+def test_tools_in_other_forms_are_declared_alike():
+    schema = {"type": "object", "properties": {}}
+    wanted = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    for tool in (
+        {"name": "f", "parameters": schema},
+        {"name": "f", "input_schema": schema},
+        {"functionDeclarations": [{"name": "f", "parameters": schema}]},
+    ):
+        assert parse_tools({"tools": [tool]}, "here") == wanted
+
+
+def test_the_result_of_a_tool_comes_before_the_answer_of_the_same_object():
+    turns = parse_turns([{"user": "q", "tool": "42", "assistant": "a"}], "conversations", "here")
+    assert [turn["role"] for turn in turns] == ["user", "tool", "assistant"]

@@ -213,8 +213,8 @@ def chat(request: ChatRequest) -> None:
     trained = opened(request)
     talker = chatting.open_talker(trained, sampling, request.max_memory)
     form, note = form_of_prompts(trained.config, request.system)
-    if form.system and note:
+    if note and not form.is_text:
         echo_note(note)
-    conversation = chatting.Conversation(form.system)
+    conversation = chatting.Conversation(form.system, tools=form.tools)
     talker.check(conversation)
     talking.talk(talker, conversation, talking.banner(trained))

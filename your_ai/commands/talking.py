@@ -168,7 +168,7 @@ def take(
         screen.note("Ctrl-C stops an answer; a \\ at the end continues the line on the next")
     elif typed.command == "reset":
         screen.note("new conversation")
-        return Conversation(conversation.system, compares=conversation.compares)
+        return replace(conversation, turns=())
     elif typed.command == "system":
         changed = replace(conversation, system=typed.text)
         talker.check(replace(changed, turns=()))

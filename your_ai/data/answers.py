@@ -181,7 +181,7 @@ class ChatAnswers:
             )
         for index in sorted(left.reasoning):
             if index > (asked[-1] if asked else -1):
-                raise UserError(f"{where}: messages[{index}]: {omits} {REASONING[0]}; {advice}")
+                raise UserError(f"{where}: messages[{index}]: {omits} its reasoning; {advice}")
             note = f"{omits} the reasoning of earlier answers, which are not trained"
             self.notes.add(note, where)
             untrained.add(index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -130,32 +131,44 @@ class CommonForm:
     """The system prompt; "" if they differ or are not known."""
     is_text: bool = False
     """Whether they are plain texts, which no chat template renders."""
+    tools: list[Any] | None = None
+    """The tools of a chat; None if they differ or are not known."""
 
 
-def common_form(config: TrainConfig, most: int | None = None) -> CommonForm:
+def common_form(config: TrainConfig) -> CommonForm:
     """Properties that the training rows of a run share; nothing if they are not known.
 
-    Reads the rows where the run found them, all or the first `most`. Data of the hub is not
-    fetched again.
+    Reads the rows where the run found them, until they have nothing in common. Data of the hub is
+    not fetched again.
     """
     if not config.data or any(is_dataset(name.strip()) for name in config.data.split(",")):
         return CommonForm()
-    systems, texts = set[str](), set[bool]()
+    systems, texts, tools = set[str](), set[bool](), set[str]()
     try:
         path = find_splits(config).files["train"]
         rows = read_rows(path, RowLimit(config.max_row_bytes), parser_of(config.row_kind))
-        for row in islice(rows, most):
+        for row in rows:
             systems.add(system_prompt_of(row))
             texts.add(isinstance(row.content, Text))
-            if len(systems) > 1:
+            tools.add(json.dumps(chat.tools if (chat := chat_of(row)) else None))
+            if differ(systems, "") and differ(tools, "null") and False in texts:
                 break
     except (UserError, OSError):
         return CommonForm()
-    return CommonForm(systems.pop() if len(systems) == 1 else "", texts == {True})
+    return CommonForm(
+        system="" if differ(systems, "") else systems.pop(),
+        is_text=texts == {True},
+        tools=None if differ(tools, "null") else json.loads(tools.pop()),
+    )
 
 
-def system_prompt_of(row: Row) -> str:
-    """The system prompt with which a row begins; "" if it has none."""
+def differ(found: set[str], nothing: str) -> bool:
+    """Return whether rows with these values have none in common, other than `nothing`."""
+    return len(found) != 1 or found == {nothing}
+
+
+def chat_of(row: Row) -> Chat | None:
+    """The chat of a row, of a pair the chosen one; None if it has none."""
     content = row.content
     if isinstance(content, Preference):
         content = content.chosen
@@ -163,8 +176,14 @@ def system_prompt_of(row: Row) -> str:
         content = content.answer
     elif isinstance(content, Question) and isinstance(content.prompt, Chat):
         content = content.prompt
-    if not isinstance(content, Chat) or not content.messages:
+    return content if isinstance(content, Chat) else None
+
+
+def system_prompt_of(row: Row) -> str:
+    """The system prompt with which a row begins; "" if it has none."""
+    chat = chat_of(row)
+    if chat is None or not chat.messages:
         return ""
-    first = content.messages[0]
+    first = chat.messages[0]
     text = first.get("content")
     return text if first.get("role") == "system" and isinstance(text, str) else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ from your_ai.gates.text import counted, shortened
 
 MOST_KINDS = 50  # a file whose every row has other columns is named with that many of them
 
+PLACE = re.compile(r".*?:(?: row )?\d+(?![^:( ])")  # the row, as `file:line`, of a place in it
 MORE = "more was noticed than these lines say"
 
 
@@ -18,11 +20,17 @@ class Notes:
 
     found: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Text -> the number of rows, and the place of the first."""
+    rows: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """Text -> the row to which it was added last."""
 
     def add(self, text: str, where: str) -> None:
         text = text if text in self.found or len(self.found) < MOST_KINDS else MORE
         count, first = self.found.get(text, (0, where))
-        self.found[text] = count + 1, first
+        place = PLACE.match(where)
+        row = place[0] if place else where
+        if self.rows.get(text) != row:  # not again for another answer of the same row
+            self.found[text] = count + 1, first
+        self.rows[text] = row
 
     def add_all(self, others: Notes) -> None:
         """Add what was noticed in the rows of a further file."""

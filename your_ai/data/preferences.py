@@ -371,14 +371,8 @@ def pair_of(row: dict[str, Any], where: str) -> Fields:
     """The row with `chosen`, `rejected` and, if it has a question, `prompt`, whatever their names
     in other programs' files: OpenAI's, LLaMA-Factory's, HH-RLHF's.
     """
-    row, found = fields_of(row), {}
-    if not all(key in row for key in PAIR_KEYS[0]):
-        found["chosen"], found["rejected"] = (row[key] for key in PAIR_KEYS[1])
-        asked = row.get("input")
-        if not isinstance(asked, dict) or "messages" not in asked:
-            raise UserError(f"{where}: input: expected an object with messages")
-        found["prompt"] = asked["messages"]
-        found |= {"tools": asked["tools"]} if asked.get("tools") else {}
+    row = fields_of(row)
+    found = {} if all(key in row for key in PAIR_KEYS[0]) else openai_pair(row, where)
     for key in PAIR_KEYS[0]:
         value = found.get(key, dict.get(row, key))
         if isinstance(value, dict):  # one message, beside the conversation before it
@@ -395,6 +389,16 @@ def pair_of(row: dict[str, Any], where: str) -> Fields:
             return row.without("prompt", *PAIR_KEYS[0], **dict(
                 zip(PAIR_KEYS[0], map(turns_of_transcript, whole), strict=True)))  # fmt: skip
     return row
+
+
+def openai_pair(row: Fields, where: str) -> dict[str, Any]:
+    """The fields of a pair in OpenAI's form, with those of its `input` that have no effect."""
+    asked = row.get("input")
+    if not isinstance(asked, dict) or "messages" not in asked:
+        raise UserError(f"{where}: input: expected an object with messages")
+    answers = dict(zip(PAIR_KEYS[0], (row[key] for key in PAIR_KEYS[1]), strict=True))
+    names = {"messages": "prompt", "tools": "tools"}
+    return {**answers, **{names.get(name, f"input.{name}"): value for name, value in asked.items()}}
 
 
 def question_beside(row: Fields, where: str) -> dict[str, Any]:

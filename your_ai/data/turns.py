@@ -45,6 +45,7 @@ TEXTS_OF_TURN = {
 }
 TEXT_PARTS = ("text", "input_text", "output_text")
 CALL_PARTS = ("tool_use", "tool_call", "functionCall", "function_call")  # Anthropic's, Google's
+DECLARATIONS = ("functionDeclarations", "function_declarations")
 RESULT_PARTS = ("tool_result", "functionResponse", "function_response")
 SPEAKERS = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")  # of a transcript, as HH-RLHF has them
 DEEPEST_QUOTES = 3  # arguments that are quoted more often are no arguments
@@ -75,8 +76,8 @@ def messages_in(turn: Any) -> list[Any]:
     roles = {name: TEXTS_OF_TURN.get(plain_role(name)) or name for name in turn}
     if not all(isinstance(turn[name], str) and is_role(role) for name, role in roles.items()):
         return [turn]
-    first = (SYSTEM, USER, ASSISTANT)
-    meant = {name: role_of(role) for name, role in roles.items()}
+    first = (SYSTEM, USER, TOOL, ASSISTANT)
+    meant = {name: MEANINGS.get(role_of(role), role_of(role)) for name, role in roles.items()}
     order = sorted(turn, key=lambda n: first.index(meant[n]) if meant[n] in first else len(first))
     return [{"role": roles[name], "content": turn[name]} for name in order]
 
@@ -331,13 +332,23 @@ def parse_tools(row: dict[str, Any], where: str) -> list[Any] | None:
     if tools is not None and not isinstance(tools, list):
         raise UserError(f"{where}: {key}: expected a list, found {type(tools).__name__}")
     tools = [read_json(t, f"{where}: {key}") if isinstance(t, str) else t for t in tools or ()]
-    return [whole_tool(tool) for tool in tools] or None
+    return [whole_tool(each) for tool in tools for each in declared(tool)] or None
+
+
+def declared(tool: Any) -> list[Any]:
+    """The tools of an item of a list: one, or Google's list of declarations."""
+    for name in DECLARATIONS:
+        if isinstance(tool, dict) and isinstance(tool.get(name), list):
+            return list(tool[name])
+    return [tool]
 
 
 def whole_tool(tool: Any) -> Any:
     """A tool as templates expect it: {"type": "function", "function": {"name", ...}}."""
     if isinstance(tool, dict) and "function" not in tool and isinstance(tool.get("name"), str):
-        return {"type": "function", "function": tool}
+        names = {} if "parameters" in tool else {"input_schema": "parameters"}  # Anthropic's
+        function = {names.get(name, name): value for name, value in tool.items()}
+        return {"type": "function", "function": function}
     return tool
 
 

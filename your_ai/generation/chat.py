@@ -61,6 +61,8 @@ class Conversation:
     """The answers are those of the model with the adapter."""
     compares: bool = False
     """Whether the base model answers every question too."""
+    tools: list[Any] | None = None
+    """Those that the model is shown."""
 
     def messages(self, question: str) -> list[Message]:
         """The messages for a chat template, ending with `question`."""
@@ -186,7 +188,8 @@ class ChatSession:
 
     def prompt(self, conversation: Conversation, question: str) -> list[int]:
         """The tokens of the prompt. Raises UserError if they leave no room for an answer."""
-        tokens = prompt_tokens(self.tokenizer, conversation.messages(question))
+        messages = conversation.messages(question)
+        tokens = prompt_tokens(self.tokenizer, messages, tools=conversation.tools)
         if self.most_tokens is not None and len(tokens) >= self.most_tokens:
             raise UserError(
                 f"the conversation has {counted(len(tokens), 'token')}, and the limit is "

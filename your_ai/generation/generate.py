@@ -51,7 +51,6 @@ from your_ai.rng import derive_seed
 from your_ai.run.folder import find
 
 TEMPLATE_BYTES = 1 << 30  # maximum memory of a chat template
-FORM_ROWS = 256  # of a run, which tell what its rows have in common
 ROLES_OF_PROMPTS = ("prompt", "messages", "system")
 PROMPT_CHARACTERS = 4_000_000  # maximum length of one prompt
 TEMPLATE_TOKENS = 200  # upper estimate of the tokens a chat template adds per message
@@ -229,7 +228,11 @@ def asked_with(prompt: Prompt, form: CommonForm) -> Prompt:
     is one; or as it is, if it and they are plain texts."""
     messages = with_system(prompt.messages, form.system)
     is_text = prompt.is_text and len(messages) == 1
-    return replace(prompt, messages=messages, is_text=is_text, as_is=is_text and form.is_text)
+    is_plain = prompt.is_text and prompt.tools is None  # a row's own tools are as in the row
+    tools = form.tools if is_plain else prompt.tools
+    is_text = is_text and tools is None
+    as_is = is_text and form.is_text
+    return replace(prompt, messages=messages, tools=tools, is_text=is_text, as_is=as_is)
 
 
 def form_of_prompts(config: TrainConfig, system: str | None) -> tuple[CommonForm, str]:
@@ -237,15 +240,17 @@ def form_of_prompts(config: TrainConfig, system: str | None) -> tuple[CommonForm
 
     system: the system prompt, "" for none; None for that of the rows which the run trained.
     """
-    form = common_form(config, FORM_ROWS)
-    if system is not None:
-        return replace(form, system=system), ""
-    if form.system:
+    form = common_form(config)
+    notes = []
+    if system is None and form.system:
         begun = quoted(form.system, 60)
-        return form, f"the system prompt of the training rows is used: {begun} (--system sets it)"
+        notes.append(f"the system prompt of the training rows is used: {begun} (--system sets it)")
+    if form.tools:
+        count = counted(len(form.tools), "tool")
+        notes.append(f"prompts have the {count} of the training rows")
     if form.is_text:
-        return form, "the training rows are plain texts: prompts are continued as they are"
-    return form, ""
+        notes.append("the training rows are plain texts: prompts are continued as they are")
+    return form if system is None else replace(form, system=system), "; ".join(notes)
 
 
 def find_base_model(run: str, base: str | None = None) -> tuple[TrainConfig, Path]:
