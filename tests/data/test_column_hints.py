@@ -37,6 +37,7 @@ JUDGED = {"Kundenfrage": "Where is it?", "gut (good)": "On its way.", "schlecht 
          "prompt=question,completion=answers.text.0"),
         ("sft", {"bad answer": "No.", "ask": "Is it?", "good answer": "Yes."},
          "prompt=ask,completion=good answer"),
+        ("sft", {"id": "0", "data": ["q", "a"]}, "messages=data"),
         ("sft", {"task_id": "HE/1", "prompt": "def f():", "canonical_solution": "pass"},
          "prompt=prompt,completion=canonical_solution"),
         ("sft", {"query": "Rain?", "answers": [{"name": "f"}], "tools": [{"name": "f"}]},

@@ -20,6 +20,7 @@ from tests.conftest import DEMO_FOLDER
 from your_ai.data import answers, encode
 from your_ai.data.encode import EncodedRow, Encoder
 from your_ai.data.rows import Chat, Pair, Question, Row, Text, parse_row
+from your_ai.data.turns import whole_tool
 from your_ai.errors import UserError
 
 # Templates with different difficulties, each followed by its special tokens.
@@ -436,6 +437,35 @@ def test_an_answer_that_is_a_call_as_text_is_named():
         encoder.encode(row_of(Chat([{"role": "user", "content": "a"}, said], tools)))
         assert len(encoder.notes.lines()) == count
         assert all("are trained as text; write tool_calls" in n for n in encoder.notes.lines())
+
+
+def test_results_in_another_order_than_their_calls_are_named():
+    function = {"name": "f", "arguments": {}}
+    calls = [{"id": each, "type": "function", "function": function} for each in ("a1", "b2")]
+    asked = {"role": "user", "content": "q"}
+    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    done = {"role": "assistant", "content": "done"}
+    for order, count in (("a1", "b2"), 0), (("b2", "a1"), 1):
+        results = [{"role": "tool", "content": at, "tool_call_id": at} for at in order]
+        for result in results:
+            result["content"] = "r" if result["tool_call_id"] == "a1" else "s"
+        encoder = Encoder(make_tokenizer(CHATML.replace("{{ call | tojson }}", "")))
+        encoder.encode(row_of(Chat([asked, said, *results, done])))
+        assert sum("in another order" in note for note in encoder.notes.lines()) == count
+
+
+def test_prompts_that_the_template_omits_in_part_are_refused_or_named():
+    encoder = Encoder(make_tokenizer(CHATML.replace("{% if tools %}", "{% if 0 %}")))
+    asked, tools = {"role": "user", "content": "q"}, [{"name": "f", "description": "finds"}]
+    encoder.encode(row_of(Question(Chat([asked], [whole_tool(t) for t in tools]), None)))
+    (note,) = encoder.notes.lines()
+    assert "omits the tools of a chat" in note
+    only_users = CHATML.replace(
+        "{% for m in messages %}", "{% for m in messages if m.role == 'user' %}"
+    )
+    encoder = Encoder(make_tokenizer(only_users))
+    with pytest.raises(UserError, match="omits this message of the role system"):
+        encoder.encode(row_of(Question(Chat([{"role": "system", "content": "s"}, asked]), None)))
 
 
 def test_texts_with_tokens_of_the_template_are_named():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from your_ai.data.turns import parse_message, parse_tools, parse_turns
+from your_ai.data.turns import parse_message, parse_tools, parse_turns, turns_of_pairs
 from your_ai.errors import UserError
 
 OBJECT = {"a": 1}
@@ -238,3 +238,18 @@ def test_tools_in_other_forms_are_declared_alike():
 def test_the_result_of_a_tool_comes_before_the_answer_of_the_same_object():
     turns = parse_turns([{"user": "q", "tool": "42", "assistant": "a"}], "conversations", "here")
     assert [turn["role"] for turn in turns] == ["user", "tool", "assistant"]
+
+
+def test_lists_of_a_role_and_a_text_are_messages():
+    assert turns_of_pairs([["user", "q"], ["assistant", "a"]], "messages", "here") == [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "a"},
+    ]
+    asked = turns_of_pairs([["q", "a"]], "messages", "here")
+    assert [turn["content"] for turn in asked] == ["q", "a"]
+
+
+def test_keys_of_parts_are_keys_of_the_message():
+    part = {"type": "text", "text": "a", "citations": [1], "cache_control": None}
+    message = parse_message({"role": "user", "content": [part]}, "here")
+    assert message == {"role": "user", "content": "a", "content.citations": [1]}

@@ -24,7 +24,7 @@ from your_ai.memory.facts import facts_of
 from your_ai.nets.saved_adapter import open_trained
 from your_ai.run.folder import RunFolder
 
-LAYOUT = generate.prompt_layout(TrainConfig(), ())
+READ = generate.prompt_reader(TrainConfig())
 
 WHOLE_TEXT = st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip)
 
@@ -210,26 +210,24 @@ def test_find_base_returns_settings_and_model_folder(run, tiny_model):
 @given(st.lists(WHOLE_TEXT, min_size=1))
 def test_json_prompts_are_read_unchanged(texts):
     lines = "".join(json.dumps({"prompt": text}) + "\n\n" for text in texts)
-    prompts = generate.read_prompts("p.jsonl", lines.encode(), LAYOUT)
+    prompts = generate.read_prompts("p.jsonl", lines.encode(), READ)
     assert [prompt.text for prompt in prompts] == texts
     assert prompts[-1].where == f"p.jsonl:{2 * len(texts) - 1}"
 
 
 def test_each_text_line_is_a_prompt():
-    prompts = generate.read_prompts("p.txt", "\ufeffone\r\n\n  two {\n".encode(), LAYOUT)
+    prompts = generate.read_prompts("p.txt", "\ufeffone\r\n\n  two {\n".encode(), READ)
     assert [(p.where, p.text) for p in prompts] == [("p.txt:1", "one"), ("p.txt:3", "two {")]
 
 
 def test_json_on_stdin_is_detected_by_its_first_line():
-    assert generate.read_prompts("stdin", b'{"prompt": "one"}', LAYOUT)[0].text == "one"
-    assert (
-        generate.read_prompts("p.txt", b'{"prompt": "one"}', LAYOUT)[0].text == '{"prompt": "one"}'
-    )
+    assert generate.read_prompts("stdin", b'{"prompt": "one"}', READ)[0].text == "one"
+    assert generate.read_prompts("p.txt", b'{"prompt": "one"}', READ)[0].text == '{"prompt": "one"}'
 
 
 def test_final_answer_is_removed_from_messages():
     said = [{"role": r, "content": r} for r in ("system", "user", "assistant", "user", "assistant")]
-    (prompt,) = generate.read_prompts("p.jsonl", json.dumps({"messages": said}).encode(), LAYOUT)
+    (prompt,) = generate.read_prompts("p.jsonl", json.dumps({"messages": said}).encode(), READ)
     assert prompt.messages == said[:-1]
 
 
@@ -252,16 +250,16 @@ def test_final_answer_is_removed_from_messages():
 )
 def test_error_names_the_bad_line(line, message):
     with pytest.raises(UserError, match=message):
-        generate.read_prompts("p.jsonl", f'{{"prompt": "good"}}\n{line}\n'.encode(), LAYOUT)
+        generate.read_prompts("p.jsonl", f'{{"prompt": "good"}}\n{line}\n'.encode(), READ)
 
 
 def test_prompts_of_a_table_are_found_by_their_columns(own_folder):
     path = own_folder / "asked.csv"
     path.write_text("id,Frage,Antwort\n1,Wo ist Oslo?,im Norden\n2,Wer?,niemand\n")
-    found = generate.read_table(path, generate.prompt_layout(TrainConfig(), ("prompt=Frage",)))
+    found = generate.read_table(path, generate.prompt_reader(TrainConfig(), ("prompt=Frage",)))
     assert [prompt.text for prompt in found] == ["Wo ist Oslo?", "Wer?"]
     with pytest.raises(UserError, match="--columns prompt=Frage"):
-        generate.read_table(path, LAYOUT)
+        generate.read_table(path, READ)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +267,7 @@ def test_prompts_of_a_table_are_found_by_their_columns(own_folder):
 )
 def test_bad_text_file_is_refused(data, message):
     with pytest.raises(UserError, match=message):
-        generate.read_prompts("p.txt", data, LAYOUT)
+        generate.read_prompts("p.txt", data, READ)
 
 
 def test_system_prompt_is_added_unless_one_exists():
@@ -312,3 +310,22 @@ def test_context_length_is_read_from_config_json(tmp_path, tiny_model):
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert generate.context_tokens(tmp_path) == most
+
+
+def test_rows_are_asked_as_answers_are_trained_and_as_rollouts_are():
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    row = {"prompt": "c", "messages": said}
+    assert READ(row, "here").messages == said[:1]
+    rollouts = generate.prompt_reader(TrainConfig(objective="grpo"))
+    assert rollouts(row, "here").text == "c"
+    alpaca = {"instruction": "a", "input": "b", "answer": "c"}
+    assert READ(alpaca, "here").text == "a\n\nb"
+
+
+def test_prompts_are_asked_without_what_the_template_writes(demo_tokenizer):
+    prompt = "\n\nHuman: a\n\nAssistant: b<|end|>\n\nHuman: c\n\nAssistant:"
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c")]
+    chat = [{"role": role, "content": text} for role, text in turns]
+    asked = [{"role": "user", "content": prompt}]
+    found = generate.prompt_tokens(demo_tokenizer, asked, is_text=True)
+    assert found == generate.prompt_tokens(demo_tokenizer, chat)

@@ -125,14 +125,14 @@ def gather(
         raise UserError("nothing to answer: give --prompt TEXT, --prompts FILE, or text on stdin")
     if columns and (prompts is None or not generation.has_columns(prompts)):
         raise UserError("--columns: is for tables; give one with --prompts, such as FILE.csv")
-    layout = generation.prompt_layout(config, columns)
+    read = generation.prompt_reader(config, columns)
     if prompts is not None and generation.is_table(prompts):
-        return generation.read_table(Path(prompts), layout)
+        return generation.read_table(Path(prompts), read)
     if prompts is not None and prompts != STDIN:
-        return generation.read_prompts(prompts, read_file(prompts), layout)
+        return generation.read_prompts(prompts, read_file(prompts), read)
     data = read_most(sys.stdin.buffer, "stdin")
     if prompts is not None:
-        return generation.read_prompts("stdin", data, layout)
+        return generation.read_prompts("stdin", data, read)
     return [generation.text_prompt(generation.decoded(data, "stdin").rstrip("\n"), "stdin")]
 
 
@@ -213,7 +213,12 @@ def chat(request: ChatRequest) -> None:
     trained = opened(request)
     talker = chatting.open_talker(trained, sampling, request.max_memory)
     form, note = form_of_prompts(trained.config, request.system)
-    if note and not form.is_text:
+    if form.is_text:
+        note = "the training rows are plain texts, which your_ai generate continues"
+    elif trained.config.prompt_template:
+        note = f"{note}; " if note else ""
+        note += "the rows' prompts were made by --prompt-template; these are used as they are"
+    if note:
         echo_note(note)
     conversation = chatting.Conversation(form.system, tools=form.tools)
     talker.check(conversation)

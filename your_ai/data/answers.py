@@ -115,6 +115,9 @@ class ChatAnswers:
             note = f"messages have tokens of the chat template, such as {token}, in their text"
             self.notes.add(note, where)
         self.name_unused(text, chat, where)
+        if out_of_order(messages, text):
+            note = "results of tools are in another order than their calls, without their ids"
+            self.notes.add(note, where)
         for role in sorted({message["role"] for message in messages} - {*KNOWN_ROLES.values()}):
             note = f"messages of the role {shortened(role)} are shown, and not trained"
             self.notes.add(note, where)
@@ -127,6 +130,22 @@ class ChatAnswers:
                 self.notes.add("answers without text are not trained", where)
                 untrained.add(index)
         return untrained
+
+    def once(self, chat: Chat, where: str) -> Chat:
+        """The chat without what the template writes itself: end tokens at the end of its answers,
+        and tags around its messages."""
+        chat = self.with_one_wrapper(chat, where)
+        ends = tuple(end for end in self.end_tokens if end in self.template.special_tokens)
+        found = {}
+        for index, message in enumerate(chat.messages):
+            text = message["content"].rstrip()
+            if message["role"] == ASSISTANT and text.endswith(ends):
+                end = next(end for end in ends if text.endswith(end))
+                self.notes.add(f"answers with {end} at their end have it only once", where)
+                found[index] = {**message, "content": text.removesuffix(end)}
+        if not found:
+            return chat
+        return replace(chat, messages=[found.get(i, m) for i, m in enumerate(chat.messages)])
 
     def with_one_wrapper(self, chat: Chat, where: str) -> Chat:
         """The chat without those tags around its messages that the template writes around them,
@@ -358,6 +377,16 @@ def trained_turns(chat: Chat) -> list[int]:
         if message["role"] == "assistant" and index >= chat.first_trained
         if message.get("weight", 1)
     ]
+
+
+def out_of_order(messages: list[dict[str, Any]], text: str) -> bool:
+    """Return whether results of tools have another order than the calls with their ids, and `text`
+    does not have the ids."""
+    called = [str(call.get("id")) for m in messages for call in m.get("tool_calls", ())]
+    given = [str(m["tool_call_id"]) for m in messages if m.get("tool_call_id") is not None]
+    known = [at for at in given if at in called]
+    is_other = known != sorted(known, key=called.index)
+    return is_other and not all(each in text for each in known)
 
 
 def without_key(message: dict[str, Any], of: str, key: str) -> dict[str, Any]:

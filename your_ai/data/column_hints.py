@@ -202,7 +202,8 @@ def columns_option(kind: str, record: Mapping[str, Any], answer_only: bool = Fal
 
     answer_only: the prompt is made by --prompt-template.
     """
-    record = opened(record)
+    if roles_of(kind, record) != ("messages",):
+        record = opened(record)
     likely, roles = likely_columns(kind, record), roles_of(kind, record)
     wanted = [role for role in roles if not (answer_only and role == "prompt")] or roles
     text = ",".join(f"{role}={shortened(likely.get(role, MISSING), 60)}" for role in wanted)

@@ -116,8 +116,10 @@ class Layout:
                 )
             value = record[column]
             row[role] = as_text(value, column, where) if self.is_text(role, value) else value
-        if more := row.pop("input", "") if "input" in roles else "":
+        if more := row.get("input", "") if "input" in roles else "":
             row["prompt"] += f"\n\n{more}"
+        if "input" in roles and not self.prompts:  # rewards get all columns
+            del row["input"]
         if self.render_prompt is not None:
             row["prompt"] = self.render_prompt(record, where)
         if "system" in roles and "text" in roles:
@@ -259,7 +261,7 @@ def guess(
         roles = guessed_prompt({**found, "system": by_name.get("system")}, answer_only)
         if not (roles or answer_only):
             raise refused("has no prompt", "keys found")
-        return roles
+        return {**roles, **further_input(by_name, roles)}
     if any(name in by_name for name in PAIR):
         return guessed_pair(by_name, found["prompt"], where, record, hint)
     if reason := missing_columns(kind, by_name, record):

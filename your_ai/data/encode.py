@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, pairwise
 from typing import Any
@@ -122,15 +122,7 @@ class Encoder:
     @cached_property
     def end_tokens(self) -> tuple[str, ...]:
         """The texts of the tokenizer's end-of-sequence tokens, which end a turn."""
-        ids = sorted(self.tokenizer.eos_token_ids)
-        if not ids:
-            return ()
-        return tuple(t for t in self.tokenizer.convert_ids_to_tokens(ids) if t)
-
-    @cached_property
-    def written_ends(self) -> tuple[str, ...]:
-        """The end tokens that the template writes itself."""
-        return tuple(end for end in self.end_tokens if end in self.template.special_tokens)
+        return end_texts(self.tokenizer)
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -203,44 +195,39 @@ class Encoder:
         if not self.tokenizer.has_chat_template:
             return content
         if isinstance(content, Chat):
-            return self._with_one_end(self.answers.with_one_wrapper(content, where), where)
+            return self.answers.once(content, where)
         if chat := chat_of_transcript(content.prompt, content.completion):
             self.notes.add("prompts that are transcripts are the messages of a chat", where)
-            return self._with_one_end(chat, where)
-        if token := self.template.wrote(content.prompt):
-            self.notes.add(
-                f"prompts with tokens of the chat template, such as {token}, are used as they are",
-                where,
-            )
+            return self.answers.once(chat, where)
+        if self._name_tokens_of_template("prompts", content.prompt, where):
             return content
-        return self._with_one_end(pair_to_chat(content), where)
+        return self.answers.once(pair_to_chat(content), where)
 
-    def _with_one_end(self, chat: Chat, where: str) -> Chat:
-        """The chat without end tokens at the end of its answers, which the template writes."""
-        found, ends = {}, self.written_ends
-        for index, message in enumerate(chat.messages):
-            text = message["content"].rstrip()
-            if message["role"] == ASSISTANT and text.endswith(ends):
-                end = next(end for end in ends if text.endswith(end))
-                self.notes.add(f"answers with {end} at their end have it only once", where)
-                found[index] = {**message, "content": text.removesuffix(end)}
-        if not found:
-            return chat
-        return replace(chat, messages=[found.get(i, m) for i, m in enumerate(chat.messages)])
+    def _name_tokens_of_template(self, what: str, text: str, where: str) -> bool:
+        """Return whether a text has tokens of the chat template, after a note that says so."""
+        token = self.template.wrote(text)
+        if token:
+            note = f"{what} with tokens of the chat template, such as {token}, are used as they are"
+            self.notes.add(note, where)
+        return bool(token)
 
     def _encode_question(self, question: Question, where: str) -> EncodedRow:
         """The tokens of a prompt up to where its answer begins."""
         chat = self._as_chat(question)
         with naming(where):
             if isinstance(chat, str):
-                tokens = tokenize_ids(self.backend, chat, special=True)
+                if self.tokenizer.has_chat_template:
+                    self._name_tokens_of_template("prompts", chat, where)
+                tokens = self._ids(chat, where, ends=False)
             elif not self.tokenizer.has_chat_template:
                 raise UserError(
                     f"{where}: a chat, but the model's tokenizer has no chat template; use an "
                     "instruct model, or prompts that are text"
                 )
             else:
+                chat = self.answers.once(chat, where)
                 text = self.template.render(chat.messages, chat.tools, where, answer_next=True)
+                self.answers.check_shown(text, chat, False, where)
                 tokens = tokenize_ids(self.backend, text, special=False)
         if len(tokens) < 2:
             raise UserError(f"{where}: prompt: has {counted(len(tokens), 'token')}; 2 are needed")
@@ -253,6 +240,8 @@ class Encoder:
         if isinstance(prompt, str) and self.tokenizer.has_chat_template:
             if chat := chat_of_transcript(prompt):
                 return Chat(chat.messages[: chat.first_trained])
+            if self.template.wrote(prompt):
+                return prompt
             return Chat([{"role": USER, "content": prompt}])
         return prompt
 
@@ -329,9 +318,8 @@ class Encoder:
         return np.array([end], np.uint32)
 
     def _encode_text(self, content: Text, where: str) -> tuple[np.ndarray, np.ndarray]:
-        if self.tokenizer.has_chat_template and (token := self.template.wrote(content.text)):
-            note = f"texts with tokens of the chat template, such as {token}, are used as they are"
-            self.notes.add(note, where)
+        if self.tokenizer.has_chat_template:
+            self._name_tokens_of_template("texts", content.text, where)
         tokens = self._ids(content.text, where)
         return tokens, np.ones(len(tokens), bool)
 
@@ -565,6 +553,12 @@ def pair_to_chat(pair: Pair) -> Chat:
             {"role": "assistant", "content": pair.completion},
         ]
     )
+
+
+def end_texts(tokenizer: Any) -> tuple[str, ...]:
+    """The texts of a tokenizer's end-of-sequence tokens."""
+    ids = sorted(tokenizer.eos_token_ids)
+    return tuple(text for text in tokenizer.convert_ids_to_tokens(ids) if text) if ids else ()
 
 
 def chat_of_transcript(prompt: str, completion: str = "") -> Chat | None:

@@ -93,6 +93,7 @@ def parse_message(message: Any, where: str) -> dict[str, Any]:
     content, part_calls = without_calls(given.pop(content_name(given), None))
     if MEANINGS.get(role, role) == TOOL and is_object(content):
         content = json.dumps(content, ensure_ascii=False)
+    given |= keys_of_parts(content)
     content, reasoning = parse_content(content, where)
     reasoning = parse_reasoning(given, reasoning, where)
     calls = [*(parse_call(call, where) for call in part_calls), *parse_calls(given, where)]
@@ -166,14 +167,20 @@ def turns_of_transcript(text: str) -> list[dict[str, Any]]:
 
 
 def turns_of_pairs(pairs: list[Any], key: str, where: str) -> list[dict[str, Any]]:
-    """The messages of lists of a question and an answer. Raises UserError if they are others."""
+    """The messages of lists of a question and an answer, or of a role and a text.
+
+    Raises UserError if they are others.
+    """
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise UserError(f"{where}: {key}: expected messages, or lists of a question and an answer")
-    turns = [
-        {"role": role, "content": text}
-        for pair in pairs
-        for role, text in zip((USER, ASSISTANT), pair, strict=True)
-    ]
+    if all(isinstance(role, str) and is_role(role) for role, _ in pairs):
+        turns = [{"role": role, "content": text} for role, text in pairs]
+    else:
+        turns = [
+            {"role": role, "content": text}
+            for pair in pairs
+            for role, text in zip((USER, ASSISTANT), pair, strict=True)
+        ]
     return parse_turns(turns, key, where)
 
 
@@ -224,6 +231,16 @@ def parse_content(content: Any, where: str) -> tuple[str | None, str]:
             text_field(part, key, f"{where}: content")
         )
     return "".join(texts), "".join(reasoning)
+
+
+def keys_of_parts(content: Any) -> dict[str, Any]:
+    """What parts of a content have beside their text, such as citations, as keys of the message, so
+    that they are named if they have no effect."""
+    parts = (
+        [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    )
+    own = {"type", *TEXT_PARTS, *REASONING}
+    return {f"content.{key}": part[key] for part in parts for key in part if key not in own}
 
 
 def kind_of_part(part: Any) -> Any:

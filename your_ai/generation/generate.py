@@ -18,14 +18,16 @@ from mlx_lm.generate import GenerationResponse
 
 from your_ai.config import TrainConfig
 from your_ai.config.requests import ChatRequest, GenerateRequest
+from your_ai.data.answers import ChatAnswers
 from your_ai.data.chat_template import ChatTemplate
-from your_ai.data.columns import Layout, layout_of
-from your_ai.data.encode import SamplePrompt, token_ids
+from your_ai.data.columns import layout_of
+from your_ai.data.encode import SamplePrompt, chat_of_transcript, end_texts, token_ids
 from your_ai.data.lines import ROW_LIMIT, RowLimit, decode_line
 from your_ai.data.look import CommonForm, common_form
+from your_ai.data.notes import Notes
 from your_ai.data.prompts import is_prompt_row, parse_prompts
 from your_ai.data.records import read_records, suffix_of
-from your_ai.data.rows import Question
+from your_ai.data.rows import Chat, Question
 from your_ai.data.template import TemplateRefused
 from your_ai.engine.weights import last_position_only, open_model, prepare_for_generation
 from your_ai.errors import RunError, UserError, first_line, is_memory_error
@@ -129,18 +131,21 @@ class Prompt:
         return sum(len(text.encode()) for text in texts) + TEMPLATE_TOKENS * len(texts)
 
 
-def read_prompts(path: str, data: bytes, layout: Layout) -> list[Prompt]:
+ReadPrompt = Callable[[dict[str, Any], str], Prompt]
+
+
+def read_prompts(path: str, data: bytes, read: ReadPrompt) -> list[Prompt]:
     """Read the prompts from the bytes of a file, one per line; blank lines are skipped.
 
     A line is a row as JSON if the file is .jsonl, or if it is stdin and begins with an object;
-    otherwise it is text. layout: how rows become prompts. Raises UserError with the file and line.
+    otherwise it is text. read: makes the prompt of a row. Raises UserError with the file and line.
     """
     lines = [line.strip() for line in data.removeprefix(b"\xef\xbb\xbf").splitlines()]
     numbered = [(f"{path}:{n}", line) for n, line in enumerate(lines, start=1) if line]
     if not numbered:
         raise UserError(f"{path}: contains no prompt")
     if path.endswith(".jsonl") or (path == "stdin" and numbered[0][1].startswith(b"{")):
-        return [prompt_of(decode_line(line, where), where, layout) for where, line in numbered]
+        return [read(decode_line(line, where), where) for where, line in numbered]
     return [text_prompt(decoded(line, where), where) for where, line in numbered]
 
 
@@ -165,27 +170,33 @@ def is_table(path: str) -> bool:
     return suffix_of(Path(path)) in TABLES
 
 
-def prompt_layout(config: TrainConfig, columns: Sequence[str]) -> Layout:
-    """The layout of prompts, as that of a run. columns: the value of --columns, if given."""
-    if columns:
-        return layout_of(columns, "", "prompts")
+def prompt_reader(config: TrainConfig, columns: Sequence[str] = ()) -> ReadPrompt:
+    """Return the function that makes prompts of rows, (record, where) -> Prompt, as those of a run
+    were made.
+
+    columns: the value of --columns, if given. A row that has a prompt, and not the columns of
+    --prompt-template, is used as it is. If a row has whole messages, too, these count where the run
+    trained answers.
+    """
     own = [c for c in config.columns if c.partition("=")[0].strip() in ROLES_OF_PROMPTS]
-    return layout_of(own, config.prompt_template, "prompts")
+    template = "" if columns else config.prompt_template
+    layout = layout_of(columns or own, template, "prompts")
+
+    def read(record: dict[str, Any], where: str) -> Prompt:
+        if not config.generates and isinstance(record.get("messages"), list):
+            record = {name: value for name, value in record.items() if name != "prompt"}
+        is_ready = is_prompt_row(record) and not layout.rendered <= record.keys()
+        return parse_prompt(record if is_ready else layout.row_of(record, where), where)
+
+    return read
 
 
-def prompt_of(record: dict[str, Any], where: str, layout: Layout) -> Prompt:
-    """The prompt of a row. One that has a prompt, and not the columns of --prompt-template, is used
-    as it is."""
-    is_ready = is_prompt_row(record) and not layout.rendered <= record.keys()
-    return parse_prompt(record if is_ready else layout.row_of(record, where), where)
-
-
-def read_table(path: Path, layout: Layout) -> list[Prompt]:
-    """Read the prompts of a table (CSV, Parquet ...). layout: how rows become prompts.
+def read_table(path: Path, read: ReadPrompt) -> list[Prompt]:
+    """Read the prompts of a table (CSV, Parquet ...). read: makes the prompt of a row.
 
     Raises UserError with the place of a row that has none.
     """
-    return [prompt_of(record, where, layout) for where, record in read_records(path, ROW_LIMIT)]
+    return [read(record, where) for where, record in read_records(path, ROW_LIMIT)]
 
 
 def text_prompt(text: str, where: str) -> Prompt:
@@ -393,9 +404,25 @@ def prompt_tokens(
     Raises UserError if the template refuses the chat.
     """
     template = ChatTemplate(tokenizer, RowLimit(room_bytes=TEMPLATE_BYTES))
-    is_whole = is_text and tokenizer.has_chat_template and template.wrote(messages[0]["content"])
+    spoken = chat_of_transcript(messages[0]["content"]) if is_text else None
+    is_whole = (
+        is_text
+        and spoken is None
+        and tokenizer.has_chat_template
+        and template.wrote(messages[0]["content"])
+    )
     if tokenizer.has_chat_template and not (is_whole or as_is):
+        if spoken is not None:
+            messages = spoken.messages[: spoken.first_trained]
+        answers = ChatAnswers(template, end_texts(tokenizer), Notes())
+        messages = answers.once(Chat(messages, tools), where).messages
         text = template.render(messages, tools, where, answer_next=True)
+        system = messages[0]["role"] == "system" and template.left_out(messages[:1], None, text)
+        if system and system.contents:
+            raise UserError(
+                f"{where}: the model's chat template omits system prompts; leave it out, or write "
+                "it into the question"
+            )
         tokens = token_ids(tokenizer, text, where, special=False)
     else:
         text = ""
