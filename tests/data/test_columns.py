@@ -55,6 +55,18 @@ def test_a_system_prompt_may_be_added_to_what_is_guessed():
     assert layout.row_of(record, "here") == {"messages": TURNS, "system": "be kind"}
 
 
+def test_a_column_of_texts_is_one_answer_or_refused_and_its_first_can_be_named():
+    layout = layout_of(("prompt=q", "completion=a.text.0"), "")
+    for texts, unused in (["x"], set()), (["x", "y"], {"a.text"}):
+        row = layout.row_of({"q": "p", "a": {"text": texts}}, "here")
+        assert row["completion"] == "x"
+        assert row.keys() - {"prompt", "completion"} == unused
+    whole = layout_of(("prompt=q", "completion=a.text"), "")
+    row = whole.row_of({"q": "p", "a": {"text": ["x", "y"]}}, "here")
+    with pytest.raises(UserError, match=r"completion\[0\]: expected an object"):
+        parse_row(row, "here")
+
+
 def test_a_prompt_template_writes_cells_as_tables_have_them(tmp_path):
     path = tmp_path / "t.jinja"
     path.write_text("{{ a }}|{{ b }}|{{ c }}|{{ d }}|{{ a or 'x' }}")

@@ -23,7 +23,7 @@ from your_ai.data.preferences import (
     parser_of,
     with_other_answers,
 )
-from your_ai.data.rows import Chat, Labeled, Pair, Preference, Row
+from your_ai.data.rows import Chat, Labeled, Pair, Preference, Row, parse_line
 from your_ai.errors import UserError
 
 ASKED = {"role": "user", "content": "Why?"}
@@ -389,3 +389,11 @@ def test_a_prompt_beside_whole_chats_is_named_unless_it_is_in_them(prompt, unuse
     row = Fields({"prompt": prompt, "chosen": [ASKED, YES], "rejected": [ASKED, NO]})
     assert parse_pairs(row, "here").content.chosen.messages == [ASKED, YES]
     assert row.unused() == unused
+
+
+def test_other_fields_of_the_input_of_a_pair_are_named():
+    said = [{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "b"}]
+    asked = {"messages": [{"role": "user", "content": "q"}], "context": "c"}
+    row = {"input": asked, "preferred_output": said[0], "non_preferred_output": said[1]}
+    line = json.dumps(row).encode()
+    assert parse_line(line, "f.jsonl:1", parse=parse_pairs).unused == ("input.context",)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import write_rows
 from your_ai.data.columns import Layout
+from your_ai.data.lines import Fields
 from your_ai.data.prompts import EXPECTED, PromptRows, parse_prompts
 from your_ai.data.rows import Chat, Question, read_rows
 from your_ai.errors import UserError
@@ -330,3 +331,9 @@ def test_a_file_that_changed_is_one_error(tmp_path):
     rows.path.unlink()
     with pytest.raises(UserError, match=r"^[^\n]*train.jsonl[^\n]*$"):
         rows.read(0)
+
+
+def test_messages_beside_a_prompt_are_named():
+    row = Fields({"prompt": "q", "messages": [{"role": "user", "content": "r"}], "x": 1})
+    assert parse_prompts(row, "here").content == Question("q", None)
+    assert row.unused() == ("messages",)

@@ -269,7 +269,7 @@ BAD = {
     "half a pair": ({"prompt": "x"}, "keys found: prompt;"),
     "text": ({"text": 0.5}, "text: expected text, found float"),
     "prompt": ({"prompt": None, "completion": "y"}, "unknown row format; keys found: completion"),
-    "completion": ({"prompt": "x", "completion": ["y"]}, "completion[0]: expected an object"),
+    "completion": ({"prompt": "x", "completion": ["y", "z"]}, "completion[0]: expected an object"),
     "list and text": ({"prompt": [USER], "completion": 0.5}, "completion: expected text, found"),
     "empty prompt list": ({"prompt": [], "completion": [ASSISTANT]}, "prompt: expected a list"),
     "pair tools": ({"prompt": [USER], "completion": [ASSISTANT], "tools": 5}, "tools: expected"),
@@ -551,3 +551,9 @@ def test_messages_that_end_with_a_question_are_answered_by_the_completion():
     content = content_of({"messages": [USER], "completion": "a", "system": "s"})
     assert [turn["role"] for turn in content.messages] == ["system", "user", "assistant"]
     assert content.first_trained == 2
+
+
+def test_one_answer_in_a_list_and_a_system_prompt_with_parts_are_texts():
+    assert content_of({"prompt": "q", "completion": ["a"]}) == Pair("q", "a")
+    row = {"prompt": "q", "completion": "a", "system": {"parts": [{"text": "s"}]}}
+    assert content_of(row).messages[0] == {"role": "system", "content": "s"}

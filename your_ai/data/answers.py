@@ -202,6 +202,8 @@ class ChatAnswers:
             if index > (asked[-1] if asked else -1):
                 raise UserError(f"{where}: messages[{index}]: {omits} its reasoning; {advice}")
             note = f"{omits} the reasoning of earlier answers, which are not trained"
+            if messages[index]["role"] != ASSISTANT:
+                note = f"{omits} the reasoning of messages that are no answers"
             self.notes.add(note, where)
             untrained.add(index)
         if NAME in left.tools:

@@ -69,15 +69,14 @@ class UnknownColumns(UserError):
 
 
 def opened(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with the parts of objects as columns, such as `translation.en`, and the first of
-    several texts, such as `answers.text.0`; the other texts keep the column's name."""
+    """The record with the parts of objects as columns, such as `translation.en`, and also the first
+    of a list of texts, such as `answers.text.0`."""
     columns: dict[str, Any] = {}
     for name, value in record.items():
         if isinstance(value, dict) and value:
             columns |= {f"{name}.{part}": inner for part, inner in opened(value).items()}
         elif isinstance(value, list) and value and all(isinstance(each, str) for each in value):
-            columns[f"{name}.0"] = value[0]
-            columns |= {name: value[1:]} if value[1:] else {}
+            columns |= {f"{name}.0": value[0], name: value}
         else:
             columns[name] = value
     return columns
@@ -154,7 +153,7 @@ def roles_of(kind: str, record: Mapping[str, Any]) -> tuple[str, ...]:
         lists = [value for value in record.values() if fits_role("messages", value)]
         texts = [name for name in record if fits_role("prompt", record[name])]
         texts = [name for name in texts if not is_about(plain(name), "prompt")]
-        if any(not isinstance(value[0], str) for value in lists) or (lists and len(texts) < 2):
+        if any(not isinstance(value[0], str) for value in lists) or (lists and not texts):
             return ("messages",)  # a list of texts is a dialogue if there is no other
     may_be_scored = kind == "rated" and any(map(is_number, record.values()))
     if kind in ("labels", "rated") and names_pair(record):
@@ -180,7 +179,7 @@ def fits_role(role: str, value: Any) -> bool:
         return is_number(value)
     if isinstance(value, list):
         if role == "messages" and len(value) > 1 and all(isinstance(t, str) for t in value):
-            return True  # the texts of a dialogue
+            return len(value[0].split()) > 1  # the texts of a dialogue, not words
         turns = (turn for turn in value if isinstance(turn, dict))
         keys = {key for turn in turns for key in turn}
         return bool(keys & {*ROLE_NAMES}) or (role == "completion" and "name" in keys)  # calls

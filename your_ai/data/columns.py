@@ -143,6 +143,8 @@ class Layout:
         else:
             taken, used = LEFT_OUT, used | self.rendered
             out = used
+        first = {name.removesuffix(".0") for name in used if name.endswith(".0")}
+        out |= {name for name in first if name in record and len(record[name]) == 1}
         left = {name for name in taken & record.keys() - used if record[name] not in NOTHING}
         self.left.update(dict.fromkeys(sorted(left)))
         return {name: value for name, value in record.items() if name not in taken | out}
@@ -151,6 +153,8 @@ class Layout:
         """Return whether the value of a column for this role is to be a text."""
         if role in ("messages", "label", *NUMBERS) or isinstance(value, list):
             return False
+        if role == "system" and isinstance(value, dict):
+            return False  # Google's, which has parts
         if self.prompts and role in ("completion", "system"):
             return False  # they may be missing; `parse_prompts` takes what is there
         return value is not None or role not in ("input", "system")

@@ -398,7 +398,8 @@ def openai_pair(row: Fields, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: input: expected an object with messages")
     answers = dict(zip(PAIR_KEYS[0], (row[key] for key in PAIR_KEYS[1]), strict=True))
     names = {"messages": "prompt", "tools": "tools"}
-    return {**answers, **{names.get(name, f"input.{name}"): value for name, value in asked.items()}}
+    row.update({f"input.{name}": asked[name] for name in asked.keys() - names})  # named as unused
+    return answers | {names[name]: value for name, value in asked.items() if name in names}
 
 
 def question_beside(row: Fields, where: str) -> dict[str, Any]:

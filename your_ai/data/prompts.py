@@ -56,7 +56,8 @@ def is_prompt_row(row: Mapping[str, Any]) -> bool:
 def parse_prompts(row: dict[str, Any], where: str) -> Row:
     """Parse a row with a prompt. Raises UserError if it has none, or an empty one."""
     weight = parse_weight(row, where)
-    fields_of(row).read.update(row)  # rewards get all columns
+    beside = {"messages", "conversations"} if "prompt" in row else set[str]()
+    fields_of(row).read.update({*row} - beside)  # rewards get all columns
     answer = row.get("completion")
     in_messages = isinstance(answer, list) and any(isinstance(turn, dict) for turn in answer)
     if "prompt" in row and not in_messages:

@@ -275,6 +275,8 @@ def parse_pair(row: dict[str, Any], where: str) -> Chat | Pair:
         row[key] if isinstance(row[key], list) else text_field(row, key, where)
         for key in ("prompt", "completion")
     )
+    if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], str):
+        completion = completion[0]  # a list of answers of which there is only one
     return as_chat(row, prompt, completion, where)
 
 

@@ -396,4 +396,6 @@ def with_system(
         return turns  # so the column is named as one that is not used
     if not row.get("system") or begins:
         return turns
-    return [parse_message({"role": SYSTEM, "content": row["system"]}, f"{where}: system"), *turns]
+    content = row["system"]
+    content = content.get(content_name(content)) if isinstance(content, dict) else content
+    return [parse_message({"role": SYSTEM, "content": content}, f"{where}: system"), *turns]

@@ -259,7 +259,7 @@ def form_of_prompts(config: TrainConfig, system: str | None) -> tuple[CommonForm
     if form.tools:
         count = counted(len(form.tools), "tool")
         notes.append(f"prompts have the {count} of the training rows")
-    if form.is_text:
+    if form.is_text and not system:
         notes.append("the training rows are plain texts: prompts are continued as they are")
     return form if system is None else replace(form, system=system), "; ".join(notes)
 

@@ -205,6 +205,7 @@ class Handler(APIHandler):
         self.path, self.asked, self.data = request.scope["path"], request.headers, body
         self.gate = gate
         self.left = threading.Event()
+        self.has_begun = False  # to answer
         self.answer_headers: list[tuple[bytes, bytes]] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -214,6 +215,10 @@ class Handler(APIHandler):
         to_thread.current_default_thread_limiter().total_tokens = web.CONNECTIONS
         try:
             refused = await to_thread.run_sync(self.answer)
+        except asyncio.CancelledError:
+            if self.response_generator.is_stopping:
+                return  # the connection was closed before its answer ended
+            raise
         finally:
             watching.cancel()
         if refused is None:
@@ -238,6 +243,11 @@ class Handler(APIHandler):
             return refused
         except ConnectionAbortedError:
             logging.debug("a client left")
+        except Exception:
+            if not self.response_generator.is_stopping:
+                raise
+            logging.debug("the server stopped during an answer")
+            return None if self.has_begun else RequestRefused(503, "the server stops")
         return None
 
     def checked_body(self) -> bytes:
@@ -283,6 +293,7 @@ class Handler(APIHandler):
         self.answer_headers.append((keyword.lower().encode(), value.encode()))
 
     def end_headers(self) -> None:
+        self.has_begun = True
         start = {"type": "http.response.start", "status": self.status}
         self.send_and_wait({**start, "headers": self.answer_headers})
 
