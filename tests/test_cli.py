@@ -15,6 +15,7 @@ import pytest
 
 from tests import conftest
 from tests.conftest import call, chat, events_of, make_model, write_rows
+from your_ai.config import TrainConfig
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
 
@@ -308,7 +309,7 @@ def test_output_encoding_that_lacks_characters_does_not_end_the_run(
 def test_closed_standard_streams_are_replaced_by_empty_ones(own_folder):
     """A shell closes them with `<&- >&-`; the next opened file would get their descriptors."""
     (own_folder / "runs" / "a").mkdir(parents=True)
-    (own_folder / "runs" / "a" / "config.yaml").write_text("model: demo\ndata: demo\n")
+    RunFolder(own_folder / "runs" / "a").write_config(TrainConfig(model="demo", data="demo"))
     command = shlex.join([sys.executable, "-m", "your_ai", "generate", "a"])
     done = subprocess.run(
         f"{command} --no-adapter <&- >&-", shell=True, capture_output=True, check=False

@@ -188,7 +188,7 @@ def test_rows_that_the_template_refuses_are_shown_with_the_reason(capsys, tiny_m
     turns[-1]["reasoning_content"] = "because"
     write_rows(Path("a.jsonl"), [{"messages": turns}])
     (drawn,) = shown(capsys, "a.jsonl", "--model", tiny_model)["drawn"]
-    assert "omits reasoning_content" in drawn["problem"]
+    assert "omits its reasoning" in drawn["problem"]
     assert call("data", "a.jsonl", "--model", tiny_model) == 0
     out = capsys.readouterr().out
     assert "training refuses it: a.jsonl:1: messages[1]" in out

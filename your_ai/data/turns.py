@@ -234,8 +234,8 @@ def parse_content(content: Any, where: str) -> tuple[str | None, str]:
 
 
 def keys_of_parts(content: Any) -> dict[str, Any]:
-    """What parts of a content have beside their text, such as citations, as keys of the message, so
-    that they are named if they have no effect."""
+    """Return what parts of a content have beside their text, such as citations, as keys of the
+    message, so that they are named if they have no effect."""
     parts = (
         [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
     )
