@@ -251,6 +251,10 @@ def test_the_system_prompt_of_the_rows_is_put_before_prompts(tiny_model, data_fo
     assert count == whole > plain
     assert "the system prompt of the training rows is used: 'Be Bob.'" in " ".join(said.split())
     assert prompt_tokens_of(capsys, run, "--prompt", "q1", "--system", "") == (plain, "")
+    (data_folder / "rows.jsonl").unlink()
+    count, said = prompt_tokens_of(capsys, run, "--prompt", "q1")
+    assert count == plain
+    assert "the training rows cannot be read again" in " ".join(said.split())
 
 
 def test_the_tools_of_the_rows_are_shown_to_the_model(tiny_model, data_folder, capsys):

@@ -61,6 +61,9 @@ def test_a_column_of_texts_is_one_answer_or_refused_and_its_first_can_be_named()
         row = layout.row_of({"q": "p", "a": {"text": texts}}, "here")
         assert row["completion"] == "x"
         assert row.keys() - {"prompt", "completion"} == unused
+    layout = layout_of(("prompt=q", "completion=b.0"), "")  # a column of this name
+    assert layout.row_of({"q": "p", "b.0": "x", "b": 7}, "here")["b"] == 7
+    assert layout.row_of({"q": "p", "b.0": "x", "b": "y"}, "here")["b"] == "y"
     whole = layout_of(("prompt=q", "completion=a.text"), "")
     row = whole.row_of({"q": "p", "a": {"text": ["x", "y"]}}, "here")
     with pytest.raises(UserError, match=r"completion\[0\]: expected an object"):

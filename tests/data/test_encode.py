@@ -431,7 +431,8 @@ def test_a_prompt_that_is_a_transcript_becomes_messages():
 
 def test_an_answer_that_is_a_call_as_text_is_named():
     tools = [{"type": "function", "function": {"name": "f"}}]
-    for content, count in (('[{"name": "f", "arguments": {}}]', 1), ('{"name": "g"}', 0), ("f", 0)):
+    calls = ('[{"name": "f", "arguments": {}}]', 1), ('{"name": "g"}', 0), ('{"name": ["f"]}', 0)
+    for content, count in (*calls, ("f", 0)):
         encoder = Encoder(make_tokenizer(CHATML))
         said = {"role": "assistant", "content": content}
         encoder.encode(row_of(Chat([{"role": "user", "content": "a"}, said], tools)))

@@ -557,3 +557,26 @@ def test_one_answer_in_a_list_and_a_system_prompt_with_parts_are_texts():
     assert content_of({"prompt": "q", "completion": ["a"]}) == Pair("q", "a")
     row = {"prompt": "q", "completion": "a", "system": {"parts": [{"text": "s"}]}}
     assert content_of(row).messages[0] == {"role": "system", "content": "s"}
+
+
+PARTS = st.lists(
+    st.dictionaries(
+        st.sampled_from(["type", "name", "content", "input", "text", "tool_use", "tool_result",
+                         "functionCall", "functionResponse", "response", "thinking"]),
+        st.sampled_from(["tool_use", "tool_result", "text", "a", 1, None, [], ["f"], {}, {"b": 2}]),
+        max_size=4,
+    ),
+    min_size=1, max_size=3,
+)  # fmt: skip
+
+
+@given(parts=PARTS, tools=st.sampled_from([None, [{"name": "a"}]]))
+def test_parts_of_any_kind_are_read_or_refused_in_one_line(parts, tools):
+    turns = [USER, {"role": "user", "content": parts}, {"role": "assistant", "content": parts}]
+    for row in ({"messages": turns, "tools": tools}, {"prompt": "q", "completion": parts}):
+        try:
+            content = content_of({**row, "tools": tools})
+        except UserError as error:
+            assert "\n" not in str(error)
+        else:
+            assert isinstance(content, Chat)

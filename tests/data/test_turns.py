@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -253,3 +254,11 @@ def test_keys_of_parts_are_keys_of_the_message():
     part = {"type": "text", "text": "a", "citations": [1], "cache_control": None}
     message = parse_message({"role": "user", "content": [part]}, "here")
     assert message == {"role": "user", "content": "a", "content.citations": [1]}
+
+
+@pytest.mark.parametrize("kind", ["tool_result", "functionResponse", "tool_use", "functionCall"])
+@pytest.mark.parametrize("inner", [None, "a", 3, ["f"], {"name": ["f"]}])
+def test_parts_with_anything_in_the_place_of_a_call_or_a_result_are_one_line(kind, inner):
+    for part in ({"type": kind, kind: inner}, {kind: inner}):
+        with contextlib.suppress(UserError):
+            parse_turns([{"role": "user", "content": [part]}], "messages", "here")

@@ -18,7 +18,7 @@ from your_ai.commands.options import (
     run_or_newest,
     with_options,
 )
-from your_ai.config.requests import COLUMNS, SYSTEM, ChatRequest, GenerateRequest, RunLike
+from your_ai.config.requests import COLUMNS, ChatRequest, GenerateRequest, RunLike
 from your_ai.errors import UserError
 from your_ai.gates.console import echo, echo_json
 from your_ai.gates.paths import unreadable_text
@@ -50,7 +50,6 @@ def generate(
         ),
     ] = None,
     columns: Annotated[list[str] | None, about_option(COLUMNS)] = None,
-    system: Annotated[str | None, about_option(SYSTEM)] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per line for each answer.")
     ] = False,
@@ -72,7 +71,7 @@ def generate(
     samples.check_num_samples(num_samples, sampling)
     name = which_run(request.run, named)
     config = folders.find(name).read_config()
-    form, note = generation.form_of_prompts(config, system)
+    form, note = generation.form_of_prompts(config, request.system)
     given = gather(prompt, prompts, columns_of(columns), config)
     asked = [generation.asked_with(each, form) for each in given]
     streamed = num_samples == len(asked) == 1 and not as_json
@@ -83,13 +82,9 @@ def generate(
         else samples.sizes_of(asked, request.max_tokens, num_samples),
         request,
     )
-    notes = [answerer.note, note if asked != given else ""]
-    if config.prompt_template and not prompts:
-        notes.append(
-            f"the rows' prompts were made by --prompt-template {config.prompt_template}; this one "
-            "is used as it is; --prompts FILE makes them of rows"
-        )
-    for each in filter(None, notes):
+    is_told = asked != given or not form.is_known
+    typed = "" if prompts else generation.note_on_template(config)
+    for each in filter(None, (answerer.note, note if is_told else "", typed)):
         echo_note(each)
     fitted = answerer.fit(asked, sampling)  # all of them, before the first answer
     try:
@@ -207,7 +202,7 @@ def chat(request: ChatRequest) -> None:
     """Chat with a run's model, and compare it with its base model; /help lists the commands."""
     from your_ai.commands import talking
     from your_ai.generation import chat as chatting
-    from your_ai.generation.generate import form_of_prompts, sampling_of
+    from your_ai.generation.generate import form_of_prompts, note_on_template, sampling_of
 
     sampling = sampling_of(request)
     trained = opened(request)
@@ -215,11 +210,8 @@ def chat(request: ChatRequest) -> None:
     form, note = form_of_prompts(trained.config, request.system)
     if form.is_text:
         note = "the training rows are plain texts, which your_ai generate continues"
-    elif trained.config.prompt_template:
-        note = f"{note}; " if note else ""
-        note += "the rows' prompts were made by --prompt-template; these are used as they are"
-    if note:
-        echo_note(note)
+    for each in filter(None, (note, note_on_template(trained.config))):
+        echo_note(each)
     conversation = chatting.Conversation(form.system, tools=form.tools)
     talker.check(conversation)
     talking.talk(talker, conversation, talking.banner(trained))

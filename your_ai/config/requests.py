@@ -208,8 +208,7 @@ class GenerateRequest:
     prompt: str | Sequence[Message] = ""
     """A prompt, or a conversation of messages with role and content."""
     _: KW_ONLY
-    system: str | None = None
-    """The system prompt; default: that of the training rows, if all have the same."""
+    system: str | None = setting(None, SYSTEM)
     adapter: bool = setting(True, "Use the adapter, or only the base model.")
     max_tokens: int = setting(256, MAX_TOKENS)
     temperature: float = setting(0.0, TEMPERATURE)

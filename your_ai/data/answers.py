@@ -133,48 +133,46 @@ class ChatAnswers:
 
     def once(self, chat: Chat, where: str) -> Chat:
         """The chat without what the template writes itself: end tokens at the end of its answers,
-        and tags around its messages."""
-        chat = self.with_one_wrapper(chat, where)
-        ends = tuple(end for end in self.end_tokens if end in self.template.special_tokens)
+        and tags around its other messages, such as `<tool_response>`."""
         found = {}
         for index, message in enumerate(chat.messages):
-            text = message["content"].rstrip()
-            if message["role"] == ASSISTANT and text.endswith(ends):
-                end = next(end for end in ends if text.endswith(end))
-                self.notes.add(f"answers with {end} at their end have it only once", where)
-                found[index] = {**message, "content": text.removesuffix(end)}
-        if not found:
-            return chat
-        return replace(chat, messages=[found.get(i, m) for i, m in enumerate(chat.messages)])
-
-    def with_one_wrapper(self, chat: Chat, where: str) -> Chat:
-        """The chat without those tags around its messages that the template writes around them,
-        such as `<tool_response>`."""
-        found = {}
-        for index, message in enumerate(chat.messages):
-            content = message["content"].strip()
-            begins = TAG.match(content) if message["role"] != ASSISTANT else None
-            if begins and (end := self.wrapped(chat, index, begins[0])):
-                content = content.removeprefix(begins[0]).removesuffix(end).strip()
+            content = message["content"]
+            if message["role"] == ASSISTANT:
+                content = self.without_end(content, where)
+            elif begins := TAG.match(content.strip()):
+                content = self.without_tags(chat, index, begins[0], where)
+            if content != message["content"]:
                 found[index] = {**message, "content": content}
-                self.notes.add(f"messages with {begins[0]} around them have it only once", where)
         if not found:
             return chat
         return replace(chat, messages=[found.get(i, m) for i, m in enumerate(chat.messages)])
 
-    def wrapped(self, chat: Chat, index: int, tag: str) -> str:
-        """The text that the template writes after a message before which it writes the tag, if the
-        message has both around it; else empty."""
-        message = chat.messages[index]
-        marked = [{**m, "content": SENTINEL} if m is message else m for m in chat.messages]
+    def without_end(self, content: str, where: str) -> str:
+        """An answer without an end token that the template writes after it."""
+        text = content.rstrip()
+        for end in self.end_tokens:
+            if text.endswith(end) and end in self.template.special_tokens:
+                self.notes.add(f"answers with {end} at their end have it only once", where)
+                return text.removesuffix(end)
+        return content
+
+    def without_tags(self, chat: Chat, index: int, tag: str, where: str) -> str:
+        """The content of a message that begins with a tag, without it and the one at its end if the
+        template writes both around the message."""
+        content: str = chat.messages[index]["content"]
+        marked = list(chat.messages)
+        marked[index] = {**marked[index], "content": SENTINEL}
         try:
             text = self.template.render(marked, chat.tools, "")
         except UserError:
-            return ""
+            return content
         before, _, after = text.partition(SENTINEL)
         end = TAG.match(after.lstrip())
-        is_there = end is not None and message["content"].rstrip().endswith(end[0])
-        return end[0] if end and is_there and before.rstrip().endswith(tag) else ""
+        inner = content.strip()
+        if end is None or not inner.endswith(end[0]) or not before.rstrip().endswith(tag):
+            return content
+        self.notes.add(f"messages with {tag} around them have it only once", where)
+        return inner.removeprefix(tag).removesuffix(end[0]).strip()
 
     def check_left(self, left: LeftOut, messages: list[dict[str, Any]], where: str) -> set[int]:
         """Refuse or name what the template has left out of a chat; return the earlier answers

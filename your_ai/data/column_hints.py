@@ -140,8 +140,8 @@ def longest_left(
 
 
 def is_about(name: str, role: str) -> bool:
-    """Return whether a column is about the row, such as its source, or its name has another
-    role."""
+    """Return whether a column does not have this role by its plain name: it is about the row, such
+    as its source, or, for a prompt, says which of two answers it is."""
     others = (words for other, words in WORDS.items() if other in ANSWERS_OF_PAIR)
     is_answer = role == "prompt" and any(says(name, words) for words in others)
     return name in ABOUT_ROWS or name.endswith("_id") or is_answer

@@ -144,7 +144,7 @@ class Layout:
             taken, used = LEFT_OUT, used | self.rendered
             out = used
         first = {name.removesuffix(".0") for name in used if name.endswith(".0")}
-        out |= {name for name in first if name in record and len(record[name]) == 1}
+        out |= {n for n in first if isinstance(texts := record.get(n), list) and len(texts) == 1}
         left = {name for name in taken & record.keys() - used if record[name] not in NOTHING}
         self.left.update(dict.fromkeys(sorted(left)))
         return {name: value for name, value in record.items() if name not in taken | out}

@@ -133,6 +133,8 @@ class CommonForm:
     """Whether they are plain texts, which no chat template renders."""
     tools: list[Any] | None = None
     """The tools of a chat; None if they differ or are not known."""
+    is_known: bool = True
+    """Whether the rows could be read again."""
 
 
 def common_form(config: TrainConfig) -> CommonForm:
@@ -141,8 +143,10 @@ def common_form(config: TrainConfig) -> CommonForm:
     Reads the rows where the run found them, until they have nothing in common. Data of the hub is
     not fetched again.
     """
-    if not config.data or any(is_dataset(name.strip()) for name in config.data.split(",")):
+    if not config.data:  # a run that was imported
         return CommonForm()
+    if any(is_dataset(name.strip()) for name in config.data.split(",")):
+        return CommonForm(is_known=False)
     systems, texts, tools = set[str](), set[bool](), set[str]()
     try:
         path = find_splits(config).files["train"]
@@ -154,7 +158,7 @@ def common_form(config: TrainConfig) -> CommonForm:
             if differ(systems, "") and differ(tools, "null") and False in texts:
                 break
     except (UserError, OSError):
-        return CommonForm()
+        return CommonForm(is_known=False)
     return CommonForm(
         system="" if differ(systems, "") else systems.pop(),
         is_text=texts == {True},
@@ -163,7 +167,7 @@ def common_form(config: TrainConfig) -> CommonForm:
 
 
 def differ(found: set[str], nothing: str) -> bool:
-    """Return whether rows with these values have none in common, other than `nothing`."""
+    """Return whether rows with these values have no value in common but `nothing`."""
     return len(found) != 1 or found == {nothing}
 
 

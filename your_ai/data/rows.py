@@ -213,8 +213,8 @@ def parse_messages(row: dict[str, Any], where: str) -> Chat:
     is_pairs = isinstance(turns, list) and turns and all(isinstance(turn, list) for turn in turns)
     parsed = (turns_of_pairs if is_pairs else parse_turns)(turns, key, where)
     if parsed[-1]["role"] == USER and row.get("completion"):
-        whole = as_chat(row, parsed, row["completion"], where)
-        return whole if isinstance(whole, Chat) else Chat(parsed)
+        tools, asked = parse_tools(row, where), with_system(row, parsed, where)
+        return Chat([*asked, *answer_turns(row["completion"], tools, where)], tools, len(asked))
     turns = with_system(row, parsed, where)
     return Chat(turns, parse_tools(row, where))
 

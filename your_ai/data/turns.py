@@ -127,27 +127,26 @@ def without_calls(content: Any) -> tuple[Any, list[Any]]:
     calls."""
     if not isinstance(content, list):
         return content, []
-    calls = []
-    for part in content:
-        if (kind := kind_of_part(part)) in CALL_PARTS:
-            call = part.get(kind, part)
-            calls.append({k: v for k, v in call.items() if k != "type"} if isinstance(call, dict)
-                         else call)  # fmt: skip
+    calls = [inner_part(part) for part in content if kind_of_part(part) in CALL_PARTS]
     rest = [part for part in content if kind_of_part(part) not in CALL_PARTS]
     return (rest or None if calls else content), calls
 
 
+def inner_part(part: dict[str, Any]) -> dict[str, Any]:
+    """A call or a result in a part of a content: under the name of its kind, or the part itself."""
+    inner = part.get(str(kind_of_part(part)))
+    inner = inner if isinstance(inner, dict) else part
+    return {key: value for key, value in inner.items() if key != "type"}
+
+
 def results_in(parts: list[Any]) -> list[dict[str, Any]]:
     """The messages of those parts of a content that are results of tools."""
-    found = []
-    for part in parts:
-        if (kind := kind_of_part(part)) in RESULT_PARTS:
-            result = dict(part.get(kind, part))
-            result.pop("type", None)
-            names = {"tool_use_id": "tool_call_id", "response": "content"}
-            result = {names.get(key, key): value for key, value in result.items()}
-            found.append({"role": TOOL, "content": "", **result})
-    return found
+    names = {"tool_use_id": "tool_call_id", "response": "content"}
+    results = [inner_part(part) for part in parts if kind_of_part(part) in RESULT_PARTS]
+    return [
+        {"role": TOOL, "content": "", **{names.get(key, key): result[key] for key in result}}
+        for result in results
+    ]
 
 
 def is_transcript(text: str) -> bool:
@@ -236,9 +235,8 @@ def parse_content(content: Any, where: str) -> tuple[str | None, str]:
 def keys_of_parts(content: Any) -> dict[str, Any]:
     """Return what parts of a content have beside their text, such as citations, as keys of the
     message, so that they are named if they have no effect."""
-    parts = (
-        [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-    )
+    items = content if isinstance(content, list) else []
+    parts = [part for part in items if isinstance(part, dict)]
     own = {"type", *TEXT_PARTS, *REASONING}
     return {f"content.{key}": part[key] for part in parts for key in part if key not in own}
 
@@ -378,7 +376,7 @@ def name_of_tool(tool: Any) -> str | None:
 def calls_as_json(content: Any, tools: list[Any] | None) -> list[Any]:
     """The calls of the given tools that a content is, as objects or as JSON text; empty if it is
     anything else."""
-    names = {*map(name_of_tool, tools or ())} - {None}
+    names = [name for tool in tools or () if (name := name_of_tool(tool))]
     if names and isinstance(content, str) and content.strip()[:1] in ("[", "{"):
         with contextlib.suppress(UserError):
             content = read_json(content, "")

@@ -29,9 +29,10 @@ from your_ai.data.prompts import is_prompt_row, parse_prompts
 from your_ai.data.records import read_records, suffix_of
 from your_ai.data.rows import Chat, Question
 from your_ai.data.template import TemplateRefused
+from your_ai.data.turns import SYSTEM
 from your_ai.engine.weights import last_position_only, open_model, prepare_for_generation
 from your_ai.errors import RunError, UserError, first_line, is_memory_error
-from your_ai.gates.text import counted, quoted
+from your_ai.gates.text import counted, quoted, shortened
 from your_ai.gates.token_ids import EMBEDDINGS, HEADS, check_ids, rows_of, vocabulary_of
 from your_ai.gates.untrusted import read_json
 from your_ai.generation.rollouts import Sampler, keys_at, sampler_of, seed_keys
@@ -247,21 +248,33 @@ def asked_with(prompt: Prompt, form: CommonForm) -> Prompt:
 
 
 def form_of_prompts(config: TrainConfig, system: str | None) -> tuple[CommonForm, str]:
-    """The form of a run's prompts, and what the user should know of it.
+    """The form of a run's prompts, and what the user should know of it; "" if nothing.
 
     system: the system prompt, "" for none; None for that of the rows which the run trained.
     """
     form = common_form(config)
     notes = []
+    if not form.is_known and system is None:
+        notes.append(
+            f"the training rows cannot be read again ({shortened(config.data)}): if all had the "
+            "same system prompt, give it with --system"
+        )
     if system is None and form.system:
         begun = quoted(form.system, 60)
         notes.append(f"the system prompt of the training rows is used: {begun} (--system sets it)")
     if form.tools:
-        count = counted(len(form.tools), "tool")
-        notes.append(f"prompts have the {count} of the training rows")
+        notes.append(f"prompts have the {counted(len(form.tools), 'tool')} of the training rows")
     if form.is_text and not system:
         notes.append("the training rows are plain texts: prompts are continued as they are")
     return form if system is None else replace(form, system=system), "; ".join(notes)
+
+
+def note_on_template(config: TrainConfig) -> str:
+    """The note for prompts that are typed to a run whose prompts a template made; "" for others."""
+    if not config.prompt_template:
+        return ""
+    made = f"--prompt-template {shortened(config.prompt_template)}"
+    return f"the prompts of the training rows were made by {made}; this one is used as it is"
 
 
 def find_base_model(run: str, base: str | None = None) -> tuple[TrainConfig, Path]:
@@ -417,8 +430,8 @@ def prompt_tokens(
         answers = ChatAnswers(template, end_texts(tokenizer), Notes())
         messages = answers.once(Chat(messages, tools), where).messages
         text = template.render(messages, tools, where, answer_next=True)
-        system = messages[0]["role"] == "system" and template.left_out(messages[:1], None, text)
-        if system and system.contents:
+        opening = messages[:1] if messages[0]["role"] == SYSTEM else []
+        if template.left_out(opening, None, text).contents:
             raise UserError(
                 f"{where}: the model's chat template omits system prompts; leave it out, or write "
                 "it into the question"
