@@ -571,12 +571,8 @@ PARTS = st.lists(
 
 
 @given(parts=PARTS, tools=st.sampled_from([None, [{"name": "a"}]]))
-def test_parts_of_any_kind_are_read_or_refused_in_one_line(parts, tools):
+def test_parts_of_any_kind_are_read_or_refused(parts, tools):
     turns = [USER, {"role": "user", "content": parts}, {"role": "assistant", "content": parts}]
-    for row in ({"messages": turns, "tools": tools}, {"prompt": "q", "completion": parts}):
-        try:
-            content = content_of({**row, "tools": tools})
-        except UserError as error:
-            assert "\n" not in str(error)
-        else:
-            assert isinstance(content, Chat)
+    for row in ({"messages": turns}, {"prompt": "q", "completion": parts}):
+        with contextlib.suppress(UserError):
+            assert isinstance(content_of({**row, "tools": tools}), Chat)
