@@ -130,6 +130,11 @@ def test_train_resume_generate(capsys, options, own_folder):
     assert call("generate", "--run", "first", "--prompt", "hi", "--no-adapter") == 0
 
 
+def test_fewer_steps_than_were_asked_for_are_named(capsys, options):
+    assert call(*options, "--max-steps", 99, "--epochs", 1) == 0
+    assert "--max-steps 99: --epochs ends the run after 3 steps" in capsys.readouterr().out
+
+
 def test_supervised_run_resumes_with_other_settings(capsys, options):
     assert call(*options, "--run", "first", "--max-steps", 2) == 0
     assert call("train", "--resume", "first", "--max-steps", 3, "--supervise") == 0

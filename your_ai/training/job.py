@@ -128,6 +128,9 @@ class Job:
         if not isinstance(given.warmup_steps, str) and given.warmup_steps >= self.steps:
             steps = counted(self.steps, "step")
             found.append(f"--warmup-steps {given.warmup_steps}: the run has only {steps}")
+        if given.max_steps is not None and given.max_steps > self.steps:
+            steps = counted(self.steps, "step")
+            found.append(f"--max-steps {given.max_steps}: --epochs ends the run after {steps}")
         if given.patience and "valid" not in self.data.examples:
             found.append("--patience: has no effect, because there are no validation rows")
         if given.objective == "kto":
