@@ -268,11 +268,11 @@ def forward_peak(network: nn.Module, x: mx.array) -> int:
     """Bytes of a forward pass at its peak."""
     mx.eval(network.parameters(), network(x))  # compiles, meanwhile MLX would run ahead
     before, found = mx.get_active_memory(), []
-    for _ in range(9):  # how far MLX runs ahead depends on the moment
+    for _ in range(9):
         mx.reset_peak_memory()
         mx.eval(network(x))
         found.append(mx.get_peak_memory() - before)
-    return sorted(found)[4]
+    return max(found)  # a thread that is late holds back the others, so that less is there at once
 
 
 @pytest.mark.parametrize(
