@@ -175,6 +175,7 @@ SWITCHES = {  # the same, if they are true
     "trust_remote_code": "no code of a model is ever run",
     "test": "measure the test rows afterwards with `your_ai eval`",
 }
+MOST = 10**12  # of a whole number: no run has more of anything
 ALWAYS = (
     "not as in mlx-lm: the random numbers and the order of the rows; rows that do not fill a last "
     "batch are trained too; the padding token after each row, which mlx-lm trains, is not"
@@ -221,8 +222,9 @@ class MlxlmFile:
 
     def as_whole(self, value: Any, label: str, least: int) -> int:
         number: int | None = as_number(value, int)
-        if number is None or number < least:
-            raise self.error(label, f"expected a whole number from {least}, found {quoted(value)}")
+        if number is None or not least <= number <= MOST:
+            wanted = f"a whole number from {least} to {MOST}"
+            raise self.error(label, f"expected {wanted}, found {quoted(value)}")
         return number
 
     def as_float(self, value: Any, label: str) -> float:
