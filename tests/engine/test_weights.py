@@ -88,9 +88,8 @@ def test_last_slice_of_a_streamed_head_needs_no_more_than_the_others(tmp_path, b
         return mx.get_peak_memory() - held
 
     mx.eval(hidden, targets[:4])
-    # A thread that is late frees its arrays late, or holds back the others.
-    least = min(peak(4 * 1024) for _ in range(3))
-    assert least < 1.03 * max(peak(3 * 1024 + 512) for _ in range(3))
+    most = max(peak(4 * 1024) for _ in range(5))  # how far MLX runs ahead depends on its threads
+    assert most < 1.03 * max(peak(3 * 1024 + 512) for _ in range(5))
 
 
 def test_missing_or_truncated_file_is_reported(tmp_path):

@@ -18,6 +18,7 @@ from typing import Any
 from your_ai.config.adapter_facts import FACTS, chosen_by, settings_choosing
 from your_ai.config.names import FOLDER, NONE, flag
 from your_ai.config.optimizers import OPTIMIZERS
+from your_ai.config.setting import LARGEST
 from your_ai.config.settings import FIELDS
 from your_ai.config.values import as_number, coerce
 from your_ai.errors import UserError
@@ -175,7 +176,6 @@ SWITCHES = {  # the same, if they are true
     "trust_remote_code": "no code of a model is ever run",
     "test": "measure the test rows afterwards with `your_ai eval`",
 }
-MOST = 10**12  # of a whole number: no run has more of anything
 ALWAYS = (
     "not as in mlx-lm: the random numbers and the order of the rows; rows that do not fill a last "
     "batch are trained too; the padding token after each row, which mlx-lm trains, is not"
@@ -222,8 +222,8 @@ class MlxlmFile:
 
     def as_whole(self, value: Any, label: str, least: int) -> int:
         number: int | None = as_number(value, int)
-        if number is None or not least <= number <= MOST:
-            wanted = f"a whole number from {least} to {MOST}"
+        if number is None or not least <= number <= LARGEST:
+            wanted = f"a whole number from {least} to {LARGEST}"
             raise self.error(label, f"expected {wanted}, found {quoted(value)}")
         return number
 
