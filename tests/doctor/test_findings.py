@@ -53,13 +53,6 @@ def test_a_large_mac_is_advised_to_raise_its_wired_limit(gb, could_mb):
     assert finding.command == f"sudo sysctl iogpu.wired_limit_mb={could_mb}"
 
 
-def test_fitted_memory_estimates_are_named_and_those_of_another_machine_are_fitted_again():
-    fitted = replace(MAC, memory_fit="2026-01-31", memory_fit_used=True)
-    assert found(fitted, "fitted on this machine on 2026-01-31").level == "ok"
-    other = found(replace(fitted, memory_fit_used=False), "not used")
-    assert (other.level, other.command) == ("note", "your_ai doctor --fit-memory")
-
-
 def test_the_advised_wired_limit_raises_the_run_limit_and_ends_the_advice():
     for machine in (MACS[64], MACS[128]):
         (finding,) = bad(machine)

@@ -291,7 +291,6 @@ def test_what_is_measured_stays_as_it_is():
         (["--minutes", "3"], "--minutes: only works with --report"),
         (["--yes"], "--yes: only works with --report"),
         (["--report", "x", "--selftest"], "--selftest: cannot be combined with --report"),
-        (["--report", "x", "--fit-memory"], "--fit-memory: cannot be combined with --report"),
     ],
 )
 def test_wrong_input_is_one_line_before_anything_runs(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import json
 import math
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +26,6 @@ from your_ai.config.adapter_facts import DORA, LORA
 from your_ai.config.optimizers import OPTIMIZERS
 from your_ai.doctor import our_plans
 from your_ai.doctor.contest import Contest, contest_batches, contest_tokens
-from your_ai.doctor.fit_memory import errors, from_json
 from your_ai.doctor.shapes import SHAPES, make_shape
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
@@ -36,7 +33,6 @@ from your_ai.engine.gradients import HeldGradients
 from your_ai.engine.weights import tensors_of
 from your_ai.hub.config_values import GROUP_SIZE
 from your_ai.memory.calibration import Shape
-from your_ai.memory.coefficients import PACKAGED
 from your_ai.memory.estimate import (
     Estimate,
     Plan,
@@ -362,29 +358,6 @@ def test_optimizers_hold_what_is_estimated(tiny_model, name, bits):
 
 # Measured peaks
 
-# On the CPU, every token trained: whole steps and evaluations of two shapes with 4-bit weights,
-# the gradients of small models of seven architectures, and what `doctor --fit-memory` measures.
-MEASUREMENTS = Path(__file__).parents[2] / "tools" / "memory_measurements.json"
-RECORDED = from_json(json.loads(MEASUREMENTS.read_text(encoding="utf-8")))
-# Per kind of peak: the lowest error of an estimate, and the highest of 90% of them. Plans add 12%
-# of the activations as a margin, and a run measures its own micro-batches near its limit.
-CLOSE_BY_KIND = {"step": (-0.05, 0.06), "evaluation": (-0.18, 0.14), "gradients": (-0.18, 0.16)}
-
-
-@pytest.mark.parametrize("kind", CLOSE_BY_KIND)
-def test_recorded_peaks_are_estimated(kind):
-    found = errors([peak for peak in RECORDED if peak.kind == kind], PACKAGED)
-    lowest, highest = CLOSE_BY_KIND[kind]
-    assert found.min() > lowest
-    assert np.percentile(found, 90) < highest
-
-
-def test_whole_steps_and_evaluations_of_real_shapes_are_estimated_within_a_tenth():
-    real = [peak for peak in RECORDED if peak.facts.blocks >= 16]  # small, and Qwen2.5 0.5B
-    real = [peak for peak in real if peak.kind != "gradients"]
-    assert len(real) > 90
-    assert np.abs(errors(real, PACKAGED)).max() < CLOSE
-
 
 def facts_of_shape(name: str, folder: Path) -> ModelFacts:
     """The facts of a shape from the headers of its files alone."""
@@ -393,13 +366,6 @@ def facts_of_shape(name: str, folder: Path) -> ModelFacts:
     network = module.Model(module.ModelArgs.from_dict(config))
     nn.quantize(network, GROUP_SIZE, 4)
     return facts_of(write_headers(folder, tensors_in(network), config), 4)
-
-
-def test_recorded_shapes_have_the_facts_that_were_recorded(tmp_path):
-    for name in ("small", "qwen2.5-0.5b"):
-        facts = facts_of_shape(name, tmp_path / name)
-        kinds = tuple(replace(kind, mixers=()) for kind in facts.kinds)  # not recorded
-        assert replace(facts, kinds=kinds) in [peak.facts for peak in RECORDED], name
 
 
 def training_of(facts: ModelFacts, layers: str, targets: str) -> Training:
@@ -413,7 +379,7 @@ def test_facts_from_headers_are_those_of_a_written_model(tmp_path):
     assert replace(made, disk_bytes=0) == replace(from_headers, disk_bytes=0)
 
 
-CHEAP = [  # RECORDED has every plan but `resident` with each of these
+CHEAP = [
     (128, 1, *FEW, "spilled"),
     (128, 4, *FEW, "resident"),
     (128, 1, *ALL, "staged"),

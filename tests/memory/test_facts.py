@@ -17,7 +17,6 @@ from mlx.utils import tree_flatten
 from tests.conftest import EXTRA, make_model
 from tests.headers import write_with_header
 from your_ai.config import TrainConfig
-from your_ai.doctor.fit_memory import Peak, from_json, to_json
 from your_ai.doctor.shapes import SHAPES, make_shape
 from your_ai.gates.untrusted import DTYPE_BITS
 from your_ai.memory.facts import (
@@ -28,16 +27,10 @@ from your_ai.memory.facts import (
     layers_named,
     vocabulary_held,
 )
-from your_ai.memory.workload import Training
 from your_ai.modelfiles.quantize import quantized_lazily
 from your_ai.nets import model
 
 KINDS = {mx.float32: "F32", mx.bfloat16: "BF16", mx.uint32: "U32", mx.uint8: "U8"}
-PEAK = Peak(
-    facts=ModelFacts((), (), 64, 256, 4, 4, 1, 1, 1, False), kind="step", rows=1, tokens=8,
-    training=Training(blocks=1, rank=4, targets=("q_proj",), experts=True), engine="staged",
-    peak_bytes=1,
-)  # fmt: skip
 WITHOUT_EXPERTS = [name for name in EXTRA if name != "qwen3_moe"]
 Tensors = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape of each tensor
 
@@ -323,8 +316,6 @@ def test_blocks_name_the_layers_that_are_not_quantized(tmp_path):
     assert first.dense == ()
     assert second.dense == ("mlp.up_proj", "self_attn.q_proj")
     assert len(mixed.counts_of_last(mixed.blocks)) == 2
-    (peak,) = from_json(json.loads(json.dumps(to_json([replace(PEAK, facts=mixed)]))))
-    assert peak.facts == mixed
     whole = facts_of_config(config | {"quantization": {"group_size": 32, "bits": 4}}, 4)
     assert whole.head_quantized
     assert not any(kind.dense for kind in whole.kinds)

@@ -320,14 +320,6 @@ def doctor(
     selftest: Annotated[
         bool, typer.Option("--selftest", help="Train a small model as a test; takes 2 minutes.")
     ] = False,
-    fit_memory: Annotated[
-        bool,
-        typer.Option(
-            "--fit-memory",
-            help="Measure memory on this machine, in some minutes, and fit the estimates of plans "
-            "to it.",
-        ),
-    ] = False,
     report: Annotated[
         Path | None,
         typer.Option(
@@ -357,18 +349,13 @@ def doctor(
     from your_ai.doctor import findings as examining
     from your_ai.doctor.machine import read_machine
 
-    chosen = {"--fit-memory": fit_memory, "--selftest": selftest, "--report": report is not None}
-    given = [name for name, value in chosen.items() if value]
-    if len(given) > 1:
-        raise UserError(f"{given[0]}: cannot be combined with {given[1]}")
+    if selftest and report is not None:
+        raise UserError("--selftest: cannot be combined with --report")
     of_report = {"--quick": quick, "--minutes": minutes is not None, "--yes": yes}
     if report is None and (alone := [name for name, value in of_report.items() if value]):
         raise UserError(f"{alone[0]}: only works with --report; give --report FILE, too")
     if report is not None:
         report_device(report, quick, minutes, yes, as_json)
-        return
-    if fit_memory:
-        fit_to_machine(as_json)
         return
     machine = read_machine()
     if selftest:
@@ -443,39 +430,3 @@ def report_device(path: Path, quick: bool, minutes: float | None, yes: bool, as_
         echo(f"wrote {path}{dropped}")
     if content["failed"]:
         raise typer.Exit(1)
-
-
-def fit_to_machine(as_json: bool) -> None:
-    """Measure peaks, fit the coefficients of estimates to them, and keep both."""
-    from your_ai.doctor import fit_memory as fitting
-    from your_ai.doctor import measure_memory as measuring
-    from your_ai.memory.coefficients import PACKAGED
-
-    peaks = []
-    for peak in measuring.measured_peaks():
-        peaks.append(peak)
-        if not as_json:
-            echo(measuring.describe(peak))
-    fitted = measuring.fitted_to(peaks)
-    off = fitting.errors(peaks, PACKAGED)
-    try:
-        path = measuring.keep(fitted, peaks)
-    except OSError as error:
-        raise UserError(f"{error.filename}: cannot be written ({error.strerror})") from error
-    if as_json:
-        echo_json(
-            {
-                "peaks": fitted.peaks,
-                "lowest_before": float(off.min()),
-                "highest_before": float(off.max()),
-                "lowest": fitted.lowest,
-                "highest": fitted.highest,
-                "file": str(path),
-            }
-        )
-        return
-    echo(
-        f"\nestimates of these {fitted.peaks} peaks: {off.min():+.0%} to {off.max():+.0%} before, "
-        f"{fitted.lowest:+.0%} to {fitted.highest:+.0%} now\n"
-        f"plans on this machine use them from now on; to go back, delete {path}"
-    )

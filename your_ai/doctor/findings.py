@@ -61,7 +61,6 @@ def findings(machine: MachineInfo) -> list[Finding]:
         *of_versions(machine),
         *of_device(machine),
         *of_memory(machine),
-        *of_memory_fit(machine),
         *of_disk(machine),
         *of_surroundings(machine),
     ]
@@ -165,15 +164,6 @@ def of_memory(machine: MachineInfo) -> Iterator[Finding]:
         sizes = f"{roughly(machine.container_bytes)} of the machine's {roughly(ram)}"
         command = f"docker update --memory {ram // MIB}m --memory-swap {ram // MIB}m CONTAINER"
         yield Finding("note", f"this container may use {sizes}", command)
-
-
-def of_memory_fit(machine: MachineInfo) -> Iterator[Finding]:
-    """Return whether memory estimates were fitted to this machine."""
-    if machine.memory_fit and machine.memory_fit_used:
-        yield Finding("ok", f"memory estimates were fitted on this machine on {machine.memory_fit}")
-    elif machine.memory_fit:
-        what = f"memory estimates were fitted on {machine.memory_fit} on another device or version"
-        yield Finding("note", f"{what}, and are not used", "your_ai doctor --fit-memory")
 
 
 def of_wired_limit(machine: MachineInfo, ram: int) -> Iterator[Finding]:

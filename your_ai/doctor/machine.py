@@ -112,10 +112,6 @@ class MachineInfo:
     your_ai: str | None = None
     missing: tuple[str, ...] = ()
     """The extras of your_ai that lack a package."""
-    memory_fit: str | None = None
-    """The date on which memory estimates were fitted to a machine, with --fit-memory."""
-    memory_fit_used: bool = False
-    """Whether it was this machine with these versions, so that plans use that fit."""
     endpoint: str | None = None
     """HF_ENDPOINT."""
     offline: bool = False
@@ -176,7 +172,6 @@ def read_machine() -> MachineInfo:
         mlx_lm=attempt(lambda: metadata.version("mlx-lm")),
         your_ai=__version__,
         missing=missing_extras(),
-        **(attempt(memory_fit) or {}),
         endpoint=os.environ.get("HF_ENDPOINT") or None,
         offline=os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"),
     )
@@ -225,17 +220,6 @@ def memory() -> dict[str, Any]:
         "container_bytes": machine.container_bytes,
         "container_used_bytes": machine.container_used_bytes,
     }
-
-
-def memory_fit() -> dict[str, Any]:
-    """The fields of MachineInfo about fitted memory estimates."""
-    from your_ai.memory import budget, coefficients
-
-    found = coefficients.read_fitted(store() / coefficients.FILE)
-    if found is None:
-        return {}
-    used = found.machine == tuple(budget.machine_key())
-    return {"memory_fit": found.date, "memory_fit_used": used}
 
 
 def device() -> str:

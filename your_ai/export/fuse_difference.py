@@ -26,7 +26,7 @@ from your_ai.export.fused_weights import base_of
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.hub.find import fingerprint, store, tokenizer_fingerprint
 from your_ai.memory import allocator
-from your_ai.memory.budget import coefficients_here, limit_of, python_bytes, row_limit
+from your_ai.memory.budget import limit_of, python_bytes, row_limit
 from your_ai.memory.estimate import weights_bytes
 from your_ai.memory.estimate_generation import generation_bytes
 from your_ai.memory.facts import ModelFacts, facts_of
@@ -215,14 +215,13 @@ def hold(
     bytes. Raises UserError if one
     such row does not fit.
     """
-    coefficients = coefficients_here()
-    row = max(generation_bytes(found, tokens, coefficients) for found in facts)
+    row = max(generation_bytes(found, tokens) for found in facts)
     position = LOGITS_HELD * 4 * max(found.vocabulary for found in facts)
     beside = sum(array.nbytes for array in adapter.arrays.values()) + python_bytes()
     beside += row + FEWEST_POSITIONS * position
     resident = beside + sum(found.weights_bytes for found in facts)
     streamed = beside
-    streamed += sum(weights_bytes(f, "streamed", coefficients=coefficients) for f in facts)
+    streamed += sum(weights_bytes(found, "streamed") for found in facts)
     streams = streamable and resident > limit
     least = streamed if streams else resident
     if least > limit:

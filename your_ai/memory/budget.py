@@ -20,7 +20,6 @@ from your_ai.memory import allocator, probe
 from your_ai.memory import calibration as measurements
 from your_ai.memory.buffers import allowed, of_wave
 from your_ai.memory.calibration import Calibration, Measurement
-from your_ai.memory.coefficients import FILE, Coefficients, for_machine
 from your_ai.memory.estimate import weights_bytes
 from your_ai.memory.estimate_generation import generation_bytes, rollout_phases, wave_sizes
 from your_ai.memory.facts import ModelFacts, facts_of
@@ -104,7 +103,6 @@ def process_here() -> ProcessFacts:
     return ProcessFacts(
         python_bytes=python_bytes(),
         sliced=mx.default_device().type == mx.cpu,
-        coefficients=coefficients_here(),
         speed=speed_here(),
         most_buffers=probe.most_buffers() or UNLIMITED,
         mixes_whole=mlx_version() >= METAL_VJP,
@@ -162,11 +160,6 @@ def machine_key() -> list[str]:
     """The device, its name, and the versions of mlx and mlx-lm: what memory depends on."""
     device, name = mx.default_device().type, mx.device_info().get("device_name")
     return [str(part) for part in (device, name, version("mlx"), version("mlx-lm"))]
-
-
-def coefficients_here() -> Coefficients:
-    """The coefficients that `doctor --fit-memory` fitted on this machine, or the packaged ones."""
-    return for_machine(store() / FILE, machine_key())
 
 
 def speed_key() -> list[str]:
@@ -239,10 +232,9 @@ def limit_generation(
     Raises UserError if neither resident nor streamed weights fit.
     """
     limit = limit_of(max_memory_gb).limit_bytes
-    coefficients = coefficients_here()
-    beside = python_bytes() + generation_bytes(facts, tokens, coefficients)
+    beside = python_bytes() + generation_bytes(facts, tokens)
     resident = beside + facts.weights_bytes
-    streamed = beside + weights_bytes(facts, "streamed", coefficients=coefficients)
+    streamed = beside + weights_bytes(facts, "streamed")
     least = min(resident, streamed) if can_stream else resident
     if least > limit:
         raise too_much_to_generate(max_memory_gb, least)
@@ -277,14 +269,14 @@ def plan_waves(
     max_memory_gb: MLX's memory is limited accordingly. Raises UserError if not even one row fits.
     None: as much as the machine has; if one row does not fit, it is tried all the same.
     """
-    limit, coefficients = limit_of(max_memory_gb).limit_bytes, coefficients_here()
+    limit = limit_of(max_memory_gb).limit_bytes
     most = allowed(probe.most_buffers() or UNLIMITED)
     of_weights = {False: facts.weights_bytes}
     if can_stream:
-        of_weights[True] = weights_bytes(facts, "streamed", coefficients=coefficients)
+        of_weights[True] = weights_bytes(facts, "streamed")
 
     def needed_bytes(wave: int, weights: int) -> int:
-        phases = rollout_phases(facts, sizes, wave, coefficients)
+        phases = rollout_phases(facts, sizes, wave)
         return python_bytes() + weights + int(max(sum(phase.values()) for phase in phases))
 
     found = [
