@@ -30,7 +30,8 @@ from your_ai.nets.mixers.replace import replace_mixers
 from your_ai.nets.model import DropoutKeys
 from your_ai.nets.neftune import neftune_of
 from your_ai.nets.parts import Parts, parts_of
-from your_ai.nets.split import Split, split
+from your_ai.nets.split import Path as ModulePath
+from your_ai.nets.split import Split, split, split_at
 from your_ai.objectives.objective import Objective
 from your_ai.objectives.sft import SUPERVISED
 
@@ -199,10 +200,17 @@ class SplitModel(NamedTuple):
     """Why the model cannot be split into blocks."""
 
 
-def split_model(model: nn.Module, blocks: list[nn.Module] | None) -> SplitModel:
-    halves, parts, reason = split(model), None, ""
+def split_model(
+    model: nn.Module, blocks: list[nn.Module] | None, path: ModulePath | None = None
+) -> SplitModel:
+    """Split a model, and compare its parts with the whole.
+
+    blocks: as of `parts_of`. path: of the trunk, if it is known: then nothing is compared, and no
+        block is evaluated.
+    """
+    halves, parts, reason = split(model) if path is None else split_at(model, path), None, ""
     try:
-        parts = parts_of(model, halves, blocks)
+        parts = parts_of(model, halves, blocks, checks=path is None)
     except Unsplittable as error:
         reason = str(error)
     if parts is not None and not halves.hidden:

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from your_ai.data.batches import Batch
-from your_ai.nets.adapter_kinds import NORMS, normed_layers, use_norms
+from your_ai.nets.adapter_kinds import normed_layers, use_any_norms
 from your_ai.nets.parts import skeleton
 
 P = ParamSpec("P")
@@ -102,8 +102,7 @@ def can_compile(model: nn.Module) -> bool:
     """
     try:
         twin = skeleton(model)
-        layers = normed_layers(twin)
-        with use_norms(layers, {f"{path}.{NORMS}": layer.m for path, layer in layers}):
+        with use_any_norms(normed_layers(twin)):
             mx.compile(twin)(mx.arange(TRIED_TOKENS)[None])  # never evaluated
     except ValueError as error:
         return "[eval]" not in str(error)

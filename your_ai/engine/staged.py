@@ -163,7 +163,7 @@ class Staged:
         self._head_loss = self._compiled(self._loss)
         self._head_scores = self._compiled(self._log_probabilities)
         self._most_likely = self._compiled(self._predictions)
-        self._losses_and_predictions = self._compiled(self._score)
+        self.losses_and_predictions = self._compiled(self._score)
 
     def engine(self) -> Engine:
         ahead = self.weights.streamed and self.store is not None and self.first > 0
@@ -190,7 +190,7 @@ class Staged:
         self, batch: Batch, scale: float, step_seed: int, add: Callable[[Arrays], None]
     ) -> Sums:
         """Call `add` with the gradients of each block, the last first, and then of the head."""
-        rows = self._rows(batch, step_seed)
+        rows = self.rows_of(batch, step_seed)
         hidden = self._below(batch, rows)
         kept = self.kept_at(rows.shape.rows, rows.shape.tokens)
         inputs = Stack() if kept else self.inputs
@@ -199,10 +199,10 @@ class Staged:
         results: list[list[mx.array]] = []
         self._run([hidden], [rows], self.trained, inputs, results, keeps)
         factor = mx.array(scale, mx.float32)
-        sums, cotangents, of_head = self._at_head(batch, rows, hidden, factor)
+        sums, cotangents, of_head = self.at_head(batch, rows, hidden, factor)
         mx.eval(sums, cotangents, of_head)
         for index in reversed(self.trained):
-            arrays, trained = self._arrays(index), trained_arrays(self.blocks[index])
+            arrays, trained = self.arrays_at(index), trained_arrays(self.blocks[index])
             self.weights.ahead(reversed(range(self.first, index)))
             lowest = index == self.first
             given: tuple[Any, ...]
@@ -235,7 +235,7 @@ class Staged:
         return Sums(*sums)
 
     def loss(self, batch: Batch) -> Sums:
-        rows = self._rows(batch)
+        rows = self.rows_of(batch)
         hidden, targets = self._forward(batch, rows), Targets.of(batch)
         if not self._is_cut(hidden):
             return Sums(*self._head_loss(rows.shape, joined(hidden), targets))
@@ -249,12 +249,12 @@ class Staged:
         return self._above(self._most_likely, batch)[0]
 
     def score(self, batch: Batch) -> tuple[mx.array, mx.array]:
-        losses, tokens = self._above(self._losses_and_predictions, batch)
+        losses, tokens = self._above(self.losses_and_predictions, batch)
         return losses, tokens
 
     def _above(self, function: Callable[..., Any], batch: Batch) -> tuple[mx.array, ...]:
         """The results of `function` for each target from the last hidden states, (S,) each."""
-        rows = self._rows(batch)
+        rows = self.rows_of(batch)
         hidden = self._forward(batch, rows)
         if self._is_cut(hidden):
             return self._by_tile(function, batch, rows, hidden)
@@ -280,7 +280,7 @@ class Staged:
         shape = batch.tokens.shape
         return target_parts(targets, batch.positions, shape, tiles_of(*shape))
 
-    def _at_head(
+    def at_head(
         self, batch: Batch, rows: BatchRows, hidden: list[mx.array], scale: mx.array
     ) -> tuple[Sums, list[mx.array], Arrays]:
         """The sums, the cotangents of `hidden`, which is emptied, and the gradients of the head."""
@@ -416,7 +416,7 @@ class Staged:
         """
         self.weights.ahead(which)
         for index in which:
-            arrays = self._arrays(index)
+            arrays = self.arrays_at(index)
             self.weights.ahead(range(index + 1, which.stop))
             trained = trained_arrays(self.blocks[index])
             for tiles, rows in zip(hidden, every, strict=True):
@@ -456,12 +456,12 @@ class Staged:
             return None
         return self.tiled.of(index, rows.shape, arrays, trained)
 
-    def _arrays(self, index: int) -> Arrays:
+    def arrays_at(self, index: int) -> Arrays:
         """The frozen weights of block `index`, and the norms of its adapted layers."""
         arrays = self.weights.read(index)
         return arrays | norms_of(self.normed[index], arrays)
 
-    def _rows(self, batch: Batch, step_seed: int | None = None) -> BatchRows:
+    def rows_of(self, batch: Batch, step_seed: int | None = None) -> BatchRows:
         """The rows of a batch; step_seed: the seed of dropout and noise, None outside training."""
         found: Extras = {}
         keys: Extras = {}
@@ -518,12 +518,12 @@ class FusedAboveCache(Staged):
         return replace(super().engine(), by_block=None)
 
     def gradients(self, batch: Batch, scale: float, step_seed: int) -> tuple[Sums, Any]:
-        rows = self._rows(batch, step_seed)
+        rows = self.rows_of(batch, step_seed)
         hidden = joined(self._below(batch, rows))
         trained = [trained_arrays(self.blocks[index]) for index in self.trained]
-        frozen = [self._arrays(index) for index in self.trained]
+        frozen = [self.arrays_at(index) for index in self.trained]
         factor = mx.array(scale, mx.float32)
-        function = partial(self._trained_gradients, rows.shape)
+        function = partial(self.trained_gradients, rows.shape)
         run = self.graphs.get(
             rows.shape, "joined", lambda: self.graphs.compile(function, self.state)
         )
@@ -539,7 +539,7 @@ class FusedAboveCache(Staged):
         found |= of_head
         return Sums(*sums), tree_unflatten(list(found.items()))
 
-    def _trained_gradients(
+    def trained_gradients(
         self, shape: GraphShape, trained: list[Arrays], of_head: Arrays, frozen: list[Arrays],
         hidden: mx.array, extras: list[Extras], targets: Targets, scale: mx.array,
     ) -> tuple[Sums, tuple[list[Arrays], Arrays]]:  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -22,6 +22,7 @@ import mlx.nn as nn
 from your_ai.errors import suppress_model_errors
 
 Path = tuple[str, ...]  # names of nested modules, from the model
+TRIED_TOKENS = 4  # length of the row on which splits are checked
 
 
 class StandIn(nn.Module):
@@ -91,22 +92,40 @@ def split(model: nn.Module) -> Split:
     The trunk is the module that owns the list of blocks, or one above it. If none computes the
     model's logits with the rest of the model as its head, the whole model is the trunk.
     """
-    tokens = mx.arange(4)[None]
+    tokens = mx.arange(TRIED_TOKENS)[None]
     whole = model(tokens)
-    owner = blocks_path(model)[:-1]
-    for depth in range(len(owner), 0, -1):
+    for found, logits in _candidates(model, tokens, whole.shape):
         with suppress_model_errors():  # an architecture with another layout
-            found = _split_at(model, owner[:depth])
-            hidden = found.trunk(tokens)
-            logits = found.head(hidden)
-            if logits is hidden or logits.shape != whole.shape:
-                continue
             if mx.allclose(logits, whole, rtol=1e-3, atol=1e-3).item():
                 return found
     return Split(trunk=model, head=lambda logits: logits, hidden=False)
 
 
-def _split_at(model: nn.Module, path: Path) -> Split:
+def trunk_path(model: nn.Module) -> Path | None:
+    """The path of the trunk, judged by the shapes of logits alone: nothing is evaluated. None if
+    the whole model is the trunk."""
+    tokens = mx.arange(TRIED_TOKENS)[None]
+    found = _candidates(model, tokens, model(tokens).shape)
+    return next((halves.path for halves, _ in found), None)
+
+
+def _candidates(
+    model: nn.Module, tokens: mx.array, shape: tuple[int, ...]
+) -> Iterator[tuple[Split, mx.array]]:
+    """The ways to split a model whose logits have this shape, each with its logits."""
+    owner = blocks_path(model)[:-1]
+    for depth in range(len(owner), 0, -1):
+        with suppress_model_errors():  # an architecture with another layout
+            found = split_at(model, owner[:depth])
+            hidden = found.trunk(tokens)
+            logits = found.head(hidden)
+            if logits is hidden or logits.shape != shape:
+                continue
+            yield found, logits
+
+
+def split_at(model: nn.Module, path: Path) -> Split:
+    """Split a model whose trunk is at `path`. Nothing is checked."""
     trunk = module_at(model, path)
 
     def run(model: nn.Module, hidden: mx.array) -> mx.array:

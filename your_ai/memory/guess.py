@@ -1,0 +1,238 @@
+"""Guess the memory of a model's work from sizes alone, where nothing was measured. No mlx here.
+
+For the catalogue, for models that are not here, for limits that are far away, and for how much may
+be measured at all. The factors are rounded from peaks of MLX 0.32 on a CPU in float32, so a guess
+may be a tenth too low, and much too high: plans add `plan.GUESS_MARGIN`.
+
+Shapes: B rows, T tokens per row, N = B x T, D hidden size, M outputs of the widest linear layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from your_ai.memory.costs import (
+    FUSED,
+    FUSED_SCORES,
+    STAGED,
+    STAGED_SCORES,
+    BlockCosts,
+    CostCurve,
+    Costs,
+    HeadCosts,
+    Shape,
+)
+from your_ai.memory.facts import (
+    MLPS,
+    ModelFacts,
+    backward_features,
+    dense_share,
+    forward_features,
+    head_step,
+    largest_matrix_bytes,
+    layers_named,
+    quantized_matrix_bytes,
+    slice_width,
+    widest_outputs,
+)
+from your_ai.memory.memoized import memoized
+from your_ai.memory.mixer_facts import ATTENTION, MLA, SLIDING, mixers_bytes
+from your_ai.memory.sizes import (
+    DEQUANTIZED_SLICE_BYTES,
+    HEAD_ROWS,
+    HEAD_SLICE_BYTES,
+    QUERY_BLOCK,
+    TILE_SCORE_BYTES,
+    TILE_TOKENS,
+)
+from your_ai.memory.workload import Training
+
+SAMPLES = (Shape(1, 128), Shape(2, 128), Shape(1, 512), Shape(1, 1024))
+HEAD_SIZES = (1, 128, 256, 512, 1024, 2048)  # N
+SLICED_LAYERS = ("gate_proj", "up_proj", "down_proj")  # an MLP that has them runs in slices
+SCORES = 3.8  # arrays of the scores of latent attention, whose mask is an array
+SOFTCAP_SCORES = 2.0  # the same of scores that pass through a tanh
+
+
+@memoized
+def guessed(facts: ModelFacts, training: Training, score_head: bool = False) -> Costs:
+    """What the work of a model with these adapters needs; score_head: as in `Workload`."""
+    kinds = [block_costs(alone, training) for alone in facts.alone]
+    return Costs(tuple(kinds), facts.order, head_costs(facts, score_head))
+
+
+def block_costs(facts: ModelFacts, training: Training) -> BlockCosts:
+    """Of a block of a model whose blocks are of one kind."""
+    number, hidden = facts.float_bytes, facts.hidden + facts.passed
+    matrix, largest = quantized_matrix_bytes(facts), largest_matrix_bytes(facts)
+    dequantized = min(DEQUANTIZED_SLICE_BYTES, matrix)
+    dense, wide = dense_share(facts), widest_outputs(facts)
+    part = slice_width(wide, backward_features(facts.hidden)) if slices_mlp(facts) else wide
+    adapted = layers_named(facts, training.targets, training.experts)
+    lora, most = sum(i for i, _ in adapted), max(part, facts.hidden)
+    sliced_lora = sum(min(i, most) for i, _ in adapted)
+    outputs = sum(o for _, o in facts.linears.values())
+    vectors = sum(min(o, facts.hidden) for _, o in adapted) * bool(training.adapter.vectors)
+    routed = max((facts.linears[name][1] for name in facts.experts), default=0)
+    norms = facts.norms - 2
+    weights = 3 * min(part * facts.hidden * number, largest)  # of the layers in a slice of the MLP
+
+    def forward(rows: int, tokens: int) -> float:
+        n = rows * tokens * number
+        work = n * ((3.4 + 0.3 * (dense == 1)) * forward_width(facts) + 5 * hidden)
+        work += n * (6 * routed + 0.7 * norms * facts.hidden) + 5.8 * dequantized
+        return work + mixing(rows, tokens, forward=True)
+
+    def backward(rows: int, tokens: int) -> float:
+        n = rows * tokens * number
+        mlp = n * (11.7 * part + 3 * wide * (dense == 1))
+        rest = n * (6 * routed + 1.6 * sliced_lora + (3 + 0.7 * norms) * hidden + 2.5 * vectors)
+        copies = 1.9 * (1 - dense) * min(weights, 3 * DEQUANTIZED_SLICE_BYTES)
+        copies += 0.2 * dense * weights
+        return max(mlp, mixing(rows, tokens)) + rest + copies
+
+    def kept_forward(rows: int, tokens: int) -> float:
+        n = rows * tokens * number
+        work = n * (4.6 * wide + (6.3 + 0.7 * norms) * hidden + 6 * routed) + 4.1 * dequantized
+        return work + mixing(rows, tokens, forward=True)
+
+    def kept_backward(rows: int, tokens: int) -> float:
+        n = rows * tokens * number
+        whole = 7.3 if not matrix else 2.0 * (matrix <= DEQUANTIZED_SLICE_BYTES)
+        narrow = min(wide, backward_features(facts.hidden)) if is_mixer_alone(facts) else wide
+        work = n * (4.4 * narrow + (3 + 0.7 * norms + whole) * hidden + 1.1 * lora + 2.5 * vectors)
+        scores = 4 * rows * tokens * facts.heads * min(tokens, QUERY_BLOCK)
+        return work + n * 6 * routed + 3 * scores + 4.8 * dequantized + mixing(rows, tokens)
+
+    def saved(rows: int, tokens: int) -> float:
+        n = rows * tokens * number
+        work = n * (1.75 * outputs + 0.75 * lora + vectors + 5.7 * norms * facts.hidden)
+        return work + n * 0.5 * routed + mixing(rows, tokens, kept=True)
+
+    def working(rows: int, tokens: int) -> float:
+        own = rows * tokens * number * (1.4 * wide + 6 * routed) + 6.2 * dequantized
+        return own + mixing(rows, tokens)
+
+    def evaluated(rows: int, tokens: int) -> float:
+        slices = 4.6 * dequantized if largest > DEQUANTIZED_SLICE_BYTES else 0.0
+        factor = 4.6 if slices else 8.5
+        own = rows * tokens * number * (factor * wide + 5.4 * hidden + 6 * routed) + slices
+        return own + mixing(rows, tokens, forward=True)
+
+    def mixing(rows: int, tokens: int, *, kept: bool = False, forward: bool = False) -> float:
+        """Bytes beyond those of attention in blocks of queries."""
+        (kind,) = facts.kinds
+        latent = sum(mixer.heads for mixer in kind.mixers if mixer.kind == MLA)
+        found = (1.0 if kept else SCORES) * rows * latent * tokens**2 * number
+        if facts.softcaps:
+            found += SOFTCAP_SCORES * rows * facts.heads * tokens**2 * number
+        return found + mixers_bytes(kind.mixers, rows, tokens, number, kept=kept, forward=forward)
+
+    def of_tiles(work: Callable[[int, int], float], per_token: int) -> CostCurve:
+        """On tiles: the work of one of them, or of attention, and what there is of each token."""
+        scores = min(17.5 * TILE_SCORE_BYTES, 20 * facts.heads * TILE_TOKENS**2)
+        width = max((m.heads * m.value_dim for m in facts.kinds[0].mixers), default=0)
+        attention = scores + 23 * TILE_TOKENS * (width or facts.hidden)
+        return CostCurve(max(work(1, TILE_TOKENS), attention), per_token)
+
+    cached = max((m.cached for m in facts.kinds[0].mixers), default=0) or 2 * facts.hidden
+    of_token = (facts.hidden + cached) * number
+    of_adapters = training.rank * sum(i + o for i, o in adapted)
+    return BlockCosts(
+        forward=curve_of(forward),
+        backward=curve_of(backward),
+        storing=CostCurve(4.0 * of_adapters),
+        kept_forward=curve_of(kept_forward),
+        kept_backward=curve_of(kept_backward),
+        tiled_forward=of_tiles(forward, of_token),
+        tiled_backward=of_tiles(lambda b, t: max(forward(b, t), backward(b, t)),
+                                of_token + 4 * cached),
+        saved=curve_of(saved),
+        working=curve_of(working),
+        joined=curve_of(lambda rows, tokens: 0.85 * rows * tokens * wide * number),
+        evaluated=curve_of(evaluated),
+        tiles=can_tile(facts),
+    )  # fmt: skip
+
+
+def curve_of(work: Callable[[int, int], float]) -> CostCurve:
+    """The curve through a function of (B, T), which is as good as one for most."""
+    return CostCurve.through({shape: work(*shape) for shape in SAMPLES})
+
+
+def head_costs(facts: ModelFacts, score_head: bool) -> dict[str, HeadCosts]:
+    """Of the head: slices of its logits and of its weight, and hidden states."""
+    number, quantized = facts.float_bytes, facts.head_quantized
+
+    def slices(n: int) -> tuple[float, float]:
+        """Bytes of a slice of the logits, and of the weight in it."""
+        count = min(n, HEAD_ROWS)
+        columns = min(facts.vocabulary, head_step(facts, count)) * (not score_head)
+        capped = 1.7 if facts.softcaps else 1.0
+        return 4 * count * columns * capped, columns * facts.hidden * number
+
+    def staged(n: int) -> float:
+        logits, weights = slices(n)
+        hidden = n * facts.hidden * number
+        together = hidden * min(1.0, HEAD_ROWS / n)
+        own = 3.75 * logits + (2 if quantized else 3) * weights + 5.7 * together
+        return own + 2 * (hidden - together)
+
+    def fused(n: int) -> float:
+        logits, weights = slices(n)
+        hidden = n * facts.hidden * number
+        return (2 if quantized else 3) * (4.2 * logits + 1.9 * weights * quantized) + 1.1 * hidden
+
+    def scores(n: int, of_slice: float) -> float:
+        logits, _ = slices(n)
+        part = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * number) * (not score_head)
+        hidden = min(n, HEAD_ROWS) * facts.hidden * number
+        return max(staged(n), 3.4 * logits + of_slice * part + 4 * hidden)
+
+    every: dict[str, Callable[[int], float]] = {
+        STAGED: staged,
+        FUSED: fused,
+        STAGED_SCORES: lambda n: scores(n, 1.7),
+        FUSED_SCORES: lambda n: scores(n, 8.6),
+    }
+    return {
+        name: HeadCosts(HEAD_SIZES, tuple(of(n) for n in HEAD_SIZES)) for name, of in every.items()
+    }
+
+
+@memoized
+def can_tile(facts: ModelFacts) -> bool:
+    """Return whether the blocks of such a model have attention alone, in a form that
+    engine/tiles.py can cut, and pass on nothing but hidden states."""
+    mixers = [kind.mixers for kind in facts.kinds]
+    plain = all(len(m) == 1 and m[0].kind in (ATTENTION, SLIDING, MLA) for m in mixers)
+    plain = plain and not any(mixer.untiled for (mixer,) in mixers)
+    return plain and not facts.softcaps and not facts.passed
+
+
+def is_mixer_alone(facts: ModelFacts) -> bool:
+    """Return whether such blocks have a linear-time mixer and no MLP."""
+    names = {name.partition(".")[0] for kind in facts.kinds for name in kind.linears}
+    every = {mixer.kind for kind in facts.kinds for mixer in kind.mixers}
+    return bool(every - {ATTENTION, SLIDING, MLA}) and not names & set(MLPS)
+
+
+def slices_mlp(facts: ModelFacts) -> bool:
+    """Return whether the MLP of such blocks is computed in slices of features, or there is none."""
+    names = {name for kind in facts.kinds for name in kind.linears}
+    found = {name.partition(".")[0] for name in names} & set(MLPS)
+    gated = all({f"{mlp}.{layer}" for layer in SLICED_LAYERS} <= names for mlp in found)
+    return gated and not any(kind.sparse for kind in facts.kinds)
+
+
+def forward_width(facts: ModelFacts) -> int:
+    """Outputs of the widest layer, or slice of an MLP, in the forward pass of a block."""
+    if dense_share(facts) == 1 or not slices_mlp(facts):
+        return widest_outputs(facts)
+    about = forward_features(facts.hidden)
+    outputs = (
+        slice_width(o, about) if name.partition(".")[0] in MLPS else o
+        for kind in facts.kinds
+        for name, (_, o) in kind.linears.items()
+    )
+    return max(outputs, default=0)
