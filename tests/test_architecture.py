@@ -42,9 +42,9 @@ LAYERS = [
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_MLX = """
     cli config data.batches data.encode data.sources gates.token_ids run.events memory.facts
-    memory.estimate memory.plan memory.limit memory.governor memory.calibration
-    memory.corrections memory.estimate_kept memory.speed memory.step_time doctor.fit_speed
-    doctor.recommend memory.workload memory.mixer_facts hub.registry training.preview
+    memory.estimate memory.plan memory.limit memory.governor memory.costs memory.guess
+    memory.corrections memory.estimate_kept memory.step_time doctor.recommend
+    memory.workload memory.mixer_facts hub.registry training.preview
     training.plan_without_files hub.download hub.local evaluation.record dashboard.live
     trackers.upload publish.after_training publish.push session.supervisor session.attach
     session.run_list session.new_run serving.web serving.live_page serving.mcp_gate

@@ -67,7 +67,7 @@ class PlannedRun:
     notes: tuple[str, ...] = ()
     """What each key of a file of mlx-lm became, and what differs."""
     seconds_per_step: float | None = None
-    """Predicted; None if this machine's speed was not measured (`your_ai bench --calibrate`)."""
+    """Predicted; None if nothing was measured, as of a model that is not on this machine."""
 
 
 @dataclass(frozen=True)

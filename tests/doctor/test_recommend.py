@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from tests.machines import CPU, CUDA, GIB, MACS, RECORDED
-from tests.speeds import KNOWN
 from your_ai.config import TrainConfig, defaults, resolve
 from your_ai.doctor import recommend as recommending
 from your_ai.doctor.machine import limit_of
@@ -322,20 +321,6 @@ def test_the_answer_has_the_measured_seconds_if_there_are_any():
     assert "newest run" not in shown(recommending.recommendation_text(room, found))
     assert "about 12.3 s per step" in shown(recommending.recommendation_text(room, found, 12.345))
     assert "no other known model fits" in shown(recommending.recommendation_text(room, found[:1]))
-
-
-def test_the_answer_has_predicted_seconds_where_the_speed_is_known():
-    room = dataclasses.replace(room_of(64), float_bytes=4, speed=KNOWN)
-    (model,) = [each for each in known().values() if each.alias == "qwen2.5-0.5b"]
-    found = recommend(room, [model])
-    assert found[0].seconds > 0
-    text = shown(recommending.recommendation_text(room, found, 12.345))
-    assert "per step of full rows, predicted" in text
-    assert "newest run" not in text
-    assert (
-        recommending.recommendations_json(room, found)["recommendations"][0]["seconds"]
-        == found[0].seconds
-    )
 
 
 def test_pairs_need_room_for_both_answers():

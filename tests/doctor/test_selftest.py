@@ -272,10 +272,6 @@ def test_a_run_stays_below_its_memory_limit(made, monkeypatch):
     assert 50_000_000 < figures["peak_bytes"] <= figures["limit_bytes"]
     assert figures["looks"] > 50
     assert figures["plans"]
-    assert all(0.1 <= ratio <= 10 for ratio in figures["measured_over_estimated"])
-    assert (
-        f"{figures['measured_over_estimated'][-1]:.2f} times the estimate" in (outcome["measured"])
-    )
 
 
 def test_an_exceeded_memory_limit_is_detected(made, monkeypatch):

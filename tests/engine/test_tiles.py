@@ -16,8 +16,8 @@ from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.spill import Spilled
 from your_ai.engine.tiles import TiledBlocks
 from your_ai.memory import sizes
-from your_ai.memory.estimate_tiles import can_tile
 from your_ai.memory.facts import facts_of
+from your_ai.memory.guess import can_tile
 from your_ai.nets import tile_calls, tiled_attention
 
 CASES = [  # architecture, bits, DoRA, dropout, other settings of by_plan

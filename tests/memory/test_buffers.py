@@ -19,12 +19,13 @@ from tests.memory.test_plan import GB, WORKLOAD
 from your_ai.config import TrainConfig
 from your_ai.engine.build import build_engine
 from your_ai.engine.gradients import HeldGradients
+from your_ai.engine.measure_costs import batch_of
 from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import open_model
 from your_ai.hub.registry import known
 from your_ai.memory import budget, probe
 from your_ai.memory.buffers import METAL_BUFFERS, allowed, most_held, of_model, of_tracing
-from your_ai.memory.calibration import Shape
+from your_ai.memory.costs import Shape
 from your_ai.memory.estimate_kept import everything
 from your_ai.memory.facts import ModelFacts, facts_of, facts_of_known
 from your_ai.memory.plan import DoesNotFit, choose, options
@@ -38,7 +39,6 @@ from your_ai.memory.workload import (
     Workload,
 )
 from your_ai.nets.model import add_adapters
-from your_ai.training.measure_peaks import batch_of
 from your_ai.training.optimizer import build_optimizer, make_update
 
 METAL = ProcessFacts(most_buffers=METAL_BUFFERS, mixes_whole=True)

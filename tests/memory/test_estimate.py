@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ from your_ai.doctor.shapes import SHAPES, make_shape
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.gradients import HeldGradients
-from your_ai.engine.weights import tensors_of
+from your_ai.engine.measure_costs import batch_of, measure_costs
+from your_ai.engine.weights import open_model, tensors_of
 from your_ai.hub.config_values import GROUP_SIZE
-from your_ai.memory.calibration import Shape
+from your_ai.memory.costs import Shape
 from your_ai.memory.estimate import (
     Estimate,
     Plan,
@@ -40,26 +42,24 @@ from your_ai.memory.estimate import (
     Workload,
     adapter_bytes,
     estimate,
-    head_bytes,
+    noise_bytes,
     read_bytes,
     weights_bytes,
 )
 from your_ai.memory.estimate_adapters import reduction_bytes
 from your_ai.memory.estimate_generation import generation_bytes
 from your_ai.memory.estimate_kept import step_cost
-from your_ai.memory.estimate_tiles import noise_bytes
 from your_ai.memory.facts import BlockFacts, ModelFacts, facts_of
+from your_ai.memory.guess import costs_of
 from your_ai.nets import model
 from your_ai.nets.model import TokenKeys
 from your_ai.nets.neftune import Neftune, uniform_noise
 from your_ai.training import optimizer
-from your_ai.training.measure_peaks import batch_of
 
-KERNELS = "measured"  # they make the peaks smaller
 ENGINES = ("fused", "staged", "streamed")
 TARGETS = (("q_proj",), ("q_proj", "v_proj"), ("all-linear",))
 FEW, ALL = ("4", "q_proj"), ("all", "all-linear")  # layers and targets of the adapters
-CLOSE = 0.10  # of the measured peak
+CLOSE = {"fused": 0.13, "staged": 0.07, "streamed": 0.07, "kept": 0.04}  # of the measured peak
 
 
 @st.composite
@@ -218,8 +218,8 @@ def not_less(larger: Estimate, smaller: Estimate, narrower: float = 0.0) -> None
 def narrower_bytes(workload: Workload, before: int, after: int) -> float:
     """Bytes that slices of the head need less for more hidden states: each has fewer columns, with
     about as many logits, but fewer weights."""
-    cuts = (False, True)
-    return max(head_bytes(workload, before, c) - head_bytes(workload, after, c) for c in cuts)
+    heads = costs_of(workload).heads.values()
+    return max(head.at(before) - head.at(after) for head in heads)
 
 
 @given(cases())
@@ -394,6 +394,26 @@ def tiny_shape(tmp_path_factory) -> Path:
     return make_shape("tiny", 4, "float32", tmp_path_factory.mktemp("shapes"))
 
 
+def with_measured_costs(folder: Path, config: TrainConfig, workload: Workload) -> Workload:
+    """The workload with its costs as measured, without reading a weight."""
+    network = open_model(folder, mx.float32).network
+    costs = measure_costs(network, config, workload, 10**10)
+    assert costs is not None
+    return replace(workload, costs=costs)
+
+
+@cache
+def measured_workload(
+    folder: Path, tokens: int, rows: int, layers: str, targets: str, forward: bool = False
+) -> Workload:
+    """The work of a contest, measured once for the tests that have the same."""
+    facts, config = facts_of(folder, 4), TrainConfig(lora_targets=(targets,))
+    training = training_of(facts, layers, targets)
+    sizes = {"lengths": (tokens,), "batch_size": rows, "rows_per_step": rows}
+    workload = Workload(facts=facts, training=training, forward=forward, **sizes)
+    return with_measured_costs(folder, config, workload)
+
+
 @pytest.mark.compiled
 @pytest.mark.memory
 @pytest.mark.parametrize(("tokens", "rows", "layers", "targets", "contender"), CHEAP)
@@ -423,10 +443,9 @@ def test_peaks_measured_here_are_estimated(
         resident = 2 if contender == "resident" else 0  # of 4 blocks
         alone = Plan("streamed", rows * tokens, contender == "spilled", resident=resident)
         plan = replace(alone, blocks_ahead=int(contender == "resident"))
-    facts = facts_of(tiny_shape, 4)
-    workload = Workload(facts=facts, training=training_of(facts, layers, targets))
+    workload = measured_workload(tiny_shape, tokens, rows, layers, targets)
     found = estimate(workload, plan, rows, tokens)
-    assert found.mlx_bytes == pytest.approx(peak, rel=CLOSE)
+    assert found.mlx_bytes == pytest.approx(peak, rel=CLOSE[plan.engine])
 
 
 @pytest.mark.compiled
@@ -457,11 +476,9 @@ def test_peaks_of_an_evaluation_measured_here_are_estimated(
     for _ in range(3):  # how far MLX runs ahead depends on who else computes
         mx.eval(built.engine.score(batch))
     peak = mx.get_peak_memory() - before
-    facts = facts_of(tiny_shape, 4)
-    training = training_of(facts, layers, targets)
-    workload = Workload(facts=facts, training=training, forward=True)
+    workload = measured_workload(tiny_shape, tokens, rows, layers, targets, forward=True)
     found = estimate(workload, Plan(engine, rows * tokens), rows, tokens)
-    assert found.mlx_bytes == pytest.approx(peak, rel=CLOSE)
+    assert found.mlx_bytes == pytest.approx(peak, rel=CLOSE[engine])
 
 
 # The head is most of a small fused model: of 1 or 2 slices of the vocabulary, then of many. How
@@ -493,7 +510,8 @@ def test_peaks_of_a_large_vocabulary_over_few_features_are_estimated(
     peak = mx.get_peak_memory() - before
     facts = facts_of(folder, 4)
     training = Training(blocks=facts.blocks, rank=8, targets=("q_proj",))
-    workload = Workload(facts=facts, training=training)
+    workload = Workload(facts=facts, training=training, lengths=(tokens,))
+    workload = with_measured_costs(folder, config, workload)
     found = estimate(workload, Plan("fused", tokens), 1, tokens, gradients_only=True)
     optimizer_states = found.components["optimizer"]
-    assert found.mlx_bytes - optimizer_states == pytest.approx(peak, rel=2 * CLOSE)
+    assert found.mlx_bytes - optimizer_states == pytest.approx(peak, rel=CLOSE["fused"])

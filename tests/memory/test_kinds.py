@@ -1,4 +1,4 @@
-"""Estimates of models that no coefficient was fitted to, compared with their measured peaks."""
+"""Guesses of the memory of other architectures, compared with their measured peaks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import pytest
 from mlx_lm.models import gemma3n
 
 from your_ai.engine.mlp import can_be_sliced
-from your_ai.memory.coefficients import PACKAGED
 from your_ai.memory.estimate import Plan, Training, Workload, estimate, weights_bytes
-from your_ai.memory.estimate_blocks import slices_mlp
 from your_ai.memory.facts import facts_of_config, sparse_blocks
+from your_ai.memory.guess import slices_mlp
 from your_ai.memory.workload import Kept
 
 PEAKS = Path(__file__).parents[2] / "tools" / "architecture_peaks.json"
 RECORDED = json.loads(PEAKS.read_text(encoding="utf-8"))
-CLOSE = 0.15
+TOO_LOW, TOO_HIGH = -0.12, 0.3  # plans add a margin of 12%
 
 
 @pytest.mark.parametrize("name", RECORDED["models"])
@@ -34,7 +33,8 @@ def test_gradients_of_other_architectures_are_estimated(name):
         needed = found.mlx_bytes - found.components["optimizer"]  # none was made
         off[plan] = needed / peak - 1
     assert set(off) == {"fused", "staged", "streamed", "kept"}
-    assert max(map(abs, off.values())) < CLOSE, off
+    assert min(off.values()) > TOO_LOW, off
+    assert max(off.values()) < TOO_HIGH, off
 
 
 def test_a_large_block_beside_small_ones_is_streamed_with_one_of_them():
@@ -42,11 +42,10 @@ def test_a_large_block_beside_small_ones_is_streamed_with_one_of_them():
     (kind,) = facts.kinds
     large = replace(kind, weights_bytes=10 * kind.weights_bytes)
     between = replace(facts, kinds=(kind, large), order=(0, 1, 0, 0))
-    count = PACKAGED.streamed["training"]
-    apart = count * large.weights_bytes + facts.rest_bytes
-    beside = large.weights_bytes + int((count - 1) * kind.weights_bytes) + facts.rest_bytes
+    apart = 2 * large.weights_bytes + facts.rest_bytes
+    beside = large.weights_bytes + kind.weights_bytes + facts.rest_bytes
     assert weights_bytes(between, "streamed") == beside < apart
-    assert weights_bytes(replace(between, order=(0, 1, 1, 0)), "streamed") == int(apart)
+    assert weights_bytes(replace(between, order=(0, 1, 1, 0)), "streamed") == apart
 
 
 def test_sparse_mlps_are_those_that_the_engine_does_not_slice():

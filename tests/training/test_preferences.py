@@ -15,10 +15,9 @@ from tests.conftest import adapter_of, events_of, losses_of, resume, train, trai
 from your_ai.data.examples import Examples, RowCounts
 from your_ai.errors import UserError
 from your_ai.evaluation.dataset_scores import MeanLoss
-from your_ai.memory.calibration import Shape
 from your_ai.run import checkpoint, events
 from your_ai.session import new_run
-from your_ai.training import measure_peaks, reference
+from your_ai.training import reference
 from your_ai.training.job import imbalance
 from your_ai.training.memory_actions import Governor
 
@@ -104,20 +103,6 @@ def test_a_step_is_the_same_in_smaller_micro_batches(pairs):
     whole = train(pairs(run="a", batch_size=4))
     parts = train(pairs(run="b", batch_size=2, grad_accumulation=2))
     assert losses_of(parts) == pytest.approx(losses_of(whole), rel=1e-4)
-
-
-@pytest.mark.parametrize("objective", ["dpo", "kto"])
-def test_the_memory_of_a_micro_batch_is_measured_without_a_reference(pairs, monkeypatch, objective):
-    found = []
-
-    def measured(prepared, log, *_):
-        found.append(measure_peaks.peak_of(prepared, Shape(4, 32), log))
-        return prepared
-
-    monkeypatch.setattr("your_ai.training.train.calibrated", measured)
-    train(pairs(objective, max_steps=1))
-    assert found[0].mlx_bytes > 0
-    assert found[0].beside_bytes > 0
 
 
 def test_the_reference_is_computed_once_for_the_same_rows(pairs, monkeypatch):

@@ -25,6 +25,7 @@ from your_ai.memory.limit import MachineMemory
 from your_ai.memory.plan import Option
 from your_ai.memory.workload import Plan, RolloutSizes
 from your_ai.run import events
+from your_ai.training import planned as planned_runs
 from your_ai.training.preview import disk_bytes
 
 GB = 10**9
@@ -41,10 +42,11 @@ COMPONENTS = set(
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch) -> None:
-    """A machine with 16 GB, half of it free, and a fresh process."""
+    """A machine with 16 GB, half of it free, and a fresh process. Nothing is measured."""
     memory = MachineMemory(ram_bytes=16 * GB, available_bytes=8 * GB)
     monkeypatch.setattr(probe, "machine", lambda: memory)
     monkeypatch.setattr(budget, "python_bytes", lambda: 140_000_000)
+    monkeypatch.setattr(planned_runs, "measure_costs", lambda *_, **__: None)
 
 
 def files() -> set[str]:
@@ -95,10 +97,10 @@ def test_json_output_is_one_object(capsys):
     status, out, error = call(capsys, "plan", "--json")
     assert (status, error, out.count("\n")) == (0, "", 1)
     found = json.loads(out)
-    time = {"seconds_by_term", "seconds_note", "steps"}
+    time = {"seconds_by_term", "seconds_note", "steps", "measured"}
     limit = {"limit_bytes", "limit_reason", "notices"}
     assert found.keys() == PLAN | limit | time | {"smaller", "larger"}
-    assert "bench --calibrate" in found["seconds_note"]
+    assert "nothing was measured" in found["seconds_note"]
     assert found["limit_bytes"] == 8 * GB * 95 // 100
     assert found["notices"] == []
     assert found["larger"] is None

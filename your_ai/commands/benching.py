@@ -17,11 +17,6 @@ def bench(request: BenchRequest, as_json: JsonObject = False) -> None:
     from your_ai.doctor import bench as measuring
     from your_ai.doctor.contest import Contest
 
-    if request.calibrate:
-        if request.shape is not None or request.model is not None:
-            raise UserError("--calibrate: has models of its own; leave --shape and --model out")
-        calibrate_machine(as_json)
-        return
     objective, processes = request.objective, request.processes
     peers = None if request.against is None else ",".join(request.against)
     if processes > 1:
@@ -71,19 +66,3 @@ def bench(request: BenchRequest, as_json: JsonObject = False) -> None:
             *measuring.over_limit(contest, rows),
             sep="\n",
         )
-
-
-def calibrate_machine(as_json: bool) -> None:
-    """Measure the speed of this machine and keep it; one that was kept stays until the end."""
-    from your_ai.doctor import measure_speed as measuring
-
-    measured = measuring.measured_times(echo_error)
-    found = measuring.calibrated(measured)
-    try:
-        path = measuring.keep_speed(found, measured)
-    except OSError as error:
-        raise UserError(f"{error.filename}: cannot be written ({error.strerror})") from error
-    if as_json:
-        echo_json({**dataclasses.asdict(found), "file": str(path)})
-    else:
-        open_console().print(measuring.speed_table(found, measured, path))

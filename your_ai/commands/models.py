@@ -294,10 +294,7 @@ def recommend(
     from your_ai.doctor.machine import read_machine
 
     if memory is None:
-        from your_ai.training.plan_without_files import speed_known
-
         room = recommending.room_here(read_machine())
-        room = dataclasses.replace(room, speed=speed_known())
     else:
         room = recommending.room_of(memory)
     objective = coerce("objective", objective, "--objective")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -196,7 +198,7 @@ def plan(
             raise UserError(f"--bits {bits}: only works with --shape")
         from your_ai.training.plan_without_files import planned_run
 
-        budget = planned_run(settings, seq_len, echo_note, memory)
+        plan_it = partial(planned_run, settings, seq_len, echo_note, memory)
     else:
         if "model" in flags:
             raise UserError(f"--shape {shape}: cannot be combined with --model")
@@ -207,7 +209,10 @@ def plan(
 
         dtype = "float32" if settings.dtype == "auto" else settings.dtype
         folder = weights_of(shape, None, 4 if bits is None else bits, dtype, echo_note)
-        budget = planned_budget(settings, folder, seq_len, echo_note)
+        plan_it = partial(planned_budget, settings, folder, seq_len, echo_note)
+    console = open_console(stderr=True)
+    with console.status("planning") if console.is_terminal else contextlib.nullcontext() as shown:
+        budget = plan_it(on_measure=shown.update if shown is not None else lambda text: None)
     if longest:
         rows = preview.longest_shown(budget.workload, max_memory)
         if as_json:

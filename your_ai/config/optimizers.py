@@ -40,8 +40,6 @@ class OptimizerKind:
     work_in_8_bits: tuple[int, int] | None = None
     """The same with states in 8 bits, float32 meanwhile: for the largest array, and for others;
     None if there is nothing to store in 8 bits."""
-    has_time: bool = True
-    """Whether the time of its updates is predicted."""
     in_mlxlm: bool = True
     """Whether mlx-lm has it, under the same name."""
     mlxlm_decay: float = 0.0
@@ -87,7 +85,6 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
         work=12.1,
         work_in_bfloat16=12.6,
         work_in_8_bits=(26, 7),
-        has_time=False,
         mlxlm_decay=0.01,
     ),
     "adafactor": OptimizerKind(

@@ -449,9 +449,6 @@ class BenchRequest:
     max_memory: float | None = setting(
         None, "Memory limit of each process, in GB.", metavar=GIGABYTES
     )
-    calibrate: bool = setting(
-        False, "Measure the speed of this machine, in 20 seconds, so that plans predict seconds."
-    )
     processes: int = setting(
         1,
         "Measure how a step scales from one process to this many, without peers.",

@@ -374,7 +374,7 @@ def doing_after(state: ViewState, event: events.Event) -> str:
             return "finished" if event.reason == "done" else "stopped"
         case events.Action() if event.kind in REPLANS:
             return "restarting" if event.kind == "restart" else "changing the memory plan"
-        case events.Rollout() | events.Limit() | events.Planned() | events.Measured():
+        case events.Rollout() | events.Limit() | events.Planned():
             return state.doing
         case _ if isinstance(event, events.BESIDE_THE_WORK) or not state.loaded:
             return state.doing

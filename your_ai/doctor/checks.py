@@ -62,7 +62,7 @@ AGREE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
 FULL_FLOAT32 = {"MLX_ENABLE_TF32": "0"}
 COMPARED = ("gradients", "plain", "tiles")  # the checks that need it
 # A peak may be this many times its estimate, and at least that part of it. On the CPU: 0.8 to 1.0.
-PEAK_AT_MOST, PEAK_AT_LEAST = 1.1, 0.6
+PEAK_AT_MOST, PEAK_AT_LEAST = 1.1, 0.8
 PLANS_BY_PLAIN = 1.5  # how much more than plain autograd in the same dtype they may differ
 
 LossAndGradients = tuple[float, dict[str, mx.array]]
@@ -232,12 +232,13 @@ def compare_tiles(folder: Path) -> Outcome:
     return Outcome(ok, text, {**figures, "tokens": tokens})
 
 
-def compare_peak(folder: Path, plan: str, bits: str, tokens: str) -> Outcome:
-    """Compare the peak of MLX's memory in two steps with its estimate. plan: as in `bench`."""
-    shape = SHAPE if device() == "cpu" else SHAPE_OF_A_GPU
-    dtype = dtype_name(model.compute_dtype("auto"))
+def compare_peak(folder: Path, plan: str, bits: str, tokens: str, dtype: str) -> Outcome:
+    """Compare the peak of MLX's memory in two steps with its estimate, from costs of blocks that
+    are measured here. plan: as in `bench`. dtype: on a GPU; a CPU computes in float32."""
+    on_cpu = device() == "cpu"
+    shape, dtype = (SHAPE, "float32") if on_cpu else (SHAPE_OF_A_GPU, dtype)
     path = make_shape(shape, int(bits), dtype, folder / "peaks")
-    contest = dataclasses.replace(contest_of(path, dtype, int(tokens)), steps=2)
+    contest = dataclasses.replace(contest_of(path, dtype, int(tokens)), steps=2, measures=True)
     found = bench.run_contender(contest, plan)
     ratio = found["peak_bytes"] / found["estimated_bytes"]
     figures = {name: found[name] for name in ("peak_bytes", "estimated_bytes", "process_bytes")}

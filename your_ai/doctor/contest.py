@@ -48,6 +48,8 @@ class Contest:
     """With grpo."""
     lora_dropout: float = 0.0
     """Of our plans; the peers have none."""
+    measures: bool = False
+    """Whether the estimates of our named plans come from measured costs, and not from a guess."""
 
     @property
     def targets(self) -> int:

@@ -27,6 +27,7 @@ from your_ai.doctor.contest import (
     examples_of,
 )
 from your_ai.engine.gradients import gradients_in
+from your_ai.engine.measure_costs import measure_costs
 from your_ai.engine.weights import Opened, open_model
 from your_ai.errors import RunError, UserError
 from your_ai.gates.token_ids import vocabulary_of
@@ -295,6 +296,10 @@ def contest_budget(contest: Contest, contender: str, job: Job, opened: Opened) -
     facts = facts_of(opened.folder, opened.dtype.size)
     workload = workload_of(job.config, facts, sizes, process_here(), can_stream=opened.can_stream)
     workload = dataclasses.replace(workload, batch_size=contest.rows)
+    if contest.measures:
+        limit_bytes = limit_of(None).limit_bytes
+        costs = measure_costs(opened.network, job.config, workload, limit_bytes)
+        workload = dataclasses.replace(workload, costs=costs)
     room = mlx_room(contender)
     if room is None:
         plan = named_plan(contest, contender, workload.training.blocks, len(opened.network.layers))

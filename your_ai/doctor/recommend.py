@@ -27,13 +27,11 @@ from your_ai.memory import limit as limits
 from your_ai.memory.facts import ModelFacts, facts_of_known
 from your_ai.memory.limit import MemoryLimit
 from your_ai.memory.plan import Choice, DoesNotFit, choose, options
-from your_ai.memory.speed import UNKNOWN, KnownSpeed
 from your_ai.memory.workload import (
     PYTHON_BYTES,
     SCORED_FIRST,
     WHOLE,
     ProcessFacts,
-    StepSizes,
     Training,
     Workload,
     words,
@@ -85,8 +83,6 @@ class MachineRoom:
     """Size of the floating-point numbers in computations."""
     sliced: bool = False
     """Whether weights are dequantized in slices, as on the CPU."""
-    speed: KnownSpeed = UNKNOWN
-    """How fast it computes."""
 
     @property
     def has_gpu(self) -> bool:
@@ -116,8 +112,6 @@ class Recommendation:
     """Amount of arithmetic divided by that of the fastest plan."""
     command: str
     """The command that starts the training."""
-    seconds: float | None = None
-    """Predicted, of a step of full rows; None if they are not predicted."""
 
 
 def room_of(memory_gb: float) -> MachineRoom:
@@ -173,7 +167,7 @@ def workloads(
     seq_len = profile.seq_len if model is None else min(profile.seq_len, model.context)
     is_whole = model is not None and model.model_type in WHOLE
     config = TrainConfig()
-    process = ProcessFacts(python_bytes=PYTHON_BYTES, sliced=room.sliced, speed=room.speed)
+    process = ProcessFacts(python_bytes=PYTHON_BYTES, sliced=room.sliced)
     for rank, blocks in defaults.adapters(config, facts.blocks):
         yield Workload(
             facts=facts,
@@ -188,7 +182,6 @@ def workloads(
             batch_size=profile.batch * profile.texts_together,
             rows_per_step=profile.batch * profile.texts_together,
             rows_together=profile.texts_together,
-            steps=StepSizes(on_cpu=room.sliced),
             process=process,
         )
 
@@ -224,7 +217,6 @@ def planned(
         peak_bytes=choice.option.estimate.process_bytes,
         step_cost=choice.option.cost,
         command=command_of(model, seq_len, profile),
-        seconds=choice.option.seconds,
     )
 
 
@@ -278,7 +270,7 @@ def recommendation_text(
 ) -> RenderableType:
     """Show the first recommendation with its command.
 
-    seconds: of a step, from the newest run, if none are predicted.
+    seconds: of a step, from the newest run, if there is one.
     """
     if not found:
         return Group(NONE_FITS, *about_limit(room))
@@ -291,9 +283,7 @@ def recommendation_text(
         f"to {best.seq_len:,} tokens per step; uses {size_text(best.peak_bytes)}, "
         f"least limit {size_text(best.needed_bytes)}; {best.plan}",
     ]
-    if best.seconds is not None:
-        lines.append(f"about {best.seconds:.2g} s per step of full rows, predicted")
-    elif seconds is not None:
+    if seconds is not None:
         lines.append(f"about {seconds:.3g} s per step of full rows, as fast as the newest run")
     lines += ["", Text(continued(best.command), "bold", overflow="fold"), ""]
     others = len({each.known.alias for each in found} - {best.known.alias})

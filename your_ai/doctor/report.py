@@ -45,10 +45,11 @@ from your_ai.run.folder import RunFolder
 
 MINUTES, QUICK_MINUTES = 14.0, 2.9
 DIGITS = 4  # of a figure
-# Cases that compare a real with an estimated peak: plan, bits of the weights, tokens of a row.
+# Cases that compare a real with an estimated peak: plan, bits of the weights, tokens of a row, and
+# the dtype on a GPU.
 PEAKS = [
-    (plan, bits, tokens)
-    for bits, tokens in (("4", "256"), ("0", "256"), ("4", "1024"))
+    (plan, *case)
+    for case in (("4", "256", "bfloat16"), ("0", "256", "float16"), ("4", "1024", "bfloat16"))
     for plan in ("fused", "staged", "kept", "streamed")
 ]
 PEAK_S = 60.0  # of one case
@@ -115,12 +116,13 @@ def train_demo(
 def compare_peaks(folder: Path, model: dict[str, Any], deadline: float) -> dict[str, Any]:
     """Compare real with estimated peaks, each in its own process; a case that fails is named."""
 
-    def case_of(plan: str, bits: str, tokens: str) -> dict[str, Any]:
+    def case_of(plan: str, bits: str, tokens: str, dtype: str) -> dict[str, Any]:
         if time.monotonic() > deadline - selftest.LEAST_S:
             return {"ok": None, "measured": "not done", "figures": {}}
         until = deadline if on_cuda else min(deadline, time.monotonic() + PEAK_S)
         try:
-            return asked("peak", folder / f"{plan}-{bits}-{tokens}", until, plan, bits, tokens)
+            place = folder / f"{plan}-{bits}-{tokens}"
+            return asked("peak", place, until, plan, bits, tokens, dtype)
         except Failed as failure:
             return {"ok": False, "measured": str(failure), "figures": {}}
         except OutOfTime:
@@ -128,7 +130,7 @@ def compare_peaks(folder: Path, model: dict[str, Any], deadline: float) -> dict[
 
     on_cuda = model.get("device") == "cuda"
     outcomes = [*(at_once if on_cuda else map)(lambda case: case_of(*case), PEAKS)]
-    names = [f"{plan} {bits} bits {tokens} tokens" for plan, bits, tokens in PEAKS]
+    names = [f"{plan} {bits} bits {tokens} tokens" for plan, bits, tokens, _ in PEAKS]
     found = {name: each["figures"] for name, each in zip(names, outcomes, strict=True)}
     texts = [f"{name} {each['measured']}" for name, each in zip(names, outcomes, strict=True)]
     results = {each["ok"] for each in outcomes}

@@ -365,14 +365,12 @@ def hold_budget(folder: Path, model: dict[str, Any], deadline: float) -> dict[st
         raise Failed(describe_end(folder, "held", process.returncode))
     logged = [record.event for record in events.tail(RunFolder(folder / "runs" / "held").events)[0]]
     plans = [event.text for event in events.of(events.Planned, logged)]
-    ratios = [event.ratio for event in events.of(events.Measured, logged)]
     steps = events.of(events.Step, logged)
     of_mlx = [step.peak_bytes or 0 for step in steps]
     if model["device"] == "cuda":  # seen from outside, a process has nothing of the card's memory
         peak = max((step.highest_bytes or 0 for step in steps), default=0)
     figures = {"limit_bytes": int(1e9 * budget_gb), "peak_bytes": peak, "looks": looks,
                "fused_bytes": fused, "empty_bytes": empty, "plans": plans,
-               "measured_over_estimated": ratios,
                "mlx_peak_bytes": max(of_mlx, default=0)}  # fmt: skip
     text = (
         f"with --max-memory {budget_gb:g} the peak was {size_text(peak)}, in {looks} readings; the "
@@ -381,8 +379,6 @@ def hold_budget(folder: Path, model: dict[str, Any], deadline: float) -> dict[st
     )
     if any(of_mlx):
         text += f"; MLX's peak was {size_text(max(of_mlx))}"
-    if ratios:  # the last one is of the largest micro-batch
-        text += f"; activations took {ratios[-1]:.2f} times the estimate"
     return {"ok": 0 < peak <= 1e9 * budget_gb, "measured": text, "figures": figures}
 
 

@@ -1,7 +1,7 @@
-"""Measure what a block of each kind and the head need, by running the engine's own programs.
+"""Measure what a block of each kind and the head cost, by running the engine's own programs.
 
-Nothing is read: the weights are made (`skeleton.py`). Each phase runs at a few small shapes, and
-its peak of MLX's memory becomes a curve (`memory/costs.py`). Nothing is measured that may not fit.
+The weights are made (`skeleton.py`). Each phase runs at a few small shapes, and its peaks of MLX's
+memory, and its seconds, become curves (`memory/costs.py`). Nothing is measured that may not fit.
 
 Shapes: B rows, T tokens per row, N = B x T, D hidden size.
 """
@@ -10,44 +10,62 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from your_ai.config import TrainConfig
-from your_ai.data.batches import Batch, make_schedule
+from your_ai.data.batches import MULTIPLE, Batch, make_schedule
 from your_ai.data.examples import Examples, RowCounts
 from your_ai.engine.gradients import SpilledGradients
 from your_ai.engine.kept import Keeps
 from your_ai.engine.programs import Extras, trained_arrays
-from your_ai.engine.skeleton import MadeWeights, engine_of
+from your_ai.engine.skeleton import SLICES, MadeWeights, engine_of, rows_of_vocabulary
 from your_ai.engine.staged import BatchRows, FusedAboveCache, Staged
 from your_ai.engine.tiles import TiledBlock
+from your_ai.engine.weights import FileTensor
 from your_ai.errors import suppress_model_errors
 from your_ai.memory import allocator, costs, probe
-from your_ai.memory.costs import BlockCosts, CostCurve, Costs, HeadCosts, Shape, bytes_of
+from your_ai.memory.costs import (
+    BlockCosts,
+    CostCurve,
+    Costs,
+    HeadCosts,
+    MeasuredCosts,
+    Shape,
+    bytes_of,
+)
+from your_ai.memory.facts import ModelFacts, head_step
 from your_ai.memory.guess import guessed
-from your_ai.memory.sizes import HEAD_ROWS, TILED_FROM, tiles_of
+from your_ai.memory.sizes import HEAD_ROWS, HEAD_SLICE_BYTES, TILED_FROM, tiles_of
 from your_ai.memory.workload import Workload
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import TRIED_TOKENS
 from your_ai.objectives.objective import Targets
 
 SHAPES = (Shape(1, 128), Shape(2, 128), Shape(1, 384), Shape(1, 1024))
-TILED_TOKENS = (1536, 2560)  # of rows that run on tiles
+TILED_SIZES = (1536, 2048)  # N of rows that run on tiles
+MOST_READ_BYTES = 64 << 20  # of the files, to measure their speed
+# Of the parts of embeddings and heads that two skeletons have, and their copies.
+MADE_VOCABULARY_BYTES = 6 * SLICES * HEAD_SLICE_BYTES
 HEAD_SIZES = (128, 256, 512, 1024, 2048)  # N
 LONG = 2048  # tokens of a row that shows which blocks attend within a window
 EVERYTHING = Keeps(True, True, True)
-# Peaks depend on how far MLX's threads compute ahead, so the largest of some counts.
-REPEATS, ENOUGH_S = 4, 0.4
+# Peaks of large graphs depend on how far MLX's threads compute ahead: the largest of some counts.
+# The first time, kernels are compiled: the least time of some counts.
+REPEATS, VARYING_REPEATS = 2, 6
+ENOUGH_S, MOST_S = 0.6, 4.0  # after so long, two runs are enough, or one
+BESIDE_BYTES = 10_000_000  # that graphs, and kernels while they are compiled, may take
 UNSURE, SURER = 1.25, 1.1  # factors on what may be needed, before and after something was measured
 
 
@@ -57,22 +75,25 @@ class Room:
 
     limit_bytes: int
     """Of the process."""
-    off: float = 1.0
-    """Measured bytes over those guessed, the largest so far."""
-    factor: float = UNSURE
+    off: dict[str, float] = field(default_factory=dict)
+    """Measured bytes over those guessed by phase, the largest so far."""
+    was_enough: bool = True
 
-    def has(self, needed_bytes: float) -> bool:
+    def has(self, needed_bytes: float, phase: str = "") -> bool:
         """Return whether this process may need so many bytes more, if that is a guess."""
-        expected = needed_bytes * self.off * self.factor
-        return (probe.process_bytes() or 0) + expected <= self.limit_bytes
+        factor = max(1.0, self.off[phase]) * SURER if phase in self.off else UNSURE
+        expected = needed_bytes * factor + BESIDE_BYTES
+        fits = (probe.process_bytes() or 0) + expected <= self.limit_bytes
+        self.was_enough = self.was_enough and fits
+        return fits
 
-    def learn(self, measured: float, guess: float) -> None:
+    def learn(self, phase: str, measured: float, guess: float) -> None:
         if guess > 0:
-            self.off, self.factor = max(self.off, measured / guess), SURER
+            self.off[phase] = max(self.off.get(phase, 0.0), measured / guess)
 
 
 @dataclass(frozen=True)
-class Subject:
+class MeasuredBlock:
     """A block of one kind, in the engines whose programs are measured."""
 
     staged: Staged
@@ -91,31 +112,47 @@ class Subject:
         return [mx.random.normal((*shape, f)).astype(self.staged.dtype) for f in features]
 
 
+class Cost(NamedTuple):
+    """The cost of a phase, beside what was in memory before it."""
+
+    bytes: float
+    seconds: float
+
+
 def measure_costs(
     network: nn.Module,
     config: TrainConfig,
     workload: Workload,
     limit_bytes: int,
     tell: Callable[[str], object] = lambda _: None,
-) -> Costs | None:
-    """What the work of a run needs on this machine; None if the model cannot be taken apart.
+    tensors: Mapping[str, FileTensor] = MappingProxyType({}),
+) -> MeasuredCosts | None:
+    """Measure what the work of a run needs; return None if the model cannot be taken apart.
 
-    network: with lazy weights and without adapters; it is not changed.
-    config: has the adapters, but for the rank, which `workload` has.
+    network: with lazy weights and without adapters; it is not changed. tensors: its files, if there
+        are any; one of them is read.
+    config: has the adapters, but for the rank and the layers, which `workload` has.
     limit_bytes: of this process, also while it measures. tell: receives what is measured.
     """
     training, score_head = workload.training, workload.score_head
     guess = guessed(workload.facts, training, score_head)
-    config = replace(config, lora_rank=training.rank, lora_layers="all")
+    config = replace(
+        config, lora_rank=training.rank, lora_layers="all", lora_targets=training.targets
+    )
     room = Room(limit_bytes)
+    block = max(kind.weights_bytes for kind in workload.facts.kinds)
+    if not room.has(block + MADE_VOCABULARY_BYTES):
+        return None
     with suppress_model_errors(), no_cache():
         staged = engine_of(network, config, Staged, score_head=score_head)
         fused = engine_of(network, config, FusedAboveCache, score_head=score_head)
         if staged is None or fused is None:
             return None
-        heads = {}
+        heads: dict[str, dict[int, Cost]] = {}
         if not score_head:
+            tell("measuring the head")
             heads = head_costs(staged, fused, workload, guess, room)
+        of_heads = {name: head_curve(found, 0) for name, found in heads.items()}
         kinds: dict[tuple[Hashable, Hashable], int] = {}
         calls = staged.parts.calls(LONG)
         names = list(zip(staged.programs.kinds, (call.key for call in calls), strict=True))
@@ -125,10 +162,30 @@ def measure_costs(
             tell(f"measuring a block, kind {place + 1} of {len(kinds)}")
             index = names.index(name)
             own = guess.kinds[guess.order[index]]
-            subject = Subject(staged, fused, index, own, room, workload.packed)
-            found.append(costs_of(subject, workload, heads.get(costs.FUSED)))
-        return Costs(tuple(found), order, heads, is_measured=True).completed(guess)
+            subject = MeasuredBlock(staged, fused, index, own, room, workload.packed)
+            found.append(costs_of(subject, workload, of_heads.get(costs.FUSED)))
+        memory, times = zip(*found, strict=True)
+        seconds = {name: head_curve(found, 1) for name, found in heads.items()}
+        return MeasuredCosts(
+            Costs(memory, order, of_heads),
+            Costs(times, order, seconds),
+            seconds_to_read(tensors),
+            room.was_enough,
+        )
     return None
+
+
+def seconds_to_read(tensors: Mapping[str, FileTensor]) -> float:
+    """The seconds in which a byte of a model's files is read, measured on one of them."""
+    large = [t for t in tensors.values() if t.nbytes <= MOST_READ_BYTES]
+    if not large:
+        return 0.0
+    tensor = max(large, key=lambda t: t.nbytes)
+    tensor.rows(0, 1)
+    began = time.perf_counter()
+    tensor.rows(0, tensor.shape[0])
+    seconds = time.perf_counter() - began
+    return seconds / tensor.nbytes
 
 
 @contextlib.contextmanager
@@ -144,42 +201,62 @@ def no_cache() -> Iterator[None]:
         allocator.free()
 
 
+def engines_of(workload: Workload) -> tuple[bool, bool]:
+    """Return whether the run may be fused, and whether it may be staged or streamed."""
+    return workload.engine in ("auto", "fused"), workload.engine != "fused"
+
+
+def scores_of(workload: Workload) -> bool:
+    """Return whether the run also computes losses without gradients before it trains any row."""
+    return workload.forward or workload.scores or bool(workload.reward_models)
+
+
 def shapes_for(workload: Workload) -> list[Shape]:
     """The shapes at which blocks are measured: none is larger than a micro-batch of the run."""
-    longest = max(workload.lengths)
-    most_rows = max(1, workload.batch_size)
+    longest = -(-max(workload.lengths) // MULTIPLE) * MULTIPLE  # as batches are padded
+    most_rows = 1 if workload.packed else max(1, workload.batch_size)
     wanted = [Shape(min(s.rows, most_rows), min(s.tokens, longest)) for s in SHAPES]
     return list(dict.fromkeys(wanted))
 
 
-def largest_of(workload: Workload) -> int:
+def largest_size(workload: Workload) -> int:
     """N of the largest micro-batch of the run."""
     return max(1, workload.batch_size) * max(workload.lengths)
 
 
-def peak_of(prepare: Callable[[], list[Any]], run: Callable[[list[Any]], Any]) -> float:
-    """The peak of MLX's memory while `run` computes, beyond what was there before, in bytes.
+def cost_of(
+    prepare: Callable[[], list[Any]], run: Callable[[list[Any]], Any], *, varies: bool = False
+) -> Cost:
+    """The peak of MLX's memory and the seconds while `run` computes.
 
-    prepare: makes the arrays that a phase begins with, which `run` takes off the list.
+    prepare: makes the arrays that a phase begins with, which `run` takes off the list. varies:
+        whether the peak depends on threads.
     """
-    most, began, count = 0, time.perf_counter(), 0
-    while count == 0 or (count < REPEATS and time.perf_counter() - began < ENOUGH_S):
+    most, seconds, count, began = 0, math.inf, 0, time.perf_counter()
+    while count < (VARYING_REPEATS if varies else REPEATS):
+        spent = time.perf_counter() - began
+        if spent > MOST_S or (count >= REPEATS and spent > ENOUGH_S):
+            break
         given = prepare()
         mx.eval(given)
         mx.synchronize()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
+        started = time.perf_counter()
         result = run(given)
         mx.eval(result)
         mx.synchronize()
+        seconds = min(seconds, time.perf_counter() - started)
         most = max(most, mx.get_peak_memory() - before)
         del result, given
         count += 1
-    return float(most)
+    return Cost(float(most), seconds)
 
 
-def costs_of(subject: Subject, workload: Workload, head: HeadCosts | None) -> BlockCosts:
-    """The costs of a block, of the phases that the run may have."""
+def costs_of(
+    subject: MeasuredBlock, workload: Workload, head: HeadCosts | None
+) -> tuple[BlockCosts, BlockCosts]:
+    """The bytes and the seconds of a block, of the phases that the run may have."""
     weights = subject.staged.weights
     assert isinstance(weights, MadeWeights)
     subject.fused.weights = weights
@@ -187,49 +264,60 @@ def costs_of(subject: Subject, workload: Workload, head: HeadCosts | None) -> Bl
         arrays = subject.staged.arrays_at(subject.index)
         own = trained_arrays(subject.staged.blocks[subject.index])
         mx.eval(arrays, own)
-        measuring = Measuring(subject, arrays, own, shapes_for(workload))
-        found = measuring.forward_costs()
-        if not workload.forward:
-            found |= measuring.backward_costs()
-            found |= measuring.graph_costs(head)
+        measuring = BlockPhases(subject, arrays, own, shapes_for(workload))
         tiles = subject.guess.tiles
-        if largest_of(workload) > TILED_FROM:
-            of_tiles, tiles = measuring.tile_costs(max(workload.lengths), workload.forward)
-            found |= of_tiles
+        is_fused, is_staged = engines_of(workload)
+        if is_staged:
+            measuring.forward_costs()
+        if is_staged and not workload.forward:
+            measuring.backward_costs()
+        if is_fused and not workload.forward:
+            measuring.graph_costs(head)
+        if is_fused:
+            measuring.evaluation_costs()
+        if is_staged and largest_size(workload) > TILED_FROM:
+            most_rows = 1 if workload.packed else min(2, workload.batch_size)
+            for rows in range(1, most_rows + 1):
+                tiles = measuring.tile_costs(rows, largest_size(workload), workload.forward)
+        memory, seconds = measuring.memory, measuring.seconds
         del arrays, own, measuring
         gc.collect()
-    return BlockCosts(**found, tiles=tiles)
+    return BlockCosts(**memory, tiles=tiles), BlockCosts(**seconds, tiles=tiles)
 
 
 @dataclass
-class Measuring:
+class BlockPhases:
     """The phases of one block."""
 
-    subject: Subject
+    subject: MeasuredBlock
     arrays: Arrays
     own: Arrays
     """Its trained arrays."""
     shapes: list[Shape]
     batches: dict[Shape, BatchRows] = field(default_factory=dict)
+    memory: dict[str, CostCurve] = field(default_factory=dict)
+    """The curves that were found, by phase: bytes."""
+    seconds: dict[str, CostCurve] = field(default_factory=dict)
 
-    def curve(
-        self, phase: str, cost_at: Callable[[Shape], float], shapes: Sequence[Shape] = ()
-    ) -> dict[str, CostCurve]:
-        """The curve of a phase through those shapes that fit; empty if none does."""
-        found = self.points(phase, cost_at, shapes)
-        return {phase: CostCurve.through(found)} if found else {}
+    def measure(
+        self, phase: str, cost_at: Callable[[Shape], Cost], shapes: Sequence[Shape] = ()
+    ) -> None:
+        """Find the curves of a phase through those shapes that fit, if any does."""
+        if found := self.points(phase, cost_at, shapes):
+            self.memory[phase] = CostCurve.through({s: cost.bytes for s, cost in found.items()})
+            self.seconds[phase] = CostCurve.through({s: cost.seconds for s, cost in found.items()})
 
     def points(
-        self, phase: str, cost_at: Callable[[Shape], float], shapes: Sequence[Shape] = ()
-    ) -> dict[Shape, float]:
-        found: dict[Shape, float] = {}
+        self, phase: str, cost_at: Callable[[Shape], Cost], shapes: Sequence[Shape] = ()
+    ) -> dict[Shape, Cost]:
+        found: dict[Shape, Cost] = {}
         room = self.subject.room
         for shape in shapes or self.shapes:
             guess = bytes_of(self.subject.guess, phase, *shape)
             states = 3 * 4 * shape.size * self.subject.staged.features
-            if room.has(guess + states):
+            if room.has(guess + states, phase):
                 found[shape] = cost_at(shape)
-                room.learn(found[shape], guess)
+                room.learn(phase, found[shape].bytes, guess)
         return found
 
     def rows(self, shape: Shape) -> BatchRows:
@@ -242,37 +330,39 @@ class Measuring:
         mx.eval(extras)
         return extras
 
-    def forward_costs(self) -> dict[str, CostCurve]:
-        subject, arrays, own = self.subject, self.arrays, self.own
+    def forward_costs(self) -> None:
+        """Measure the forward pass of the block alone."""
+        self.measure("forward", partial(self.forward, self.subject.staged))
 
-        def forward(engine: Staged, shape: Shape) -> float:
-            program = engine.programs.of(subject.index, self.rows(shape).shape)
-            extras = self.extras(shape)
-            run = partial(program.forward, arrays, own)
-            return peak_of(lambda: subject.states(shape, 0), lambda g: run(g.pop(), extras))
+    def evaluation_costs(self) -> None:
+        """Measure the block in a fused graph without gradients."""
+        self.measure("evaluated", partial(self.forward, self.subject.fused))
 
-        found = self.curve("forward", partial(forward, subject.staged))
-        return found | self.curve("evaluated", partial(forward, subject.fused))
+    def forward(self, engine: Staged, shape: Shape) -> Cost:
+        program = engine.programs.of(self.subject.index, self.rows(shape).shape)
+        run, extras = partial(program.forward, self.arrays, self.own), self.extras(shape)
+        return cost_of(lambda: self.subject.states(shape, 0), lambda g: run(g.pop(), extras))
 
-    def backward_costs(self) -> dict[str, CostCurve]:
+    def backward_costs(self) -> None:
+        """Measure the backward pass of the block alone."""
         subject, arrays, own, index = self.subject, self.arrays, self.own, self.subject.index
         staged = subject.staged
 
-        def backward(shape: Shape) -> float:
+        def backward(shape: Shape) -> Cost:
             program, extras = staged.programs.of(index, self.rows(shape).shape), self.extras(shape)
 
             def run(given: list[Any]) -> Any:
                 cotangent, hidden = given.pop(), given.pop()
                 return program.backward(arrays, own, hidden, extras, cotangent)
 
-            return peak_of(lambda: subject.states(shape, 0, 1), run)
+            return cost_of(lambda: subject.states(shape, 0, 1), run)
 
-        def kept_forward(shape: Shape) -> float:
+        def kept_forward(shape: Shape) -> Cost:
             program = staged.programs.keeping(index, self.rows(shape).shape, EVERYTHING)
             run, extras = partial(program.forward, arrays, own), self.extras(shape)
-            return peak_of(lambda: subject.states(shape, 0), lambda g: run(g.pop(), extras))
+            return cost_of(lambda: subject.states(shape, 0), lambda g: run(g.pop(), extras))
 
-        def kept_backward(shape: Shape) -> float:
+        def kept_backward(shape: Shape) -> Cost:
             program = staged.programs.keeping(index, self.rows(shape).shape, EVERYTHING)
             extras, (hidden,) = self.extras(shape), subject.states(shape, 0)
 
@@ -284,44 +374,50 @@ class Measuring:
                 kept, cotangent, hidden = given.pop(), given.pop(), given.pop()
                 return program.backward(kept, arrays, own, hidden, extras, cotangent)
 
-            return peak_of(prepare, run)
+            return cost_of(prepare, run)
 
-        def storing() -> float:
+        def storing() -> Cost:
             with tempfile.TemporaryDirectory() as folder:
                 disk = SpilledGradients(Path(folder))
 
                 def add(given: list[Any]) -> None:
                     disk.add({str(i): given.pop() for i in range(len(given))})
 
-                return peak_of(lambda: [a + 0 for a in own.values()], add)
+                return cost_of(lambda: [a + 0 for a in own.values()], add)
 
-        found = self.curve("backward", backward)
-        found |= self.curve("kept_forward", kept_forward)
-        found |= self.curve("kept_backward", kept_backward)
-        return found | {"storing": CostCurve(storing() if own else 0.0)}
+        self.measure("backward", backward)
+        self.measure("kept_forward", kept_forward)
+        self.measure("kept_backward", kept_backward)
+        size = 2 * sum(array.nbytes for array in own.values())
+        stored = storing() if own and subject.room.has(size) else Cost(size, 0.0)
+        self.memory["storing"] = CostCurve(stored.bytes)
+        self.seconds["storing"] = CostCurve(stored.seconds)
 
-    def graph_costs(self, head: HeadCosts | None) -> dict[str, CostCurve]:
-        """What blocks add to a fused graph, from graphs of one block, of two, and with the head."""
-        one = self.points("working", partial(self.of_graph, 1))
+    def graph_costs(self, head: HeadCosts | None) -> None:
+        """Measure fused graphs: of one block, of two, and of one with the head."""
+        room = self.subject.room
+        found = self.points("working", partial(self.of_graph, 1))
+        one = {s: cost for s, cost in found.items() if room.has(2 * cost.bytes)}
         if not one:
-            return {}
+            return
         two = {shape: self.of_graph(2, shape) for shape in one}
-        scale = max(two.values())
-        saved = {shape: max(0.0, two[shape] - one[shape]) for shape in one}
-        working = {shape: max(0.0, 2 * one[shape] - two[shape]) for shape in one}
-        found = {
-            "saved": CostCurve.through(saved, scale),
-            "working": CostCurve.through(working, scale),
+        scale = max(cost.bytes for cost in two.values())
+        saved = {s: max(0.0, two[s].bytes - one[s].bytes) for s in one}
+        working = {s: max(0.0, 2 * one[s].bytes - two[s].bytes) for s in one}
+        self.memory["saved"] = CostCurve.through(saved, scale)
+        self.memory["working"] = CostCurve.through(working, scale)
+        self.seconds["saved"] = CostCurve.through({s: two[s].seconds / 2 for s in two})
+        if head is None:
+            return
+        joined = {
+            s: max(0.0, self.with_head(s).bytes - saved[s] - head.at(s.size))
+            for s, cost in one.items()
+            if room.has(cost.bytes + head.at(s.size))
         }
-        if head is not None:
-            joined = {
-                shape: max(0.0, self.with_head(shape) - saved[shape] - head.at(shape.size))
-                for shape in one
-            }
-            found["joined"] = CostCurve.through(joined, scale)
-        return found
+        if joined:
+            self.memory["joined"] = CostCurve.through(joined, scale)
 
-    def of_graph(self, count: int, shape: Shape) -> float:
+    def of_graph(self, count: int, shape: Shape) -> Cost:
         """One graph of `count` such blocks, forward and backward, from a given cotangent."""
         subject, fused = self.subject, self.subject.fused
         program = fused.programs.of(subject.index, self.rows(shape).shape)
@@ -337,12 +433,13 @@ class Measuring:
         run = fused.graphs.compile(mx.grad(loss, argnums=(0, 1) if names else (1,)))
         trained = [[array + 0 for array in self.own.values()] for _ in range(count)]
         mx.eval(trained)
-        return peak_of(
+        return cost_of(
             lambda: subject.states(shape, 0, 1),
             lambda given: run(trained, given.pop(0), self.arrays, given.pop()),
+            varies=True,
         )
 
-    def with_head(self, shape: Shape) -> float:
+    def with_head(self, shape: Shape) -> Cost:
         """One graph of the block and the head."""
         subject, fused = self.subject, self.subject.fused
         fused.trained = range(subject.index, subject.index + 1)
@@ -351,20 +448,23 @@ class Measuring:
         run = fused.graphs.compile(function, fused.state)
         targets, scale = Targets.of(batch), mx.array(1.0, mx.float32)
         rest = ([self.extras(shape)], targets, scale)
-        return peak_of(
+        return cost_of(
             lambda: subject.states(shape, 0),
             lambda given: run([self.own], {}, [self.arrays], given.pop(), *rest),
+            varies=True,
         )
 
-    def tile_costs(self, longest: int, forward_only: bool) -> tuple[dict[str, CostCurve], bool]:
-        """Of the block on tiles, and whether it runs on them."""
+    def tile_costs(self, count: int, largest: int, forward_only: bool) -> bool:
+        """Measure the block on tiles of `count` rows; return whether it runs on them.
+
+        largest: N of the largest micro-batch of the run.
+        """
         subject, staged = self.subject, self.subject.staged
-        long = [Shape(1, tokens) for tokens in TILED_TOKENS]
-        rows = self.rows(long[0])
-        block = staged.tiled.of(subject.index, rows.shape, self.arrays, self.own)
-        if block is None:
-            return {}, False
-        shapes = [shape for shape in long if shape.tokens <= max(longest, long[0].tokens)]
+        first, *longer = (Shape(count, size // count) for size in TILED_SIZES)
+        shape = self.rows(first).shape
+        if staged.tiled.of(subject.index, shape, self.arrays, self.own) is None:
+            return False
+        shapes = [first, *(shape for shape in longer if shape.size <= largest)]
 
         def parts(shape: Shape) -> TiledBlock:
             found = staged.tiled.of(subject.index, self.rows(shape).shape, self.arrays, self.own)
@@ -372,9 +472,9 @@ class Measuring:
             return found
 
         def state_of(tile: slice) -> mx.array:
-            return mx.zeros((1, tile.stop - tile.start, staged.features), staged.dtype)
+            return mx.zeros((count, tile.stop - tile.start, staged.features), staged.dtype)
 
-        def forward(shape: Shape) -> float:
+        def forward(shape: Shape) -> Cost:
             block, extras = parts(shape), self.extras(shape)
             reach = self.rows(shape).shape.max_segment_tokens
 
@@ -382,9 +482,9 @@ class Measuring:
                 block.forward(self.arrays, self.own, given, extras, reach)
                 return given
 
-            return peak_of(lambda: [state_of(tile) for tile in block.tiles], run)
+            return cost_of(lambda: [state_of(tile) for tile in block.tiles], run)
 
-        def backward(shape: Shape) -> float:
+        def backward(shape: Shape) -> Cost:
             block, extras = parts(shape), self.extras(shape)
             reach = self.rows(shape).shape.max_segment_tokens
 
@@ -394,12 +494,12 @@ class Measuring:
                     self.arrays, self.own, inputs, extras, reach, given, False
                 ), given
 
-            return peak_of(lambda: [state_of(tile) for tile in block.tiles], run)
+            return cost_of(lambda: [state_of(tile) for tile in block.tiles], run)
 
-        found = self.curve("tiled_forward", forward, shapes)
+        self.measure(costs.on_tiles("forward", count), forward, shapes)
         if not forward_only:
-            found |= self.curve("tiled_backward", backward, shapes)
-        return found, True
+            self.measure(costs.on_tiles("backward", count), backward, shapes)
+        return True
 
 
 @dataclass
@@ -429,37 +529,53 @@ class MadeInputs:
 
 def head_costs(
     staged: Staged, fused: FusedAboveCache, workload: Workload, guess: Costs, room: Room
-) -> dict[str, HeadCosts]:
-    """Of the head with its losses, and with gradients if the run trains."""
-    most = largest_of(workload)
+) -> dict[str, dict[int, Cost]]:
+    """The costs of the head with its losses, and with gradients if the run trains, at some N."""
+    most = largest_size(workload)
     found = {}
-    for name, engine, scores in (
-        (costs.STAGED, staged, False),
-        (costs.FUSED, fused, False),
-        (costs.STAGED_SCORES, staged, True),
-        (costs.FUSED_SCORES, fused, True),
-    ):
-        if workload.forward and not scores:
-            continue
-        measured: dict[int, float] = {}
+    is_fused, is_staged = engines_of(workload)
+    wanted: list[tuple[str, Staged, bool]] = []
+    if not workload.forward:
+        wanted += [(costs.STAGED, staged, False)] * is_staged
+        wanted += [(costs.FUSED, fused, False)] * is_fused
+    if scores_of(workload):
+        wanted += [(costs.STAGED_SCORES, staged, True)] * is_staged
+        wanted += [(costs.FUSED_SCORES, fused, True)] * is_fused
+    for name, engine, scores in wanted:
+        measured: dict[int, Cost] = {}
         for size in HEAD_SIZES:
             size = min(size, most)
             is_cut = size > HEAD_ROWS and name == costs.STAGED and guess.is_tiled
             if size > HEAD_ROWS and not is_cut:
                 continue
             expected = guess.heads[name].at(size)
-            if size not in measured and room.has(expected):
-                measured[size] = head_peak(engine, size, scores=scores)
-                room.learn(measured[size], expected)
-        if len(measured) == 1:  # the smallest one that there can be
-            measured = {1: 0.0} | measured
+            if size not in measured and room.has(expected, name):
+                cost = head_cost(engine, size, scores=scores)
+                room.learn(name, cost.bytes, expected)
+                slices = of_vocabulary(workload.facts, size)
+                measured[size] = cost._replace(seconds=slices * cost.seconds)
         if measured:
-            found[name] = HeadCosts(tuple(measured), tuple(measured.values()))
+            found[name] = measured
     return found
 
 
-def head_peak(engine: Staged, tokens: int, *, scores: bool) -> float:
-    """The peak of the head on one row; scores: without gradients."""
+def of_vocabulary(facts: ModelFacts, size: int) -> float:
+    """The slices of the whole vocabulary over those of the part that was measured."""
+    measured, step = rows_of_vocabulary(facts.hidden), head_step(facts, min(size, HEAD_ROWS))
+    return -(-facts.vocabulary // step) / -(-min(measured, facts.vocabulary) // step)
+
+
+def head_curve(costs: Mapping[int, Cost], which: int) -> HeadCosts:
+    """The bytes (0) or the seconds (1) of the head, by N."""
+    values = {size: cost[which] for size, cost in costs.items()}
+    if len(values) == 1:  # proportional to N
+        (size,) = values
+        values = {size: values[size], 2 * size: 2 * values[size]}
+    return HeadCosts(tuple(values), tuple(values.values()))
+
+
+def head_cost(engine: Staged, tokens: int, *, scores: bool) -> Cost:
+    """The cost of the head on one row; scores: without gradients."""
     shape = Shape(1, tokens)
     batch, scale = batch_of(shape, False), mx.array(1.0, mx.float32)
     rows, targets = engine.rows_of(batch, 0), Targets.of(batch)
@@ -474,7 +590,7 @@ def head_peak(engine: Staged, tokens: int, *, scores: bool) -> float:
             return engine.losses_and_predictions(rows.shape, given.pop(), targets)
         return engine.at_head(batch, rows, given, scale)
 
-    return peak_of(states, run)
+    return cost_of(states, run, varies=True)
 
 
 def batch_of(shape: Shape, packing: bool) -> Batch:

@@ -118,19 +118,19 @@ def engine_of(
 
     Every block has the adapters of `config`. A staged engine has its vocabulary in files, a fused
     one in memory. Nothing of `network` is evaluated, but for what is outside of blocks and
-    vocabulary. None if the model cannot be split.
+    vocabulary. None if the model cannot be split, or if its code reads values of arrays, which
+    would evaluate them.
     """
     network = skeleton(network)
-    path = trunk_path(network)
+    path = trunk_path(network) if can_compile(network) else None
     if path is None:
         return None
     width = split_at(network, path).trunk(mx.zeros((1, 2), mx.int32)).shape[-1]
     keys = add_adapters(network, config).dropout_keys
-    vocabulary = cut_vocabulary(network, SLICES * HEAD_SLICE_BYTES // (4 * width))
+    vocabulary = cut_vocabulary(network, rows_of_vocabulary(width))
     if score_head:
         put_score_head(network, width, config.seed)
     dequantize_on_the_cpu(network)
-    compiles = can_compile(network)
     if kind is Staged:
         stream_vocabulary(network, {name: made_tensor(name, a) for name, a in vocabulary.items()})
     with use_any_norms(normed_layers(network)):
@@ -138,11 +138,12 @@ def engine_of(
     if found.parts is None:
         return None
     weights = MadeWeights(found.parts.blocks)
-    engine = kind(
-        network, found.parts, keys, SUPERVISED, found.head, weights=weights, inputs=Stack()
-    )
-    engine.graphs.compiles = compiles
-    return engine
+    return kind(network, found.parts, keys, SUPERVISED, found.head, weights=weights, inputs=Stack())
+
+
+def rows_of_vocabulary(hidden: int) -> int:
+    """The rows of the embedding and the head that a skeleton has, at most; hidden: D."""
+    return SLICES * HEAD_SLICE_BYTES // (4 * hidden)
 
 
 def cut_vocabulary(network: nn.Module, tokens: int) -> Arrays:

@@ -182,6 +182,11 @@ class FileTensor:
     def shape(self) -> tuple[int, ...]:
         return self.place[2]
 
+    @property
+    def nbytes(self) -> int:
+        _, kind, shape = self.place
+        return math.prod(shape) * kind.size
+
     def rows(self, start: int, stop: int) -> mx.array:
         """Read the rows from `start` to `stop`, cast to `dtype`."""
         stop = min(stop, self.shape[0])

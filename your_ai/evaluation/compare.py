@@ -25,6 +25,7 @@ from your_ai.data.encode import Encoder, SamplePrompt, token_ids
 from your_ai.data.lines import file_of_first_row
 from your_ai.data.preferences import Kind
 from your_ai.engine.build import build_engine
+from your_ai.engine.measure_costs import measure_costs
 from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import open_model
 from your_ai.errors import RunError, UserError
@@ -42,7 +43,7 @@ from your_ai.generation.generate import Sampling, answer_room
 from your_ai.generation.samples import MOST_TOGETHER, sampled
 from your_ai.hub.find import fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
-from your_ai.memory.budget import budget_of_evaluation, limit_of, row_limit
+from your_ai.memory.budget import Measuring, budget_of_evaluation, limit_of, row_limit
 from your_ai.memory.plan import Budget, choose
 from your_ai.memory.workload import RolloutSizes, Training, words
 from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
@@ -165,6 +166,7 @@ def compare(
         memory,
         can_stream=opened.can_stream,
         score_head=is_reward,
+        measuring=Measuring(partial(measure_costs, network, config)),
     )
     sized = partial(answer_sizes, rows, network, tokenizer, request)
     sizes = None if request.metric is None else sized(range(len(rows)))

@@ -25,6 +25,7 @@ from your_ai.data.records import read_records
 from your_ai.data.rows import Row
 from your_ai.data.sources import STDIN
 from your_ai.engine.build import build_engine
+from your_ai.engine.measure_costs import measure_costs
 from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import Opened, open_model
 from your_ai.errors import UserError
@@ -32,7 +33,7 @@ from your_ai.evaluation.compare import hold, training_of
 from your_ai.gates.text import counted
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.memory import allocator
-from your_ai.memory.budget import budget_of_evaluation, limit_of, row_limit
+from your_ai.memory.budget import Measuring, budget_of_evaluation, limit_of, row_limit
 from your_ai.memory.facts import facts_of
 from your_ai.memory.limit import MemoryLimit
 from your_ai.modelfiles.quantized_copies import model_folder
@@ -222,6 +223,7 @@ def load_reward_model(
         limit,
         can_stream=opened.can_stream,
         score_head=True,
+        measuring=Measuring(partial(measure_costs, opened.network, config)),
     )
     hold(budget)
     put_reward_model(opened, run)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
@@ -12,22 +13,19 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from your_ai.config import REWARD, TrainConfig
+from your_ai.config import TrainConfig
 from your_ai.data.lines import RowLimit
 from your_ai.errors import UserError
 from your_ai.hub.find import store
 from your_ai.memory import allocator, probe
-from your_ai.memory import calibration as measurements
 from your_ai.memory.buffers import allowed, of_wave
-from your_ai.memory.calibration import Calibration, Measurement
+from your_ai.memory.costs import MeasuredCosts, Shape, costs_file, keep_costs, read_costs
 from your_ai.memory.estimate import weights_bytes
 from your_ai.memory.estimate_generation import generation_bytes, rollout_phases, wave_sizes
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.limit import MemoryLimit, find_limit, rounded_up
-from your_ai.memory.plan import Budget, choose, largest_that_fits
+from your_ai.memory.plan import Budget, DoesNotFit, choose, is_far, largest_that_fits
 from your_ai.memory.sample import in_gb
-from your_ai.memory.speed import FILE as SPEED_FILE
-from your_ai.memory.speed import UNKNOWN, KnownSpeed, known_speed
 from your_ai.memory.workload import (
     UNLIMITED,
     Kept,
@@ -36,7 +34,6 @@ from your_ai.memory.workload import (
     RolloutSizes,
     Training,
     Workload,
-    with_calibration,
 )
 from your_ai.nets.attention import METAL_VJP
 from your_ai.nets.numerics import mlx_version
@@ -51,13 +48,30 @@ LATER_BYTES = 30_000_000 if probe.is_macos() else 20_000_000
 
 @dataclass(frozen=True)
 class PriorPlans:
-    """The earlier plan and measurements of a run that is resumed."""
+    """The earlier plan and costs of a run that is resumed."""
 
     plan: Plan | None = None
     """The plan it had at this level, with the same settings."""
-    measurements: tuple[Measurement, ...] = ()
+    costs: Path | None = None
+    """The file with its costs."""
     begun: bool = False
-    """Whether training has begun. If so, newer measurements of other runs must not change it."""
+    """Whether training has begun. If so, newer costs must not change how it splits batches."""
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """The way in which costs are measured where they are not known."""
+
+    measure: Callable[[Workload, int], MeasuredCosts | None]
+    """(workload, limit of the process in bytes) -> its costs, if they can be measured"""
+    always: bool = False
+    """Whether it is called where the limit is far away, too, so that a guess does."""
+
+
+HOPELESS = 2.0  # nothing is measured if the guess needs more than this multiple of the limit
+# What may change costs: the engines, and what they run.
+SOURCES = ("engine", "nets", "memory/sizes.py", "memory/costs.py")
+LARGEST = Shape(4, 4096)  # rows and tokens beyond which measured shapes are the same
 
 
 def limit_of(max_memory_gb: float | None, force: bool = False, processes: int = 1) -> MemoryLimit:
@@ -103,7 +117,6 @@ def process_here() -> ProcessFacts:
     return ProcessFacts(
         python_bytes=python_bytes(),
         sliced=mx.default_device().type == mx.cpu,
-        speed=speed_here(),
         most_buffers=probe.most_buffers() or UNLIMITED,
         mixes_whole=mlx_version() >= METAL_VJP,
     )
@@ -123,50 +136,104 @@ def budget_of(
     limit: MemoryLimit,
     level: int = 0,
     past: PriorPlans | None = None,
+    measuring: Measuring | None = None,
 ) -> Budget:
     """The budget of a run inside `limit`, with the largest adapters that fit.
 
     Where rank or blocks are automatic, `training` of its workload has those that were chosen. Every
     plan is tried before smaller adapters: a plan costs time, but does not change what is learned.
 
-    past: earlier plan and measurements of the run, if it is resumed. level: as in `choose`.
+    past: earlier plan and costs of the run, if it is resumed. level: as in `choose`.
+    measuring: None to guess costs that are not known.
     Raises DoesNotFit if nothing fits.
     """
     past = past or PriorPlans()
 
     def budget_with(asked: Workload) -> Budget:
-        path = measurements.file_of(store() / "measured", measured_key(config, asked, dtype))
-        known = () if past.begun else measurements.read(path).measurements
-        every = tuple(dict.fromkeys((*known, *past.measurements)))
-        asked = with_calibration(asked, Calibration(every))
+        key = costs_key(asked, dtype, has_dropout=config.lora_dropout > 0)
+        asked = replace(asked, costs=costs_here(asked, key, limit, past, measuring))
         choice = choose(asked, limit.limit_bytes, level, past.plan)
-        return Budget(limit, asked, choice, path, past.begun and choice.option.plan == past.plan)
+        return Budget(limit, asked, choice, key, past.begun and choice.option.plan == past.plan)
 
     return largest_that_fits(config, workload, budget_with)
 
 
-def measured_key(config: TrainConfig, workload: Workload, dtype: mx.Dtype) -> list[str]:
-    """Everything that activation memory depends on, except the shape and the engine."""
-    facts = replace(workload.facts, disk_bytes=0)
-    training = replace(workload.training, optimizer="adamw")  # does not affect activations
-    settings = (config.packing, config.prefix_cache, config.lora_dropout > 0)
-    noise = ["neftune"] * (config.neftune_alpha > 0)
-    head = ["score head"] * (config.objective == REWARD)
-    parts = (workload.process.coefficients, dtype, facts, training, *settings, *noise, *head)
-    return [*machine_key(), *map(str, parts)]
+def costs_here(
+    workload: Workload,
+    key: tuple[str, ...],
+    limit: MemoryLimit,
+    past: PriorPlans,
+    measuring: Measuring | None,
+) -> MeasuredCosts | None:
+    """The costs of a workload on this machine: those that its run had, or that were measured
+    before, or are measured now; None if a guess does."""
+    blocks = workload.facts.blocks
+    if past.begun:
+        return None if past.costs is None else read_costs(past.costs, key, blocks)
+    kept = costs_file(store() / "costs", key)
+    found = read_costs(kept, key, blocks)
+    if found is not None or measuring is None:
+        return found
+    limit_bytes = limit.limit_bytes
+    if not (measuring.always or is_close(workload, limit_bytes)):
+        return None
+    found = measuring.measure(workload, limit_bytes)
+    if found is not None and found.is_complete:
+        keep_costs(kept, key, found)
+    return found
+
+
+def is_close(workload: Workload, limit_bytes: int) -> bool:
+    """Return whether it may depend on an error of a guess what fits into a limit."""
+    try:
+        return not is_far(workload, choose(workload, limit_bytes).option, limit_bytes)
+    except DoesNotFit as refusal:
+        return refusal.least_bytes <= HOPELESS * limit_bytes
+
+
+def costs_key(workload: Workload, dtype: mx.Dtype, *, has_dropout: bool = False) -> tuple[str, ...]:
+    """Everything that costs depend on: the machine, the engines, the model, the adapters, and the
+    shapes at which they are measured."""
+    facts, training = workload.facts, workload.training
+    kinds = [
+        replace(kind, linears=in_order(kind.linears), experts=in_order(kind.experts))
+        for kind in facts.kinds
+    ]
+    model = replace(facts, kinds=tuple(kinds), disk_bytes=0)
+    adapters = replace(training, optimizer="", optimizer_bits=0, blocks=0)
+    longest = max(workload.lengths)
+    shape = Shape(min(workload.batch_size, LARGEST.rows), min(longest, LARGEST.tokens))
+    size = min(workload.batch_size * longest, LARGEST.tokens)
+    passes = workload.forward, workload.scores, bool(workload.reward_models)
+    settings = workload.packed, has_dropout, workload.score_head, workload.engine, *passes
+    parts = (sources_digest(), dtype, model, adapters, shape, size, *settings)
+    return (*machine_key(), *map(str, parts))
+
+
+def in_order(sizes: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """The sizes by name: files have them in any order."""
+    return dict(sorted(sizes.items()))
+
+
+@cache
+def sources_digest() -> str:
+    """The digest of the code that decides costs."""
+    package, digest = Path(__file__).parents[1], hashlib.sha256()
+    for name in SOURCES:
+        place = package / name
+        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def machine_key() -> list[str]:
-    """The device, its name, and the versions of mlx and mlx-lm: what memory depends on."""
+    """Facts that costs depend on: the device, its name, the versions of mlx and mlx-lm, the CPUs
+    and threads, and the BLAS library."""
     device, name = mx.default_device().type, mx.device_info().get("device_name")
-    return [str(part) for part in (device, name, version("mlx"), version("mlx-lm"))]
-
-
-def speed_key() -> list[str]:
-    """Facts that speed depends on: as `machine_key`, and the CPUs and the BLAS library."""
+    parts = [str(part) for part in (device, name, version("mlx"), version("mlx-lm"))]
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = [f"{name}={os.environ[name]}" for name in THREADS if name in os.environ]
-    return [*machine_key(), f"{cpus} CPUs", *threads, *blas_libraries()]
+    return [*parts, f"{cpus} CPUs", *threads, *blas_libraries()]
 
 
 def blas_libraries(maps: Path = Path("/proc/self/maps")) -> list[str]:
@@ -183,11 +250,6 @@ def blas_libraries(maps: Path = Path("/proc/self/maps")) -> list[str]:
     return sorted({f"{file.parent.name}/{file.name}" for file in found})
 
 
-def speed_here() -> KnownSpeed:
-    """The speed that `bench --calibrate` measured on this machine."""
-    return known_speed(store() / SPEED_FILE, speed_key)
-
-
 def budget_of_evaluation(
     training: Training,
     folder: Path,
@@ -200,12 +262,14 @@ def budget_of_evaluation(
     can_stream: bool = True,
     answers: RolloutSizes | None = None,
     score_head: bool = False,
+    measuring: Measuring | None = None,
 ) -> Budget:
     """The budget of an evaluation with the model in `folder`, without training.
 
     training: describes the adapter on the model. answers: those that are generated, if any are.
     score_head: whether it is a reward model.
-    The other arguments are as in `workload_of`. Raises UserError if nothing fits.
+    measuring: as in `budget_of`. The other arguments are as in `workload_of`. Raises UserError if
+    nothing fits.
     """
     workload = Workload(
         facts=facts_of(folder, dtype.size),
@@ -218,9 +282,12 @@ def budget_of_evaluation(
         rollouts=answers,
         forward=True,
         score_head=score_head,
-        process=replace(process_here(), speed=UNKNOWN),
+        process=process_here(),
     )
-    return Budget(limit, workload, choose(workload, limit.limit_bytes))
+    key = costs_key(workload, dtype)
+    measured = costs_here(workload, key, limit, PriorPlans(), measuring)
+    workload = replace(workload, costs=measured)
+    return Budget(limit, workload, choose(workload, limit.limit_bytes), key)
 
 
 def limit_generation(

@@ -1,8 +1,9 @@
-"""The memory that the work of a model needs, by kind of block and phase, as curves. No mlx here.
+"""What the work of a model costs, by kind of block and phase, as curves: bytes, and seconds.
 
-A step runs one block at a time, or as one graph of alike blocks and a head. So its peak is composed
-of the peaks of single blocks and of the head, which `engine/measure_costs.py` measures on this
-machine, and `guess.py` only guesses, from sizes. Both give the same type.
+A step runs one block at a time, or as one graph of alike blocks and a head. So its peak and its
+time are composed of those of single blocks and of the head, which `engine/measure_costs.py`
+measures on this machine. `guess.py` only guesses bytes, from sizes. All have the same type. No mlx
+here.
 
 Shapes: B rows, T tokens per row, N = B x T.
 """
@@ -21,10 +22,10 @@ from typing import Any, NamedTuple
 
 from your_ai.files import read_text, replace_text
 
-STRAIGHT = 0.03  # a curve without its last term may be off by this share of the largest value
+STRAIGHT = 0.01  # a curve without its last term may be off by this share of the largest value
 MOST_BYTES = 1 << 20  # a larger file was not written by this module
 MOST_BLOCKS = 100_000
-LARGEST = 1e15  # bytes
+LARGEST = 1e15  # bytes or seconds
 
 
 class Shape(NamedTuple):
@@ -38,9 +39,12 @@ class Shape(NamedTuple):
         return self.rows * self.tokens
 
 
+USUAL = Shape(1, 512)  # at which curves are compared
+
+
 @dataclass(frozen=True)
 class CostCurve:
-    """Bytes of a phase: fixed + of_token N + of_pair N T."""
+    """Bytes or seconds of a phase: fixed + of_token N + of_pair N T."""
 
     fixed: float = 0.0
     of_token: float = 0.0
@@ -113,7 +117,7 @@ def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> l
 @dataclass(frozen=True, kw_only=True)
 class BlockCosts:
     """The bytes that a block of one kind needs in each phase, beside its weights, its adapters, and
-    the hidden states between blocks. None: not measured."""
+    the hidden states between blocks; or its seconds. None: not measured."""
 
     forward: CostCurve | None = None
     """Its forward pass, with its output."""
@@ -126,11 +130,15 @@ class BlockCosts:
     kept_backward: CostCurve | None = None
     """Its backward pass from what it kept, beside that."""
     tiled_forward: CostCurve | None = None
-    """Its forward pass on tiles of a long row."""
+    """Its forward pass on tiles of one long row."""
     tiled_backward: CostCurve | None = None
-    """Its backward pass on tiles of a long row."""
+    """Its backward pass on tiles of one long row."""
+    rows_tiled_forward: CostCurve | None = None
+    """Its forward pass on tiles of two long rows or more, which have fewer tokens of each row."""
+    rows_tiled_backward: CostCurve | None = None
+    """Its backward pass on such tiles."""
     saved: CostCurve | None = None
-    """What one more such block adds to a fused graph until the backward pass."""
+    """What one more such block adds to a fused graph until the backward pass; or its seconds."""
     working: CostCurve | None = None
     """The work of a fused graph beside what its blocks save."""
     joined: CostCurve | None = None
@@ -151,7 +159,8 @@ PHASES = tuple(each.name for each in fields(BlockCosts) if each.name != "tiles")
 
 @dataclass(frozen=True)
 class HeadCosts:
-    """Bytes at the head, beside its hidden states, at some N: lines between them and beyond."""
+    """Bytes at the head, beside its hidden states, at some N: lines between them and beyond; or
+    seconds."""
 
     sizes: tuple[int, ...]
     """N, at least two of them, in increasing order."""
@@ -168,7 +177,7 @@ class HeadCosts:
 
 @dataclass(frozen=True)
 class Costs:
-    """The bytes that the work of a model needs, on one machine with one kind of adapters."""
+    """The costs of a model on one machine, with one kind of adapters."""
 
     kinds: tuple[BlockCosts, ...]
     order: tuple[int, ...]
@@ -176,22 +185,20 @@ class Costs:
     heads: dict[str, HeadCosts]
     """By name in HEADS: losses with gradients under a staged and a fused engine, and scores,
     without gradients, under both."""
-    is_measured: bool = False
-    """False for a guess."""
 
     @property
     def is_tiled(self) -> bool:
-        """Whether every kind of block runs on tiles of long rows."""
+        """True if every kind of block runs on tiles of long rows."""
         return all(kind.tiles for kind in self.kinds)
 
     def completed(self, guess: Costs) -> Costs:
-        """With the phases of `guess` where nothing was measured: those of its largest kind."""
+        """With the phases of `guess` where nothing was measured, of the largest kind among those
+        that it tells apart."""
         kinds = []
         for index, kind in enumerate(self.kinds):
             alike = {guess.order[at] for at, own in enumerate(self.order) if own == index}
-            for each in sorted(alike):
-                kind = kind.completed(guess.kinds[each])
-            kinds.append(kind)
+            found = [guess.kinds[each] for each in alike]
+            kinds.append(kind.completed(largest_of(found)) if found else kind)
         return replace(self, kinds=tuple(kinds), heads=guess.heads | self.heads)
 
     def last(self, count: int) -> list[BlockCosts]:
@@ -207,6 +214,35 @@ class Costs:
         """The bytes of a phase of the last `count` blocks together."""
         of_kinds = [bytes_of(kind, phase, rows, tokens) for kind in self.kinds]
         return sum(of_kinds[kind] for kind in self.order[len(self.order) - count :])
+
+
+def largest_of(kinds: Sequence[BlockCosts]) -> BlockCosts:
+    """In each phase the largest of some costs, which are all known."""
+    largest = {
+        name: max((getattr(kind, name) for kind in kinds), key=lambda curve: curve.at(*USUAL))
+        for name in PHASES
+        if all(getattr(kind, name) is not None for kind in kinds)
+    }
+    return BlockCosts(**largest) if len(kinds) > 1 else kinds[0]
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """The costs of a model's work as they were measured on this machine."""
+
+    memory: Costs
+    """In bytes."""
+    time: Costs
+    """In seconds."""
+    read_s: float = 0.0
+    """Of a byte read from the model's files."""
+    is_complete: bool = True
+    """Whether nothing was left out because it might not have fitted into memory."""
+
+
+def on_tiles(phase: str, rows: int) -> str:
+    """The phase "forward" or "backward" on tiles of so many rows."""
+    return f"rows_tiled_{phase}" if rows > 1 else f"tiled_{phase}"
 
 
 def bytes_of(kind: BlockCosts, phase: str, rows: int, tokens: int) -> float:
@@ -231,18 +267,20 @@ def costs_file(folder: Path, key: Iterable[str]) -> Path:
     return folder / f"{key_digest(key)[:32]}.json"
 
 
-def read_costs(path: Path, key: Iterable[str]) -> Costs | None:
-    """The costs in a file; None if it is missing or damaged, or for another key."""
+def read_costs(path: Path, key: Iterable[str], blocks: int) -> MeasuredCosts | None:
+    """The costs in a file, of a model with so many blocks; None if it is missing or damaged, or for
+    another key."""
     try:
         content = json.loads(read_text(path, MOST_BYTES))
         if content.pop("key") != key_digest(key):
             return None
-        return costs_in(content)
+        found = measured_in(content)
+        return found if len(found.memory.order) == blocks else None
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None
 
 
-def keep_costs(path: Path, key: Iterable[str], costs: Costs) -> None:
+def keep_costs(path: Path, key: Iterable[str], costs: MeasuredCosts) -> None:
     """Replace the file. If that fails, the next run measures again."""
     text = json.dumps(asdict(costs) | {"key": key_digest(key)}, indent=1)
     with contextlib.suppress(OSError):
@@ -250,25 +288,40 @@ def keep_costs(path: Path, key: Iterable[str], costs: Costs) -> None:
         replace_text(path, text + "\n")
 
 
-def costs_in(content: dict[str, Any]) -> Costs:
+def measured_in(content: dict[str, Any]) -> MeasuredCosts:
     """Costs from a file. Raises ValueError, TypeError or KeyError if they are not valid."""
+    if type(content["is_complete"]) is not bool:
+        raise ValueError("not measured costs")
+    memory, time = costs_in(content["memory"]), costs_in(content["time"])
+    if memory.order != time.order:
+        raise ValueError("not the costs of one model")
+    (read_s,) = numbers({"read_s": content["read_s"]}).values()
+    return MeasuredCosts(memory, time, read_s, content["is_complete"])
+
+
+def costs_in(content: dict[str, Any]) -> Costs:
+    """Costs of one unit from a file; raises as `measured_in` does."""
     kinds = tuple(block_costs_in(kind) for kind in content["kinds"])
     order, heads = tuple(content["order"]), content["heads"]
     places = all(type(kind) is int and 0 <= kind < len(kinds) for kind in order)
     if not (places and kinds and 0 < len(order) <= MOST_BLOCKS and heads.keys() <= set(HEADS)):
         raise ValueError("not the costs of a model")
     found = {name: head_costs_in(head) for name, head in heads.items()}
-    if type(content["is_measured"]) is not bool:
-        raise ValueError("not the costs of a model")
-    return Costs(kinds, order, found, content["is_measured"])
+    return Costs(kinds, order, found)
 
 
 def block_costs_in(content: dict[str, Any]) -> BlockCosts:
     tiles = content["tiles"]
     if content.keys() != {*PHASES, "tiles"} or type(tiles) is not bool:
         raise ValueError("not the costs of a block")
-    curves = {n: CostCurve(**numbers(c)) for n in PHASES if (c := content[n]) is not None}
+    curves = {n: curve_in(c) for n in PHASES if (c := content[n]) is not None}
     return BlockCosts(**curves, tiles=tiles)
+
+
+def curve_in(content: dict[str, Any]) -> CostCurve:
+    if content.keys() != set(TERMS):
+        raise ValueError("not a curve")
+    return CostCurve(**numbers(content))
 
 
 def head_costs_in(content: dict[str, Any]) -> HeadCosts:
@@ -285,5 +338,5 @@ def numbers(content: dict[Any, Any]) -> dict[Any, float]:
     """The dict. Raises ValueError unless its values are finite and not negative."""
     for value in content.values():
         if type(value) not in (int, float) or not 0 <= value <= LARGEST:
-            raise ValueError("not a number of bytes")
+            raise ValueError("not a number of bytes or seconds")
     return content

@@ -1,40 +1,27 @@
-"""Estimate a training process's peak memory by component, from shapes alone. No mlx here.
+"""Estimate a training process's peak memory by component. No mlx here.
 
 Memory that stays allocated for the whole step (weights, adapters, optimizer states) is counted
-exactly. Transient activations are shape x coefficient: MLX evaluates about ten operations ahead,
-so a few arrays of each kind exist at the same time. `coefficients.py` has these multiples, fitted
-to measured peaks. The first steps of a run correct them for its machine.
+exactly. What the work of a block and of the head needs comes from `costs.py`: measured on this
+machine, or guessed. A step's peak is what is held, and the largest of its phases. The first steps
+of a run correct that.
 
-Shapes: B rows, T tokens per row, N = B x T, D hidden size, M outputs of the widest layer of a
-block, V vocabulary size.
+Shapes: B rows, T tokens per row, N = B x T, D hidden size.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from your_ai.memory.coefficients import PACKAGED, Coefficients
+from your_ai.memory import costs
+from your_ai.memory.costs import HeadCosts
 from your_ai.memory.estimate_adapters import (
     adapter_bytes,
-    copied_bytes,
     float32_bytes,
     gradient_bytes,
     norms_bytes,
     optimizer_bytes,
     reduction_bytes,
     update_bytes,
-)
-from your_ai.memory.estimate_blocks import (
-    adapts_widest,
-    fused_evaluation_bytes,
-    gemma_bytes,
-    kept_backward_bytes,
-    kept_forward_bytes,
-    kind_bytes,
-    logits_bytes,
-    staged_backward_bytes,
-    staged_forward_bytes,
-    vectors_bytes,
 )
 from your_ai.memory.estimate_generation import (
     generation_bytes,
@@ -43,27 +30,21 @@ from your_ai.memory.estimate_generation import (
 )
 from your_ai.memory.estimate_graphs import evaluation_graphs_bytes, graphs_bytes
 from your_ai.memory.estimate_kept import kept_bytes
-from your_ai.memory.estimate_tiles import (
-    is_tiled,
-    noise_bytes,
-)
-from your_ai.memory.facts import ModelFacts, head_step, layers_named, quantized_matrix_bytes
-from your_ai.memory.sizes import (
-    DEQUANTIZED_SLICE_BYTES,
-    HEAD_ROWS,
-    HEAD_SLICE_BYTES,
-    PREFILL_TOKENS,
-)
+from your_ai.memory.facts import ModelFacts
+from your_ai.memory.guess import costs_of, is_tiled, logits_bytes
+from your_ai.memory.sizes import HEAD_ROWS, HEAD_SLICE_BYTES, PREFILL_TOKENS, tiles_of
 from your_ai.memory.workload import Plan, Training, Workload
 
-# Slices of the vocabulary that exist together: of a quantized head, and of one that is not.
-HEAD_SLICES, DENSE_HEAD_SLICES = 2, 3
-CUT_SLICES = 2  # of a head that is not quantized: while one tile ends, the next one begins
 NORMS_BYTES = 15_000_000  # norms are computed in slices, so this does not depend on the layer
+NOISE_ARRAYS = 4.5  # (B, T, D) in float32 that exist while noise is added to embeddings
+# The same where it is added tile by tile, under mx.compile: of a tile, and of the row.
+TILED_NOISE_ARRAYS = (7, 0.6)
 SOFT_COLUMNS = 16  # tokens whose block inputs are computed together
 SOFT_POSITIONS = 64  # positions whose logits are slices of the head together
 SOFT_GRAPHS = 2  # of the policy's columns, and of the frozen networks
-WORK = ("activations", "block work", "head chunk")  # components that depend on coefficients
+# Of soft's work: the block, slices of the head, arrays of a token, and logits of a softcap.
+SOFT_BLOCK, SOFT_STREAMED_BLOCK, SOFT_SLICES, SOFT_TERMS, SOFT_LOGITS = 1.5, 0.8, 1.6, 5.0, 12.0
+WORK = ("activations", "block work", "head chunk")  # components that costs give
 BESIDE = ("graphs", "cache", "python")  # components that are not live MLX buffers
 
 
@@ -108,18 +89,16 @@ def estimate(
     tokens: int,
     *,
     micro_batches: int = 1,
-    work_ratio: float = 1.0,
     gradients_only: bool = False,
 ) -> Estimate:
     """Estimate the peak of a step of micro-batches of (B, T), with every target trained.
 
     micro_batches: per step. If there is more than one, their gradients are summed.
-    work_ratio: measured transient activations on this machine, relative to the coefficients.
     gradients_only: leave out the update, the samples and the prefix cache.
     """
     held = held_components(workload, plan, gradients_only)
     phases = phases_of(workload, plan, rows, tokens, micro_batches, gradients_only)
-    of_phase = {name: largest(found, work_ratio) for name, found in phases.items()}
+    of_phase = {name: largest(found) for name, found in phases.items()}
     each = [of_phase[name] for name in ("update", "generate", "reward") if phases[name]]
     phase = max(each, key=lambda found: sum(found.values()), default={})
     if workload.forward:
@@ -145,9 +124,9 @@ def estimate(
 def held_components(workload: Workload, plan: Plan, gradients_only: bool) -> dict[str, int]:
     """Bytes that stay allocated during all of a step."""
     facts, training, forward = workload.facts, workload.training, workload.forward
-    coefficients, reading = workload.process.coefficients, (plan.resident, plan.blocks_ahead)
+    reading = plan.resident, plan.blocks_ahead
     held = {
-        "weights": weights_bytes(workload.loaded, plan.engine, forward, coefficients, *reading),
+        "weights": weights_bytes(workload.loaded, plan.engine, *reading),
         "adapters": adapter_bytes(facts, training) + norms_bytes(facts, training),
         "optimizer": 0 if forward or plan.states_on_disk else optimizer_bytes(facts, training),
         "prefix cache": 0 if gradients_only else workload.prefix_bytes,
@@ -170,12 +149,11 @@ def phases_of(
 ) -> dict[str, Phases]:
     """The moments of a step, of four kinds. An update comes with the scoring of its own rows."""
     facts, training, forward = workload.facts, workload.training, workload.forward
-    coefficients = workload.process.coefficients
     generating: Phases = []
     rewarding: Phases = []
     scoring: Phases = []
     if workload.scores and not forward:
-        scoring = forward_phases(workload, plan, rows, tokens, predicts=False)
+        scoring = forward_phases(workload, plan, rows, tokens)
     updating = [*gradient_phases(workload, plan, rows, tokens, micro_batches), *scoring]
     if not (forward or gradients_only):
         on_disk = plan.gradients_on_disk and workload.soft is None
@@ -190,10 +168,10 @@ def phases_of(
     if not gradients_only:
         rewarding = reward_phases(workload, plan, rows, tokens)
         if workload.answer_tokens:
-            answer = generation_bytes(facts, workload.answer_tokens, coefficients)
+            answer = generation_bytes(facts, workload.answer_tokens)
             updating.append({"block work": answer})
         if workload.rollouts is not None:
-            generating = rollout_phases(facts, workload.rollouts, plan.wave, coefficients)
+            generating = rollout_phases(facts, workload.rollouts, plan.wave)
     return {"generate": generating, "score": scoring, "update": updating, "reward": rewarding}
 
 
@@ -217,23 +195,30 @@ def gradient_phases(
     return phases
 
 
-def largest(phases: Phases, work_ratio: float) -> dict[str, float]:
-    """The moment that needs most, with what depends on the coefficients times `work_ratio`."""
-    scaled = [
-        {name: size * (work_ratio if name in WORK else 1) for name, size in found.items()}
-        for found in phases
-    ]
-    return max(scaled, key=lambda found: sum(found.values()), default={})
+def largest(phases: Phases) -> dict[str, float]:
+    """The moment that needs most."""
+    return max(phases, key=lambda found: sum(found.values()), default={})
+
+
+def noise_bytes(facts: ModelFacts, rows: int, tokens: int) -> float:
+    """Bytes while noise is added to the embeddings, with their sum; tile by tile, if a row is long,
+    so that the parts exist beside the whole (nets/neftune.py)."""
+    hidden, tiles = rows * tokens * facts.hidden, tiles_of(rows, tokens)
+    if len(tiles) == 1:
+        return NOISE_ARRAYS * 4 * hidden + hidden * facts.float_bytes
+    of_tile, of_row = TILED_NOISE_ARRAYS
+    in_tile = rows * (tiles[0].stop - tiles[0].start) * facts.hidden
+    return 4 * (of_tile * in_tile + of_row * hidden) + 2 * hidden * facts.float_bytes
 
 
 def reward_model_bytes(workload: Workload, engine: str) -> int:
     """Bytes of the adapters of the reward models, and of weights that are not shared."""
-    total, coefficients = 0, workload.process.coefficients
+    total = 0
     for model in workload.reward_models:
         facts = model.facts or workload.facts
         total += adapter_bytes(facts, model.training) + norms_bytes(facts, model.training)
         if model.facts is not None:
-            total += weights_bytes(facts, engine, forward=True, coefficients=coefficients)
+            total += weights_bytes(facts, engine)
     return total
 
 
@@ -245,200 +230,139 @@ def reward_phases(workload: Workload, plan: Plan, rows: int, tokens: int) -> Pha
             workload,
             facts=model.facts or workload.facts,
             training=model.training,
+            costs=None,
             score_head=True,
         )
-        found += forward_phases(scoring, plan, rows, tokens, predicts=False)
+        found += forward_phases(scoring, plan, rows, tokens)
     return found
 
 
-def weights_bytes(
-    facts: ModelFacts,
-    engine: str,
-    forward: bool = False,
-    coefficients: Coefficients = PACKAGED,
-    resident: int = 0,
-    blocks_ahead: int = 1,
-) -> int:
-    """Bytes of weights that are in memory together.
-
-    forward: evaluation only. resident, blocks_ahead: as in `Plan`.
-    """
+def weights_bytes(facts: ModelFacts, engine: str, resident: int = 0, blocks_ahead: int = 1) -> int:
+    """Bytes of weights that are in memory together; resident, blocks_ahead: as in `Plan`."""
     if engine == "fused":
         return facts.weights_bytes
     if engine == "staged":
         return facts.blocks_bytes + facts.rest_bytes
-    kind = "evaluation" if forward else "training" if blocks_ahead else "alone"
-    count = coefficients.streamed[kind]
     stay = facts.bytes_of_last(resident)
-    read = min(facts.neighbours_bytes(count, resident), facts.blocks_bytes - stay)
-    return stay + read + facts.rest_bytes
+    return stay + facts.neighbours_bytes(1 + blocks_ahead, resident) + facts.rest_bytes
 
 
-def read_alone_bytes(
-    facts: ModelFacts, training: Training, plan: Plan, coefficients: Coefficients
-) -> int:
+def read_alone_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
     """Bytes of the blocks that are read, of the weights in memory together, if only the forward
     pass reads any, because all trained blocks stay; else 0."""
     if plan.engine != "streamed" or plan.resident < training.blocks:
         return 0
-    reading = plan.resident, plan.blocks_ahead
-    together = weights_bytes(facts, plan.engine, False, coefficients, *reading)
+    together = weights_bytes(facts, plan.engine, plan.resident, plan.blocks_ahead)
     return together - facts.bytes_of_last(plan.resident) - facts.rest_bytes
+
+
+def hidden_bytes(facts: ModelFacts, rows: int, tokens: int) -> int:
+    """Bytes of what a block passes on to the next."""
+    return rows * tokens * (facts.hidden + facts.passed) * facts.float_bytes
 
 
 def fused_phases(
     workload: Workload, rows: int, tokens: int, earlier: int, gradients: int
 ) -> Phases:
     """Bytes at two moments: at the head, while MLX finishes the last block, and at the last
-    block of the backward pass. Activations of all trained blocks are alive at both.
+    block of the backward pass. What all trained blocks save is in memory at both.
     """
-    facts, training, table = workload.facts, workload.training, workload.process.coefficients.fused
-    number, n = facts.float_bytes, rows * tokens
-    parts = [each.facts for each, _, count in workload.parts if count]
-    outs = max((sum(o for _, o in part.linears.values()) for part in parts), default=0)
-    matrix = quantized_matrix_bytes(facts)
-    adapters = adapter_bytes(facts, training)
-    saved, mixing = float(copied_bytes(facts, training)), 0.0
-    for alone, _, count in workload.parts:
-        part = alone.facts
-        lora = sum(i for i, _ in layers_named(part, training.targets, training.experts))
-        kept = sum(o for _, o in part.linears.values())
-        saved += count * n * number * (table["outs"] * kept + table["lora"] * lora)
-        saved += count * vectors_bytes(alone, n, "fused")
-        saved += count * gemma_bytes(alone, rows, tokens, "fused")
-        saved += count * kind_bytes(part, rows, tokens, kept=True)
-        mixing = max(mixing, kind_bytes(part, rows, tokens))
-    backward = table["ahead"] * n * outs * number + table["adapters"] * adapters
-    backward += table["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix)
+    found, blocks = costs_of(workload), workload.training.blocks
+    hidden = hidden_bytes(workload.facts, rows, tokens)
+    saved = found.sum("saved", rows, tokens, blocks)
     return [
         {
             "gradients": earlier,
             "activations": saved,
-            "block work": workload.process.coefficients.fused_head["ahead"] * n * outs * number,
-            "head chunk": fused_head_bytes(workload, n),
+            "block work": hidden + found.largest("joined", rows, tokens, blocks),
+            "head chunk": found.heads[costs.FUSED].at(rows * tokens),
         },
-        {"gradients": gradients, "activations": saved, "block work": backward + mixing},
+        {
+            "gradients": gradients,
+            "activations": saved,
+            "block work": hidden + found.largest("working", rows, tokens, blocks),
+        },
     ]
-
-
-def fused_head_bytes(workload: Workload, targets: int) -> float:
-    """Bytes of the slices of the vocabulary that exist together, and of the hidden states."""
-    facts, coefficients = workload.facts, workload.process.coefficients
-    table = coefficients.fused_head
-    count = min(targets, HEAD_ROWS)
-    step = head_step(facts, count)
-    most = HEAD_SLICES if facts.head_quantized else DENSE_HEAD_SLICES
-    slices = min(most, -(-workload.vocabulary // step))
-    columns = min(workload.vocabulary, slices * step)
-    rows = columns * facts.hidden * facts.float_bytes * facts.head_quantized
-    logits = 4 * count * columns * (coefficients.gemma["logits"] if facts.softcaps else 1)
-    hidden = targets * facts.hidden * facts.float_bytes
-    return table["rows"] * rows + table["logits"] * logits + table["hidden"] * hidden
 
 
 def staged_phases(
     workload: Workload, plan: Plan, rows: int, tokens: int, earlier: int, gradients: int
 ) -> Phases:
-    """Bytes at three moments: the forward pass of a block, the head, and the backward pass of a
-    trained block; of the blocks that need most. Blocks that keep something have moments of their
-    own: while they run forward and backward, others still keep theirs.
+    """Bytes at the moments of a step, of the blocks that need most: the forward pass of a block,
+    the head, the backward pass of a trained block, and storing its gradients. Blocks that keep
+    something have moments of their own: while they run forward and backward, others still keep
+    theirs.
     """
-    facts, training, coefficients = workload.facts, workload.training, workload.process.coefficients
-    number, n = facts.float_bytes, rows * tokens
-    hidden = n * (facts.hidden + facts.passed) * number
+    facts, training, found = workload.facts, workload.training, costs_of(workload)
+    hidden = hidden_bytes(facts, rows, tokens)
     inputs = 0 if plan.inputs_on_disk else hidden
-    reads = read_alone_bytes(facts, training, plan, coefficients)
-    parts = workload.parts
-    forward = max(staged_forward_bytes(each, rows, tokens) for each, *_ in parts)
-    backward = max(staged_backward_bytes(each, rows, tokens) for each, _, count in parts if count)
-    is_wide = any(adapts_widest(each) for each, _, count in parts if count)
-    table = coefficients.backward_lora if is_wide else coefficients.backward
+    reads = read_alone_bytes(facts, training, plan)
     tiled = is_tiled(workload, rows, tokens)
-    if tiled and plan.engine == "streamed":
-        more = held_by_tiles_bytes(facts, plan, coefficients)
-        forward, backward = forward + more, backward + more
-    is_cut = tiled and not plan.kept.linear and not workload.score_head  # in tiles at the head
-    head = staged_head_bytes(workload, n, hidden, is_cut)
+    names = [costs.on_tiles(n, rows) if tiled else n for n in ("forward", "backward")]
+    forward = hidden + found.largest(names[0], rows, tokens)
+    backward = found.largest(names[1], rows, tokens, training.blocks)
+    backward += hidden if tiled else 2 * hidden
     kept, blocks = plan.kept, training.blocks
     linear = kept.linear  # the last blocks, which also need other work; `lean` are those before
-    lean = {"inputs": blocks - 1 - linear, "kept": kept_bytes(facts, kept, rows, tokens, linear)}
-    of_all = kept_bytes(facts, kept, rows, tokens)
-    found = [
+    is_cut = tiled and not linear and not workload.score_head  # in tiles at the head
+    head = hidden + at_head(found.heads[costs.STAGED], rows * tokens, hidden, is_cut)
+    phases: Phases = [
         {
             "gradients": earlier,
-            "block inputs": max(0, lean["inputs"] + tiled) * inputs,
-            "kept outputs": lean["kept"],
+            "block inputs": max(0, blocks - 1 - linear + tiled) * inputs,
+            "kept outputs": kept_bytes(facts, kept, rows, tokens, linear),
             "block work": forward,
         },
         {
             "weights": -reads,
             "gradients": earlier,
             "block inputs": blocks * inputs,
-            "kept outputs": of_all,
+            "kept outputs": kept_bytes(facts, kept, rows, tokens),
             "head chunk": head,
+        },
+        {
+            "weights": -reads,
+            "gradients": gradients,
+            "block work": hidden + found.largest("storing", rows, tokens, blocks),
         },
     ]
 
     def backward_at(place: int, work: float, inputs_before: int) -> dict[str, float]:
-        """Bytes in the backward pass of the block at `place`, counted from the last, at 0.
+        """Bytes in the backward pass of the block at `place`, counted from the last, at 0, with its
+        gradients.
 
         inputs_before: of blocks, besides those below it.
         """
-        held: float = gradients
-        if earlier == 0:
-            held *= table["gradients"]
-            if not plan.gradients_on_disk:  # they become more, block by block
-                held *= (place + 1) / blocks
         return {
             "weights": -reads,
-            "gradients": held,
+            "gradients": earlier,
             "block inputs": (blocks - 1 - place + inputs_before) * inputs,
             "kept outputs": kept_bytes(facts, kept, rows, tokens, place),
             "block work": work,
         }
 
     if tiled:
-        found.append({"block work": 2 * hidden})  # the embeddings, and their tiles
+        phases.append({"block work": 2 * hidden})  # the embeddings, and their tiles
     if linear < blocks:
-        found += [backward_at(place, backward, tiled) for place in (linear, blocks - 1)]
+        phases += [backward_at(place, backward, tiled) for place in (linear, blocks - 1)]
     if linear:
-        later = [workload.alone[kind] for kind in facts.counts_of_last(linear)]
-        first = max(kept_forward_bytes(each, rows, tokens) for each in later)
-        found.append(backward_at(0, first, 0) | {"gradients": earlier, "weights": 0})
-        work = max(kept_backward_bytes(each, rows, tokens) for each in later)
-        found += [backward_at(place, work, 0) for place in {0, linear - 1}]
-    return found
+        first = hidden + found.largest("kept_forward", rows, tokens, linear)
+        of_others = kept_bytes(facts, kept, rows, tokens, 1)
+        phases.append(backward_at(0, first, 0) | {"weights": 0, "kept outputs": of_others})
+        work = 2 * hidden + found.largest("kept_backward", rows, tokens, linear)
+        phases += [backward_at(place, work, 0) for place in {0, linear - 1}]
+    return phases
 
 
-def staged_head_bytes(workload: Workload, targets: int, hidden: int, is_cut: bool) -> float:
-    """Bytes at the head, with the hidden states; hidden: bytes of those. is_cut: as in
-    `head_bytes`."""
-    together = hidden * min(1.0, HEAD_ROWS / targets)  # hidden states that meet the head at once
-    rest = hidden if is_cut else 2 * (hidden - together)  # and their cotangents
-    table = workload.process.coefficients.head
-    return head_bytes(workload, targets, is_cut) + table["hidden"] * together + rest
+def at_head(found: HeadCosts, targets: int, hidden: int, is_cut: bool) -> float:
+    """Bytes at the head beside its hidden states, whose bytes are `hidden`.
 
-
-def held_by_tiles_bytes(facts: ModelFacts, plan: Plan, coefficients: Coefficients) -> int:
-    """Bytes of weights beside those that `weights_bytes` counts, of a streamed plan: the weights of
-    a block stay for all of its tiles."""
-    reading = plan.resident, plan.blocks_ahead
-    counted = weights_bytes(facts, plan.engine, False, coefficients, *reading)
-    stay = facts.bytes_of_last(plan.resident)
-    read = facts.neighbours_bytes(1 + plan.blocks_ahead, plan.resident)
-    return min(read, facts.blocks_bytes - stay) + stay + facts.rest_bytes - counted
-
-
-def head_bytes(workload: Workload, targets: int, is_cut: bool = False) -> float:
-    """Bytes of slices of the logits, and of the head's weights that they need.
-
-    is_cut: whether it runs tile by tile.
+    is_cut: whether those of a long row go through it tile by tile; else they all get their
+        cotangents at once, and the work beyond that is the one of HEAD_ROWS.
     """
-    facts, table = workload.facts, workload.process.coefficients.head
-    columns = min(workload.vocabulary, head_step(facts, min(targets, HEAD_ROWS)))
-    slices = table["slice"] if facts.head_quantized else table["dense_slice"] + CUT_SLICES * is_cut
-    weights = slices * columns * facts.hidden * facts.float_bytes
-    return table["logits"] * logits_bytes(workload, targets) + weights
+    if targets <= HEAD_ROWS or is_cut:
+        return found.at(targets)
+    return found.at(HEAD_ROWS) + 2 * hidden * (1 - HEAD_ROWS / targets)
 
 
 def soft_phase(
@@ -450,58 +374,62 @@ def soft_phase(
     few columns. By sweeps: the inputs of all blocks. The work is that of a block on some tokens,
     and some slices of the vocabulary.
     """
-    facts, table, sizes = workload.facts, workload.process.coefficients.soft, workload.soft
+    facts, sizes, streamed = workload.facts, workload.soft, plan.engine == "streamed"
     assert sizes is not None
     number, hidden = facts.float_bytes, facts.hidden
-    by_token = table["terms"] * 4 * rows * sizes.new_tokens * hidden
-    if plan.engine == "streamed":
+    by_token = SOFT_TERMS * 4 * rows * sizes.new_tokens * hidden
+    if streamed:
         held: float = facts.blocks * rows * tokens * hidden * number
     else:
         caches = rows * tokens * kv_bytes_per_token(facts)
         held = caches * (1 + 4 / number) + SOFT_COLUMNS * facts.blocks * rows * hidden * number
     together = min(PREFILL_TOKENS, rows * sizes.prompt_tokens)
-    together = max(together, rows * tokens if plan.engine == "streamed" else 0)
-    scoring = replace(workload, score_head=True)
-    trained = [part for part, _, count in scoring.parts if count]
-    block = max(staged_backward_bytes(part, 1, together) for part in trained)
+    together = max(together, rows * tokens if streamed else 0)
+    block = costs_of(workload).largest("backward", 1, together, workload.training.blocks)
+    block += 2 * hidden_bytes(facts, 1, together)
     head_slice = min(HEAD_SLICE_BYTES, facts.vocabulary * hidden * number)
-    slices = head_slice * (facts.head_quantized or plan.engine == "streamed")
+    slices = head_slice * (facts.head_quantized or streamed)
     positions = min(SOFT_POSITIONS, rows * sizes.new_tokens)
-    logits = logits_bytes(workload, positions) * facts.softcaps
-    of_block = table["streamed_block" if plan.engine == "streamed" else "block"]
-    work = of_block * block + table["slice"] * slices
+    logits = SOFT_LOGITS * logits_bytes(facts, positions) * facts.softcaps
+    of_block = SOFT_STREAMED_BLOCK if streamed else SOFT_BLOCK
     return {
         "gradients": gradients,
         "KV cache": held,
         "activations": by_token,
-        "block work": work + table["softcap_logits"] * logits,
+        "block work": of_block * block + SOFT_SLICES * slices + logits,
     }
 
 
-def forward_phases(
-    workload: Workload, plan: Plan, rows: int, tokens: int, predicts: bool = True
-) -> Phases:
-    """Bytes of an evaluation: in a block, and at the head with losses and maybe predictions, which
-    cost a staged engine more, and a fused one nothing more."""
-    facts, coefficients = workload.facts, workload.process.coefficients
-    number, n = facts.float_bytes, rows * tokens
-    hidden = n * facts.hidden * number
-    logits = logits_bytes(workload, n)
-    engine = "fused" if plan.engine == "fused" else "staged"
-    parts = workload.parts
-    of_block = fused_evaluation_bytes if engine == "fused" else staged_forward_bytes
-    blocks = max(of_block(each, rows, tokens) for each, *_ in parts)
-    head_slice = min(HEAD_SLICE_BYTES, workload.vocabulary * facts.hidden * number)
-    losses, table = head_bytes(workload, n), coefficients.scores
-    predictions = table["logits"] * logits + table[engine] * head_slice
-    if not predicts and engine == "staged":
-        predictions = 0.0
-    if engine == "staged" and is_tiled(workload, rows, tokens) and not workload.score_head:
-        at_head = hidden + table["hidden"] * hidden * min(1.0, HEAD_ROWS / n)
+def forward_phases(workload: Workload, plan: Plan, rows: int, tokens: int) -> Phases:
+    """Bytes of a pass without gradients: in a block, and at the head with losses."""
+    found, hidden = costs_of(workload), hidden_bytes(workload.facts, rows, tokens)
+    if plan.engine == "fused":
+        phase, head, is_cut = "evaluated", costs.FUSED_SCORES, False
     else:
-        at_head = table["hidden"] * hidden
-    head = max(losses, predictions) + at_head
-    return [{"block work": blocks}, {"head chunk": head}]
+        is_cut = is_tiled(workload, rows, tokens) and not workload.score_head
+        phase = costs.on_tiles("forward", rows) if is_cut else "forward"
+        head = costs.STAGED_SCORES
+    of_head = found.heads[head].at(min(rows * tokens, HEAD_ROWS))
+    return [
+        {"block work": hidden + found.largest(phase, rows, tokens)},
+        {"head chunk": hidden + of_head},
+    ]
+
+
+def spilled_bytes(facts: ModelFacts, training: Training, plan: Plan, tokens: int) -> int:
+    """Bytes of gradients, optimizer states and block inputs in files without a name, in the run's
+    folder.
+
+    tokens: of a micro-batch, with padding; the inputs of one micro-batch are there at a time.
+    """
+    found = 0
+    if plan.gradients_on_disk:
+        found += float32_bytes(facts, training)
+    if plan.states_on_disk:
+        found += optimizer_bytes(facts, training)
+    if plan.inputs_on_disk:
+        found += training.blocks * hidden_bytes(facts, 1, tokens)
+    return found
 
 
 def read_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from your_ai.memory.coefficients import PACKAGED, Coefficients
 from your_ai.memory.facts import BlockFacts, ModelFacts, quantized_matrix_bytes, widest_outputs
 from your_ai.memory.mixer_facts import ATTENTION, MLA, SLIDING
 from your_ai.memory.sizes import (
@@ -16,16 +15,20 @@ from your_ai.memory.sizes import (
 from your_ai.memory.workload import RolloutSizes
 
 GENERATION_BYTES = 500_000  # small arrays of generation
+# Arrays that exist together: of the part of a KV cache that grows, of attention scores, of slices
+# of a layer, of the outputs of the widest layer, and of slices of the head.
+GROWN, SCORES, SLICES, WIDE, HEAD_SLICES = 1.7, 1.05, 5.4, 1.5, 2.2
+WAVE_GROWN, LOGITS, DENSE_LOGITS = 1.2, 4.1, 3.1  # the same of a wave, and its logits
 GOOD_WAVE = 8  # completions generated together from which the plan matters more than the wave
 
 
-def generation_bytes(facts: ModelFacts, tokens: int, coefficients: Coefficients = PACKAGED) -> int:
+def generation_bytes(facts: ModelFacts, tokens: int) -> int:
     """Bytes of the KV cache of `tokens`, and of a prompt, PREFILL_TOKENS of it at a time.
 
     The peak is in one of three places: attention over all tokens while the KV cache of a block
     grows, the layers of a block, or a slice of the head.
     """
-    number, table = facts.float_bytes, coefficients.generation
+    number = facts.float_bytes
     cached = -(-tokens // CACHE_STEP) * CACHE_STEP
     of_block = cached * largest_kv_bytes(facts)
     prompt = min(tokens, PREFILL_TOKENS)
@@ -33,12 +36,10 @@ def generation_bytes(facts: ModelFacts, tokens: int, coefficients: Coefficients 
     wide = prompt * widest_outputs(facts) * number
     matrix = quantized_matrix_bytes(facts)
     scores = facts.heads * prompt * tokens * number * (2 if facts.softcaps else 1)
-    attention = table["grown"] * of_block + table["scores"] * scores + hidden
-    layers = (
-        table["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix) + table["wide"] * wide + 2 * hidden
-    )
+    attention = GROWN * of_block + SCORES * scores + hidden
+    layers = SLICES * min(DEQUANTIZED_SLICE_BYTES, matrix) + WIDE * wide + 2 * hidden
     head_slice = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * number)
-    head = table["head"] * head_slice + 2 * facts.vocabulary * number
+    head = HEAD_SLICES * head_slice + 2 * facts.vocabulary * number
     return int(cached * kv_bytes_per_token(facts) + max(attention, layers, head) + GENERATION_BYTES)
 
 
@@ -81,34 +82,29 @@ def wave_sizes(rows: int) -> list[list[int]]:
     return [each for each in found if each]
 
 
-def rollout_phases(
-    facts: ModelFacts,
-    sizes: RolloutSizes,
-    wave: int,
-    coefficients: Coefficients = PACKAGED,
-) -> list[dict[str, float]]:
+def rollout_phases(facts: ModelFacts, sizes: RolloutSizes, wave: int) -> list[dict[str, float]]:
     """Bytes while the prompts of a wave are read, and while its completions are sampled.
 
     The KV cache of a wave grows by CACHE_STEP tokens. While a block's part grows, both exist.
     Sampling needs some arrays as large as the logits of the wave, (B, V) in float32.
     """
-    table, per_token = coefficients.rollouts, kv_bytes_per_token(facts)
+    per_token = kv_bytes_per_token(facts)
     prompt_bytes = prompts_of_wave(wave, sizes.group) * sizes.prompt_tokens * per_token
     tokens = sizes.prompt_tokens + -(-sizes.new_tokens // CACHE_STEP) * CACHE_STEP
     of_block = wave * tokens * largest_kv_bytes(facts)
     matrix = quantized_matrix_bytes(facts)
-    layers = coefficients.generation["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix)
+    layers = SLICES * min(DEQUANTIZED_SLICE_BYTES, matrix)
     head = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * facts.float_bytes)
     logits = 4 * wave * facts.vocabulary
     work = max(
-        table["grown"] * of_block,
-        table["logits" if facts.head_quantized else "dense_logits"] * logits,
-        logits + coefficients.generation["head"] * head * facts.head_quantized,
+        WAVE_GROWN * of_block,
+        (LOGITS if facts.head_quantized else DENSE_LOGITS) * logits,
+        logits + HEAD_SLICES * head * facts.head_quantized,
         layers + 4 * wave * widest_outputs(facts) * facts.float_bytes,
     )
     merged = wave * sizes.prompt_tokens * per_token
     kept = max(wave * tokens * per_token, prompt_bytes + merged)
-    reading = generation_bytes(facts, sizes.prompt_tokens, coefficients)
+    reading = generation_bytes(facts, sizes.prompt_tokens)
     return [
         {"KV cache": prompt_bytes, "sampling": reading},
         {"KV cache": kept, "sampling": work + GENERATION_BYTES},

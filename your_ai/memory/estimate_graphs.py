@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from your_ai.memory.coefficients import Table
-from your_ai.memory.estimate_tiles import is_tiled, tiled_query_blocks
 from your_ai.memory.facts import ModelFacts, head_step, is_quantized, layers_named
+from your_ai.memory.guess import is_tiled
 from your_ai.memory.memoized import memoized
 from your_ai.memory.sizes import (
     CPU_TOKENS,
@@ -15,12 +14,33 @@ from your_ai.memory.sizes import (
     LEAN_QUERY_BLOCK,
     QUERY_BLOCK,
     SCORE_BYTES,
+    TILE_SCORE_BYTES,
+    tiles_of,
 )
 from your_ai.memory.workload import NOTHING, Kept, Plan, Workload
 
 GRAPH_BYTES = 85_000  # operations of one slice that waits to be evaluated
 FORWARD_GRAPH = 0.4  # size of a graph without a backward pass, relative to one with it
 GRAPHS_MARGIN = 1.25
+# Bytes of a compiled graph for each of the things in it: a fused one, those of a kind of block, and
+# that of the first trained block, which has no gradient of its input.
+Table = dict[str, int]
+FUSED_GRAPH: Table = {
+    "block": 100_000,
+    "slice": 115_000,
+    "queries": 200_000,
+    "adapted": 50_000,
+    "vectors": 150_000,
+}
+FUSED_HEAD_GRAPH = 150_000  # for each slice of the vocabulary
+STAGED_GRAPH: Table = {
+    "block": 300_000,
+    "slice": 100_000,
+    "queries": 200_000,
+    "adapted": 100_000,
+    "vectors": 100_000,
+}
+FIRST_GRAPH: Table = {"block": 100_000, "slice": 60_000, "queries": 170_000}
 
 
 @memoized
@@ -38,7 +58,7 @@ def graphs_bytes(
     A fused graph contains every block. The other engines share one graph per kind of block, and
     one more if only some of these keep something.
     """
-    facts, training, coefficients = workload.facts, workload.training, workload.process.coefficients
+    facts, training = workload.facts, workload.training
     queries = queries_in_graph(workload, engine, rows, tokens, kept)
 
     def size_of(table: Table, alone: Workload) -> float:
@@ -57,15 +77,13 @@ def graphs_bytes(
         found = 0.0
         for alone, count, adapted_count in workload.parts:
             blocks = adapted_count + FORWARD_GRAPH * (count - adapted_count)
-            found += blocks * size_of(coefficients.fused_graph, alone)
+            found += blocks * size_of(FUSED_GRAPH, alone)
         slices = -(-workload.vocabulary // head_step(facts, min(HEAD_ROWS, rows * tokens)))
-        found += coefficients.fused_graph["head"] * slices
+        found += FUSED_HEAD_GRAPH * slices
     else:
-        found = sum(size_of(coefficients.staged_graph, each) for each in workload.alone)
+        found = sum(size_of(STAGED_GRAPH, each) for each in workload.alone)
         found *= len({training.blocks, *(n for n in kept if n)})
-        found += max(
-            (size_of(coefficients.first_graph, each) for each in workload.alone), default=0
-        )
+        found += max((size_of(FIRST_GRAPH, each) for each in workload.alone), default=0)
     return int(GRAPHS_MARGIN * found * (1 if trained else FORWARD_GRAPH))
 
 
@@ -102,6 +120,16 @@ def query_blocks(facts: ModelFacts, engine: str, rows: int, tokens: int) -> int:
     most = QUERY_BLOCK if engine == "fused" else LEAN_QUERY_BLOCK
     most = min(most, SCORE_BYTES // (4 * rows * max(1, facts.heads) * tokens))
     return -(-tokens // max(most, FEWEST_QUERIES))
+
+
+def tiled_query_blocks(facts: ModelFacts, rows: int, tokens: int) -> int:
+    """Blocks of queries in the compiled graphs of attention: of a tile with itself, and with
+    another; twice, if the last tile is shorter."""
+    tiles = tiles_of(rows, tokens)
+    n = tiles[0].stop - tiles[0].start
+    most = max(FEWEST_QUERIES, TILE_SCORE_BYTES // (4 * rows * max(1, facts.heads) * n))
+    shapes = len({tile.stop - tile.start for tile in tiles})
+    return 2 * shapes * -(-n // min(most, n))
 
 
 def evaluation_graphs_bytes(

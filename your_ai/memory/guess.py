@@ -22,6 +22,7 @@ from your_ai.memory.costs import (
     HeadCosts,
     Shape,
 )
+from your_ai.memory.estimate_adapters import copied_bytes
 from your_ai.memory.facts import (
     MLPS,
     ModelFacts,
@@ -36,7 +37,20 @@ from your_ai.memory.facts import (
     widest_outputs,
 )
 from your_ai.memory.memoized import memoized
-from your_ai.memory.mixer_facts import ATTENTION, MLA, SLIDING, mixers_bytes
+from your_ai.memory.mixer_facts import (
+    ATTENTION,
+    CHUNKS,
+    GATED_DELTA,
+    KDA,
+    LINEAR_ATTENTION,
+    MAMBA1,
+    MAMBA2,
+    MLA,
+    RGLRU,
+    RWKV7,
+    SLIDING,
+    MixerFacts,
+)
 from your_ai.memory.sizes import (
     DEQUANTIZED_SLICE_BYTES,
     HEAD_ROWS,
@@ -44,25 +58,42 @@ from your_ai.memory.sizes import (
     QUERY_BLOCK,
     TILE_SCORE_BYTES,
     TILE_TOKENS,
+    tiles_of,
 )
-from your_ai.memory.workload import Training
+from your_ai.memory.workload import Training, Workload
 
 SAMPLES = (Shape(1, 128), Shape(2, 128), Shape(1, 512), Shape(1, 1024))
 HEAD_SIZES = (1, 128, 256, 512, 1024, 2048)  # N
 SLICED_LAYERS = ("gate_proj", "up_proj", "down_proj")  # an MLP that has them runs in slices
 SCORES = 3.8  # arrays of the scores of latent attention, whose mask is an array
+SOFTCAP_LOGITS = 1.7
 SOFTCAP_SCORES = 2.0  # the same of scores that pass through a tanh
 
 
 @memoized
+def costs_of(workload: Workload) -> Costs:
+    """The costs of the work: as measured, and guessed where nothing was measured."""
+    guess = guessed(workload.facts, workload.training, workload.score_head)
+    return guess if workload.costs is None else workload.costs.memory.completed(guess)
+
+
+@memoized
+def is_tiled(workload: Workload, rows: int, tokens: int) -> bool:
+    """Return whether every block runs on tiles of such rows, unless it keeps outputs."""
+    if workload.soft is not None:  # it has engines of its own
+        return False
+    return len(tiles_of(rows, tokens)) > 1 and costs_of(workload).is_tiled
+
+
+@memoized
 def guessed(facts: ModelFacts, training: Training, score_head: bool = False) -> Costs:
-    """What the work of a model with these adapters needs; score_head: as in `Workload`."""
+    """The costs of a model with these adapters; score_head: as in `Workload`."""
     kinds = [block_costs(alone, training) for alone in facts.alone]
     return Costs(tuple(kinds), facts.order, head_costs(facts, score_head))
 
 
 def block_costs(facts: ModelFacts, training: Training) -> BlockCosts:
-    """Of a block of a model whose blocks are of one kind."""
+    """The costs of a block of a model whose blocks are of one kind."""
     number, hidden = facts.float_bytes, facts.hidden + facts.passed
     matrix, largest = quantized_matrix_bytes(facts), largest_matrix_bytes(facts)
     dequantized = min(DEQUANTIZED_SLICE_BYTES, matrix)
@@ -79,38 +110,40 @@ def block_costs(facts: ModelFacts, training: Training) -> BlockCosts:
 
     def forward(rows: int, tokens: int) -> float:
         n = rows * tokens * number
-        work = n * ((3.4 + 0.3 * (dense == 1)) * forward_width(facts) + 5 * hidden)
+        work = n * ((3.4 + 0.3 * (dense == 1)) * forward_width(facts) + 4.5 * hidden)
         work += n * (6 * routed + 0.7 * norms * facts.hidden) + 5.8 * dequantized
         return work + mixing(rows, tokens, forward=True)
 
     def backward(rows: int, tokens: int) -> float:
         n = rows * tokens * number
         mlp = n * (11.7 * part + 3 * wide * (dense == 1))
-        rest = n * (6 * routed + 1.6 * sliced_lora + (3 + 0.7 * norms) * hidden + 2.5 * vectors)
+        rest = n * (6 * routed + 1.6 * sliced_lora + (1.5 + 0.7 * norms) * hidden + 2.5 * vectors)
         copies = 1.9 * (1 - dense) * min(weights, 3 * DEQUANTIZED_SLICE_BYTES)
         copies += 0.2 * dense * weights
         return max(mlp, mixing(rows, tokens)) + rest + copies
 
     def kept_forward(rows: int, tokens: int) -> float:
         n = rows * tokens * number
-        work = n * (4.6 * wide + (6.3 + 0.7 * norms) * hidden + 6 * routed) + 4.1 * dequantized
+        work = n * (4.6 * wide + outputs + (5 + 0.7 * norms) * hidden + 6 * routed)
+        work += 4.1 * dequantized
         return work + mixing(rows, tokens, forward=True)
 
     def kept_backward(rows: int, tokens: int) -> float:
         n = rows * tokens * number
         whole = 7.3 if not matrix else 2.0 * (matrix <= DEQUANTIZED_SLICE_BYTES)
         narrow = min(wide, backward_features(facts.hidden)) if is_mixer_alone(facts) else wide
-        work = n * (4.4 * narrow + (3 + 0.7 * norms + whole) * hidden + 1.1 * lora + 2.5 * vectors)
+        work = n * (4.4 * narrow + (1 + 0.7 * norms + whole) * hidden + 1.1 * lora + 2.5 * vectors)
         scores = 4 * rows * tokens * facts.heads * min(tokens, QUERY_BLOCK)
         return work + n * 6 * routed + 3 * scores + 4.8 * dequantized + mixing(rows, tokens)
 
     def saved(rows: int, tokens: int) -> float:
         n = rows * tokens * number
         work = n * (1.75 * outputs + 0.75 * lora + vectors + 5.7 * norms * facts.hidden)
+        work += copied_bytes(facts, training) / max(1, training.blocks)
         return work + n * 0.5 * routed + mixing(rows, tokens, kept=True)
 
     def working(rows: int, tokens: int) -> float:
-        own = rows * tokens * number * (1.4 * wide + 6 * routed) + 6.2 * dequantized
+        own = rows * tokens * number * (2.5 * outputs + 6 * routed) + 6.2 * dequantized
         return own + mixing(rows, tokens)
 
     def evaluated(rows: int, tokens: int) -> float:
@@ -126,7 +159,9 @@ def block_costs(facts: ModelFacts, training: Training) -> BlockCosts:
         found = (1.0 if kept else SCORES) * rows * latent * tokens**2 * number
         if facts.softcaps:
             found += SOFTCAP_SCORES * rows * facts.heads * tokens**2 * number
-        return found + mixers_bytes(kind.mixers, rows, tokens, number, kept=kept, forward=forward)
+        every = (recurrence_bytes(m, rows, tokens, number, kept=kept, forward=forward)
+                 for m in kind.mixers)  # fmt: skip
+        return found + sum(every)
 
     def of_tiles(work: Callable[[int, int], float], per_token: int) -> CostCurve:
         """On tiles: the work of one of them, or of attention, and what there is of each token."""
@@ -145,31 +180,67 @@ def block_costs(facts: ModelFacts, training: Training) -> BlockCosts:
         kept_forward=curve_of(kept_forward),
         kept_backward=curve_of(kept_backward),
         tiled_forward=of_tiles(forward, of_token),
+        rows_tiled_forward=of_tiles(forward, of_token),
+        rows_tiled_backward=of_tiles(lambda b, t: max(forward(b, t), backward(b, t)),
+                                     of_token + 4 * cached),
         tiled_backward=of_tiles(lambda b, t: max(forward(b, t), backward(b, t)),
                                 of_token + 4 * cached),
         saved=curve_of(saved),
         working=curve_of(working),
-        joined=curve_of(lambda rows, tokens: 0.85 * rows * tokens * wide * number),
+        joined=curve_of(lambda rows, tokens: 0.85 * rows * tokens * outputs * number),
         evaluated=curve_of(evaluated),
         tiles=can_tile(facts),
     )  # fmt: skip
 
 
+# Arrays of the work on a chunk of a recurrence that exist together.
+ALIVE = {GATED_DELTA: 6, KDA: 15, RWKV7: 17, MAMBA2: 9, LINEAR_ATTENTION: 5, MAMBA1: 16, RGLRU: 32}
+
+
+def recurrence_bytes(
+    mixer: MixerFacts, rows: int, tokens: int, number: int, *, kept: bool, forward: bool
+) -> float:
+    """Bytes of a recurrence and its short convolution in a training pass.
+
+    kept: what stays until the backward pass. forward: of a pass without gradients.
+    """
+    convolution = rows * tokens * number * mixer.conv_channels * (1 if kept else 3)
+    if mixer.kind not in CHUNKS:
+        return convolution
+    chunk, size = CHUNKS[mixer.kind], mixer.key_dim or mixer.state_size
+    outputs = mixer.heads * max(1, mixer.value_dim)
+    keys = mixer.kv_heads or 2 * mixer.heads * (mixer.kind == RWKV7)
+    inputs, state = outputs + 2 * keys * size, outputs * max(1, size)
+    if forward:
+        return convolution + rows * 2 * outputs * tokens * number
+    states = 2 * state * -(-tokens // chunk)
+    if kept:
+        return convolution + rows * (number * tokens * (inputs + outputs) + 2 * states)
+    of_chunk = state if mixer.kind in (MAMBA1, RGLRU) else mixer.heads * chunk
+    work = state + chunk * (inputs + outputs + of_chunk)
+    if mixer.kind == RGLRU:
+        work = chunk * outputs
+    of_tokens = number * tokens * (outputs + 1.75 * inputs)
+    return convolution + rows * (of_tokens + states + 4 * ALIVE[mixer.kind] * work)
+
+
 def curve_of(work: Callable[[int, int], float]) -> CostCurve:
-    """The curve through a function of (B, T), which is as good as one for most."""
-    return CostCurve.through({shape: work(*shape) for shape in SAMPLES})
+    """The curve through a function of (B, T), or just above it, where it is none."""
+    found = {shape: work(*shape) for shape in SAMPLES}
+    curve = CostCurve.through(found)
+    above = max((size / curve.at(*shape) for shape, size in found.items() if size), default=1.0)
+    terms = (above * term for term in (curve.fixed, curve.of_token, curve.of_pair))
+    return CostCurve(*terms) if above > 1 else curve
 
 
 def head_costs(facts: ModelFacts, score_head: bool) -> dict[str, HeadCosts]:
-    """Of the head: slices of its logits and of its weight, and hidden states."""
+    """The costs of the head: slices of its logits and of its weight, and hidden states."""
     number, quantized = facts.float_bytes, facts.head_quantized
 
     def slices(n: int) -> tuple[float, float]:
         """Bytes of a slice of the logits, and of the weight in it."""
-        count = min(n, HEAD_ROWS)
-        columns = min(facts.vocabulary, head_step(facts, count)) * (not score_head)
-        capped = 1.7 if facts.softcaps else 1.0
-        return 4 * count * columns * capped, columns * facts.hidden * number
+        columns = min(facts.vocabulary, head_step(facts, min(n, HEAD_ROWS))) * (not score_head)
+        return logits_bytes(facts, n) * (not score_head), columns * facts.hidden * number
 
     def staged(n: int) -> float:
         logits, weights = slices(n)
@@ -208,6 +279,13 @@ def can_tile(facts: ModelFacts) -> bool:
     plain = all(len(m) == 1 and m[0].kind in (ATTENTION, SLIDING, MLA) for m in mixers)
     plain = plain and not any(mixer.untiled for (mixer,) in mixers)
     return plain and not facts.softcaps and not facts.passed
+
+
+def logits_bytes(facts: ModelFacts, targets: int) -> float:
+    """Bytes of one slice of the logits, for the hidden states that meet the head together."""
+    count = min(targets, HEAD_ROWS)
+    of_slice = 4 * count * min(facts.vocabulary, head_step(facts, count))
+    return SOFTCAP_LOGITS * of_slice if facts.softcaps else of_slice
 
 
 def is_mixer_alone(facts: ModelFacts) -> bool:

@@ -15,21 +15,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 from your_ai.config import TrainConfig, defaults
 from your_ai.errors import UserError
 from your_ai.gates.text import size_text
 from your_ai.memory.buffers import allowed, most_held, too_many
-from your_ai.memory.calibration import FAR, FIRST, Calibration, Shape
 from your_ai.memory.estimate import Estimate, estimate, read_alone_bytes, weights_bytes
 from your_ai.memory.estimate_generation import wave_sizes
 from your_ai.memory.estimate_kept import at_rung, highest, rung_of, step_cost
 from your_ai.memory.limit import VARIES_BYTES, MemoryLimit, rounded_up, with_headroom
 from your_ai.memory.memoized import memoized
 from your_ai.memory.sample import in_gb
-from your_ai.memory.step_time import StepOperations, mean_step, unpredicted
+from your_ai.memory.step_time import step_seconds
 from your_ai.memory.workload import (
     NOTHING,
     UNLIMITED,
@@ -37,13 +35,12 @@ from your_ai.memory.workload import (
     Plan,
     Workload,
     whole_groups,
-    with_calibration,
 )
 
 # The order of plans by time, and those that no other beats in both memory and time. Pure
 
 
-ALIKE = 1.01  # of plans whose predicted seconds differ by less, the smaller one is better
+ALIKE = 1.05  # of plans whose predicted seconds differ by less, the smaller one is better
 
 
 class Timed(Protocol):
@@ -105,8 +102,10 @@ READING = (*((*each, 1) for each in ENGINES), *((*each, 0) for each in ENGINES[-
 RESIDENT_LEVELS = 16  # numbers of blocks of a streamed plan that are tried to stay in memory
 KEPT_SHARES = (1.0, 2 / 3, 1 / 2, 1 / 3, 0.0)  # of the highest rung of `estimate_kept.at_rung`
 SCORING_COST = 1 / 3  # of a pass without gradients, relative to a step of the fused engine
-WORK_MARGIN = 0.12  # share of transient activations: an estimate may be a tenth too low
-MEASURED_MARGIN = 0.04  # the same, once something was measured on this machine
+GUESS_MARGIN = 0.12  # share of transient activations: a guess may be a tenth too low
+MEASURED_MARGIN = 0.05  # the same of measured costs
+FAR = 10  # nothing needs to be measured if this multiple of the guessed activations fits
+SPARE_BYTES = 10_000_000  # that a resumed process may need more than it did before
 NOTICEABLY = 0.97  # a smaller plan needs at most this share of the memory of the one before
 
 
@@ -133,7 +132,7 @@ class Option:
     """Predicted, of a step on average; None if they are not predicted."""
 
 
-def with_margin(found: Estimate, margin: float = WORK_MARGIN) -> int:
+def with_margin(found: Estimate, margin: float = GUESS_MARGIN) -> int:
     """The limit that an estimate asks for: with a margin, and the room that the guard leaves."""
     process_bytes = found.process_bytes
     return max(int(process_bytes + margin * found.work_bytes), with_headroom(process_bytes))
@@ -189,44 +188,28 @@ def buffers_of(workload: Workload, plan: Plan) -> int:
 
 def not_predicted(workload: Workload) -> str:
     """Say why the seconds of its steps are not predicted; empty if they are."""
-    if workload.process.speed.speed is None:
-        return workload.process.speed.note or "the speed of that machine was not measured"
-    if workload.steps.unpredicted:
-        return workload.steps.unpredicted
-    return unpredicted(workload.facts, workload.training, workload.process.speed.speed)
+    if workload.costs is None:
+        return "seconds are not predicted: nothing was measured here"
+    if not workload.costs.is_complete:
+        return "seconds are not predicted: not everything that was to be measured fitted"
+    return workload.steps.unpredicted
 
 
 def timed(workload: Workload, found: list[Option]) -> list[Option]:
     """The options with their predicted seconds, if those are predicted."""
-    if not_predicted(workload):
+    if workload.forward or not_predicted(workload):
         return found
-    works: dict[bool, StepOperations] = {}
     return [
-        replace(option, seconds=sum(seconds_of(workload, option.plan, works).values()))
-        for option in found
+        replace(option, seconds=sum(seconds_of(workload, option.plan).values())) for option in found
     ]
 
 
-def seconds_of(
-    workload: Workload, plan: Plan, works: dict[bool, StepOperations] | None = None
-) -> dict[str, float]:
-    """The predicted seconds of a step under a plan by term, of a workload that is predicted.
-
-    works: what other plans had in common, by whether texts are scored first; for speed.
-    """
-    works = {} if works is None else works
-    longest = max(workload.lengths)
-    scored = workload.scores or plan.rows(longest, workload.batch_size) < workload.rows_together
-    if scored not in works:
-        sizes = replace(workload.steps, scores_first=scored)
-        works[scored] = StepOperations(workload.loaded, workload.training, sizes)
-
-    def rows_at(tokens: int) -> int:
-        return rows_of(workload, plan, tokens)
-
-    terms = mean_step(works[scored], plan, rows_at, workload.rows_per_step, longest)
-    assert workload.process.speed.speed is not None
-    return {name: workload.process.speed.speed.of(work) for name, work in terms.items()}
+def seconds_of(workload: Workload, plan: Plan) -> dict[str, float]:
+    """The predicted seconds of a step under a plan by term, of a workload that is predicted."""
+    assert workload.costs is not None
+    scored = plan.rows(max(workload.lengths), workload.batch_size) < workload.rows_together
+    rows_at = partial(rows_of, workload, plan)
+    return step_seconds(workload, workload.costs, plan, rows_at, scored or workload.scores)
 
 
 def front_points(workload: Workload) -> list[list[float]]:
@@ -301,10 +284,9 @@ def options_of(workload: Workload, plan: Plan) -> list[Option]:
     if plan.engine != "streamed" or not plan.blocks_ahead or not adjusts_reading(workload):
         return found
     base, counted, known = found[0], 0, 0
-    facts, coefficients = workload.facts, workload.process.coefficients
     for resident, more in reversed(resident_bytes(workload)):
         wanted = replace(plan, resident=resident)
-        reads = read_alone_bytes(facts, workload.training, wanted, coefficients)
+        reads = read_alone_bytes(workload.facts, workload.training, wanted)
         if reads != known:
             base, counted = option_of(workload, wanted, bytes_to_update(workload, wanted)), more
             known = reads
@@ -319,8 +301,8 @@ def options_of(workload: Workload, plan: Plan) -> list[Option]:
 def resident_bytes(workload: Workload) -> list[tuple[int, int]]:
     """The numbers of blocks of a streamed plan that may keep their weights in memory, the most
     first, and the bytes that each adds."""
-    facts, coefficients = workload.facts, workload.process.coefficients
-    sized = partial(weights_bytes, facts, "streamed", coefficients=coefficients)
+    facts = workload.facts
+    sized = partial(weights_bytes, facts, "streamed")
     levels = (facts.blocks * level // RESIDENT_LEVELS for level in range(RESIDENT_LEVELS))
     return [(n, sized(resident=n) - sized()) for n in sorted(set(levels) - {0}, reverse=True)]
 
@@ -331,7 +313,14 @@ def adjusts_reading(workload: Workload) -> bool:
 
 
 def margin_of(workload: Workload) -> float:
-    return MEASURED_MARGIN if workload.process.calibration.measurements else WORK_MARGIN
+    """The share of the estimated work by which it may be too low."""
+    return GUESS_MARGIN if workload.costs is None else MEASURED_MARGIN
+
+
+def is_far(workload: Workload, option: Option, limit_bytes: int) -> bool:
+    """Return whether a plan fits however wrong a guess may be, so that nothing is measured."""
+    found = option.estimate
+    return found.process_bytes + (FAR - 1) * found.work_bytes <= limit_bytes
 
 
 def bytes_to_update(workload: Workload, plan: Plan) -> int:
@@ -363,60 +352,10 @@ def largest(workload: Workload, plan: Plan) -> Estimate:
     return max(found, key=with_margin)
 
 
-def largest_shape(workload: Workload, plan: Plan) -> Shape:
-    """The micro-batch with the most tokens under `plan`."""
-    shapes = [Shape(rows_of(workload, plan, t), t) for t in workload.lengths]
-    return max(shapes, key=lambda shape: (shape.size, shape.tokens))
-
-
 def estimate_rows(workload: Workload, plan: Plan, rows: int, tokens: int) -> Estimate:
-    """The estimate of a micro-batch, corrected by the measurements on this machine."""
-    ratio = ratio_of(workload, plan, Shape(rows, tokens))
-    return estimate_of(workload, plan, rows, tokens, work_ratio=ratio)
-
-
-def ratio_of(workload: Workload, plan: Plan, shape: Shape) -> float:
-    """The factor on the coefficients for a micro-batch on this machine."""
-    if not workload.process.calibration.measurements:
-        return 1.0
-    expected = expected_bytes(workload, plan, shape)
-    return workload.process.calibration.ratio(plan.family, shape.size, expected)
-
-
-def expected_bytes(workload: Workload, plan: Plan, shape: Shape) -> int:
-    """Bytes of work for the gradients of a micro-batch, at the ratio of the largest measurement."""
-    found = workload.process.calibration.of(plan.family)
-    ratio = found[-1].ratio if found else 1.0
-    with_ratio = estimate_of(workload, plan, *shape, work_ratio=ratio, gradients_only=True)
-    return with_ratio.mlx_bytes - held_bytes(with_ratio)
-
-
-def held_bytes(found: Estimate) -> int:
-    """Bytes that stay allocated between steps, for any micro-batch."""
-    return sum(found.components[n] for n in ("weights", "adapters", "optimizer", "prefix cache"))
-
-
-def estimate_of(
-    workload: Workload,
-    plan: Plan,
-    rows: int,
-    tokens: int,
-    *,
-    work_ratio: float = 1.0,
-    gradients_only: bool = False,
-) -> Estimate:
-    found = estimate(
-        workload,
-        plan,
-        rows,
-        tokens,
-        micro_batches=1 if gradients_only else -(-workload.rows_per_step // rows),
-        work_ratio=work_ratio,
-        gradients_only=gradients_only,
-    )
-    # What it needed less may be needed later in the step.
-    excess_bytes = workload.process.calibration.excess_bytes(plan.family) or 0
-    return found.with_more("python", max(0, excess_bytes))
+    """The estimate of a micro-batch."""
+    micro_batches = -(-workload.rows_per_step // rows)
+    return estimate(workload, plan, rows, tokens, micro_batches=micro_batches)
 
 
 def fastest(workload: Workload, fits: Callable[[Option], bool]) -> Option | None:
@@ -445,8 +384,8 @@ class Budget:
     limit: MemoryLimit
     workload: Workload
     choice: Choice
-    measurements: Path | None = None
-    """The file with the measurements of this model on this machine."""
+    costs_key: tuple[str, ...] = ()
+    """What the costs of the workload depend on, as text."""
     kept: bool = False
     """Whether the run continues under the plan it had before."""
 
@@ -521,18 +460,11 @@ def no_option(workload: Workload) -> UserError:
 
 
 def fitting_options(workload: Workload, every: list[Option], limit_bytes: int) -> list[Option]:
-    """Those that fit into the limit and can begin, if any; at least one. Raises DoesNotFit."""
+    """Those that fit into the limit; at least one. Raises DoesNotFit."""
     fitting = [option for option in every if option.needed_bytes <= limit_bytes]
-    if workload.soft is None:  # else nothing is measured before the first step
-        begins = [option for option in fitting if can_begin(workload, option, limit_bytes)]
-        fitting = begins or fitting
-    if not fitting:
-        others = without_margins(workload, every)
-        fitting = [option for option, least_bytes in others if least_bytes <= limit_bytes][:1]
     if not fitting:
         least = min(every, key=lambda option: option.needed_bytes)
-        least_bytes = min([least.needed_bytes, *(size for _, size in others)])
-        raise DoesNotFit(refusal(workload, least, least_bytes, limit_bytes), least_bytes)
+        raise DoesNotFit(refusal(workload, least, limit_bytes), least.needed_bytes)
     return fitting
 
 
@@ -541,8 +473,8 @@ def chosen_again(
 ) -> Choice | None:
     """The plan that the run had, if it fits without its margin."""
     spare = 0
-    if workload.process.calibration.measurements:
-        spare = workload.process.calibration.spare_bytes(kept.family) + VARIES_BYTES
+    if workload.costs is not None:
+        spare = SPARE_BYTES + VARIES_BYTES
     tried = with_plan(workload, every, kept)
     for index, option in enumerate(tried):
         if option.plan == kept and option.estimate.process_bytes - spare <= limit_bytes:
@@ -565,44 +497,6 @@ def with_plan(workload: Workload, every: list[Option], plan: Plan) -> list[Optio
     return [*every[:place], own, *every[place:]]
 
 
-def can_begin(workload: Workload, option: Option, limit_bytes: int) -> bool:
-    """Return whether the first micro-batch to measure fits even if coefficients are far too low.
-
-    They are assumed too low by a factor of FAR if nothing was measured, else by twice the ratio
-    of the other engines.
-    """
-    engine = option.plan.engine
-    if workload.forward or engine != "fused" or workload.process.calibration.of(engine):
-        return True
-    first = Shape(1, min(FIRST, max(workload.lengths)))
-    known = bool(workload.process.calibration.measurements)
-    times = 2 * ratio_of(workload, option.plan, first) if known else FAR
-    found = estimate_of(workload, option.plan, *first, gradients_only=True)
-    grows = found.components["activations"] + found.components["block work"]
-    return found.process_bytes + (times - 1) * grows <= limit_bytes
-
-
-def without_margins(workload: Workload, every: list[Option]) -> list[tuple[Option, int]]:
-    """Options that are tried although they need more than the limit, each with its least limit.
-
-    An engine without measurements, by its uncorrected estimate: measurements of other engines are
-    not a reason to refuse it. And the smallest option without its safety margins, if it is
-    measured; it keeps the room in which the guard ends a process.
-    """
-    calibration = workload.process.calibration
-    if not calibration.measurements:
-        return []
-    believed = options(with_calibration(workload, Calibration()))
-    needed = {prior.plan: prior.needed_bytes for prior in believed}
-    by_size = sorted(every, key=lambda option: option.needed_bytes)
-    known = {family for o in every if calibration.of(family := o.plan.family)}
-    found = [(o, needed[o.plan]) for o in by_size if o.plan.family not in known]
-    if (family := by_size[0].plan.family) in known:
-        exact = by_size[0].estimate.process_bytes - calibration.spare_bytes(family)
-        found.append((by_size[0], max(with_headroom(exact), workload.before_bytes)))
-    return found
-
-
 def descending(every: Sequence[Option]) -> list[Option]:
     """The first option, then each that needs noticeably less memory than all before."""
     ladder = [every[0]]
@@ -612,9 +506,9 @@ def descending(every: Sequence[Option]) -> list[Option]:
     return ladder
 
 
-def refusal(workload: Workload, least: Option, least_bytes: int, limit_bytes: int) -> str:
-    """The error if nothing fits; least: the option that needs least memory; least_bytes: the least
-    limit that is accepted."""
+def refusal(workload: Workload, least: Option, limit_bytes: int) -> str:
+    """The error if nothing fits; least: the option that needs least memory."""
+    least_bytes = least.needed_bytes
     parts = sorted(least.estimate.components.items(), key=lambda pair: -pair[1])[:3]
     largest = ", ".join(f"{name} {size_text(size)}" for name, size in parts if size >= 5_000_000)
     if workload.forward:

@@ -11,10 +11,8 @@ from typing import NamedTuple
 from your_ai.config import GRPO, REWARD, SOFT, TrainConfig, defaults
 from your_ai.config.adapter_facts import LORA, AdapterFacts
 from your_ai.gates.text import counted
-from your_ai.memory.calibration import Calibration
-from your_ai.memory.coefficients import PACKAGED, Coefficients
+from your_ai.memory.costs import MeasuredCosts
 from your_ai.memory.facts import ModelFacts, vocabulary_held
-from your_ai.memory.speed import UNKNOWN, KnownSpeed
 
 PYTHON_BYTES = 250_000_000  # a process without a model: 140 MB on Linux, plus a GPU's share
 # MLX's ring allocates this when a process joins it: two buffers for each of two directions.
@@ -140,14 +138,8 @@ class StepSizes:
     """Of the tokens with padding, those that are targets."""
     steps: int = 0
     """Of the whole run; 0 if it is not known."""
-    on_cpu: bool = True
-    """Whether the device is a CPU, on which attention is computed in blocks of queries."""
     cached_prefix: bool = False
     """Whether the frozen blocks below the first adapter only run in the first epoch."""
-    scores_first: bool = False
-    """Whether all rows are scored before they are trained."""
-    has_vocabulary: bool = True
-    """Whether the head gives logits."""
     unpredicted: str = ""
     """Why the time of such steps is not predicted; empty if it is."""
 
@@ -171,11 +163,6 @@ class ProcessFacts:
     sliced: bool = False
     """Whether quantized weights are dequantized in slices, as on the CPU, so that graphs are
     larger."""
-    coefficients: Coefficients = PACKAGED
-    calibration: Calibration = field(default=Calibration())
-    """Measurements of this model on this machine, which correct the estimates."""
-    speed: KnownSpeed = UNKNOWN
-    """How fast it computes; without it, plans are ordered by their arithmetic."""
     most_buffers: int = UNLIMITED
     """MLX's buffers that it may hold: Metal has a limit."""
     mixes_whole: bool = False
@@ -254,11 +241,14 @@ class Workload:
     steps: StepSizes = field(default=StepSizes())
     """What the steps compute, as far as their time depends on it."""
     process: ProcessFacts = field(default=ProcessFacts())
+    costs: MeasuredCosts | None = None
+    """Its costs, as measured on this machine. Without, bytes are guessed, and plans are ordered by
+    their arithmetic."""
 
     @cached_property
     def alone(self) -> tuple[Workload, ...]:
         """The workload of a model that only has blocks of one kind, for each kind of block."""
-        return tuple(replace(self, facts=facts) for facts in self.facts.alone)
+        return tuple(replace(self, facts=facts, costs=None) for facts in self.facts.alone)
 
     @cached_property
     def parts(self) -> list[tuple[Workload, int, int]]:
@@ -345,24 +335,18 @@ def workload_of(
         before_bytes=before_bytes,
         steps=replace(
             data.steps,
-            on_cpu=process.sliced,
             cached_prefix=config.prefix_cache != "off",
-            has_vocabulary=config.objective != REWARD,
             unpredicted=unpredicted_steps(config),
         ),
         process=replace(process, python_bytes=process.python_bytes + ring_bytes),
     )
 
 
-def with_calibration(workload: Workload, calibration: Calibration) -> Workload:
-    return replace(workload, process=replace(workload.process, calibration=calibration))
-
-
 def unpredicted_steps(config: TrainConfig) -> str:
     """Say why the time of the steps of such a run is not predicted; empty if it is."""
     if config.generates:
         return "the time of generated completions is not predicted"
-    return "the time of packed rows is not predicted" if config.packing else ""
+    return ""
 
 
 def rollout_sizes(config: TrainConfig, prompt_tokens: int) -> RolloutSizes:

@@ -87,6 +87,6 @@ def use_norms(layers: Normed, norms: Arrays) -> Iterator[None]:
 
 @contextlib.contextmanager
 def use_any_norms(layers: Normed) -> Iterator[None]:
-    """As `use_norms`, with arrays that only have the right shapes, for what is never evaluated."""
+    """Do as `use_norms`, with arrays that only have the right shapes: nothing is evaluated."""
     with use_norms(layers, {f"{path}.{NORMS}": layer.m for path, layer in layers}):
         yield

@@ -92,22 +92,6 @@ class Corrected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """A micro-batch of `rows` x `tokens` was measured before training or in an earlier run."""
-
-    engine: str
-    """fused, or staged for all other engines."""
-    rows: int
-    tokens: int
-    work_bytes: int
-    """Measured memory of its activations."""
-    ratio: float
-    """`work_bytes` divided by the estimate."""
-    excess_bytes: int | None = None
-    """Memory of the process outside MLX's buffers, less the estimate of it; None if unknown."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Action:
     """An action of the memory governor between two steps, and its effect."""
 
@@ -368,7 +352,6 @@ Event = (
     | Notice
     | Limit
     | Planned
-    | Measured
     | Corrected
     | Action
     | Died

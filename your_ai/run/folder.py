@@ -74,6 +74,11 @@ class RunFolder:
         return self.path / "adapter"
 
     @property
+    def costs(self) -> Path:
+        """The file with what the work of the run needs in memory, as measured before it began."""
+        return self.path / "costs.json"
+
+    @property
     def start(self) -> Path:
         """The adapter that the run starts from. This folder exists only with --from."""
         return self.path / "start"

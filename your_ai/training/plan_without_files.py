@@ -21,13 +21,12 @@ from your_ai.errors import UserError
 from your_ai.gates.text import counted, nearest, shortened
 from your_ai.gates.untrusted import read_json
 from your_ai.hub.config_values import check_config_values
-from your_ai.hub.find import Missing, find_model, store
+from your_ai.hub.find import Missing, find_model
 from your_ai.hub.registry import alias_of, known
 from your_ai.memory import limit as limits
 from your_ai.memory.buffers import METAL_BUFFERS
 from your_ai.memory.facts import ModelFacts, facts_of_config, facts_of_known, names_of
 from your_ai.memory.plan import Budget, choose, largest_that_fits
-from your_ai.memory.speed import FILE, NOT_MEASURED, UNKNOWN, KnownSpeed
 from your_ai.memory.workload import (
     PYTHON_BYTES,
     WHOLE,
@@ -72,12 +71,13 @@ def planned_run(
     seq_len: int | None,
     on_note: Callable[[str], object],
     memory_gb: float | None = None,
+    on_measure: Callable[[str], object] | None = None,
 ) -> Budget:
     """The budget of a run, also if its model is not here; no weight is read.
 
     seq_len: tokens of every row, instead of the data. on_note: called with what to know about a
     plan without the model's files. memory_gb: plan for an idle Mac sold with this many GB, and
-    not for this machine. Raises UserError if nothing fits.
+    not for this machine. on_measure: as in `planned_budget`. Raises UserError if nothing fits.
     """
     target = this_machine() if memory_gb is None else other_mac(memory_gb)
     model = None
@@ -94,7 +94,7 @@ def planned_run(
     if model is None:
         from your_ai.training.planned import planned_budget  # loads mlx
 
-        return planned_budget(config, folder, seq_len, on_note)
+        return planned_budget(config, folder, seq_len, on_note, on_measure)
     budget = planned(config, model, seq_len, target)
     for text in notes_of(config, model, seq_len, target):
         on_note(text)
@@ -166,8 +166,7 @@ def planned(config: TrainConfig, model: Absent, seq_len: int | None, target: Tar
         prompt = longest - config.max_new_tokens
         longest = -(-(longest - 1) // MULTIPLE) * MULTIPLE
     limit = limits.find_limit(target.memory, config.max_memory, config.force)
-    speed = speed_known() if target.is_here else UNKNOWN
-    process = ProcessFacts(python_bytes=PYTHON_BYTES, sliced=not target.has_gpu, speed=speed)
+    process = ProcessFacts(python_bytes=PYTHON_BYTES, sliced=not target.has_gpu)
     if not target.is_here or platform.system() == "Darwin":
         process = replace(process, most_buffers=METAL_BUFFERS, mixes_whole=True)
     data = DataSizes(lengths=(longest,), prompt_tokens=prompt)
@@ -179,15 +178,6 @@ def planned(config: TrainConfig, model: Absent, seq_len: int | None, target: Tar
         return Budget(limit, asked, choose(asked, limit.limit_bytes))
 
     return largest_that_fits(config, workload, budget_with)
-
-
-def speed_known() -> KnownSpeed:
-    """The speed of this machine; mlx is only loaded if one was measured."""
-    if not os.path.isfile(store() / FILE):
-        return KnownSpeed(None, NOT_MEASURED)
-    from your_ai.memory.budget import speed_here  # loads mlx
-
-    return speed_here()
 
 
 def notes_of(config: TrainConfig, model: Absent, seq_len: int | None, target: Target) -> list[str]:

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from your_ai.config import AUTO, TrainConfig, defaults
 from your_ai.data.sources import with_reward_loss
-from your_ai.engine.weights import Opened, open_model
+from your_ai.engine.measure_costs import measure_costs
+from your_ai.engine.weights import FileTensor, Opened, open_model
 from your_ai.errors import UserError
 from your_ai.gates.text import size_text
 from your_ai.generation.generate import ANSWER_TOKENS
 from your_ai.hub.find import fingerprint
 from your_ai.memory import allocator
-from your_ai.memory.budget import PriorPlans, budget_of, plan_of, process_here, run_limit
-from your_ai.memory.calibration import valid_measurements
+from your_ai.memory.budget import (
+    Measuring,
+    PriorPlans,
+    budget_of,
+    limit_of,
+    plan_of,
+    process_here,
+    run_limit,
+)
+from your_ai.memory.costs import MeasuredCosts, keep_costs
 from your_ai.memory.facts import facts_of
 from your_ai.memory.limit import MemoryLimit
 from your_ai.memory.plan import Budget, Option, choose, front_points
-from your_ai.memory.workload import DataSizes, RewardModelSizes, words, workload_of
+from your_ai.memory.workload import DataSizes, RewardModelSizes, Workload, words, workload_of
 from your_ai.modelfiles.quantize import quantized_lazily
 from your_ai.modelfiles.quantized_copies import needs_copy, place_of_copy
 from your_ai.modelfiles.repack import repacked_lazily
@@ -31,6 +42,7 @@ from your_ai.nets import model
 from your_ai.nets.tokenizer import open_tokenizer
 from your_ai.objectives.chosen import objective_of
 from your_ai.run import events
+from your_ai.run.folder import RunFolder
 from your_ai.training.job import Job, step_sizes
 from your_ai.training.preview import about_seconds
 from your_ai.training.reward_models import reward_runs
@@ -44,16 +56,32 @@ def budget_of_job(
     level: int = 0,
     past: PriorPlans | None = None,
     joined: bool = False,
+    tell: Callable[[str], object] = lambda _: None,
 ) -> Budget:
     """The plan of a run inside `limit`. Raises UserError if nothing fits.
 
-    level: the number of faster plans that fit but are skipped. joined: one of several ranks.
+    level: the number of faster plans that fit but are skipped. joined: one of several ranks. tell:
+    receives what is measured, if something is.
     """
     sizes = [run.sizes(opened.folder, opened.dtype.size) for run in job.reward_runs]
+    measure = partial(measured_now, opened.network, job.config, tell, opened.tensors)
     return budget_of_run(
         job.config, opened.folder, opened.dtype, job.data, limit, opened.can_stream, level, past,
         reward_models=sizes, joined=joined,
+        measuring=Measuring(measure),
     )  # fmt: skip
+
+
+def measured_now(
+    network: nn.Module,
+    config: TrainConfig,
+    tell: Callable[[str], object],
+    tensors: Mapping[str, FileTensor],
+    workload: Workload,
+    limit_bytes: int,
+) -> MeasuredCosts | None:
+    """Measure costs, for `budget_of`."""
+    return measure_costs(network, config, workload, limit_bytes, tell, tensors)
 
 
 def budget_of_run(
@@ -68,11 +96,12 @@ def budget_of_run(
     before_bytes: int = 0,
     reward_models: Sequence[RewardModelSizes] = (),
     joined: bool = False,
+    measuring: Measuring | None = None,
 ) -> Budget:
     """The plan of a run on `data` inside `limit`. Raises UserError if nothing fits.
 
     before_bytes: peak memory of the process before it trains. reward_models: those that score.
-    joined: as in `workload_of`.
+    joined: as in `workload_of`. measuring: as in `budget_of`.
     """
     sizes = DataSizes(
         lengths=tuple(data.lengths),
@@ -92,7 +121,7 @@ def budget_of_run(
         reward_models=tuple(reward_models),
         joined=joined,
     )
-    return budget_of(config, workload, dtype, limit, level, past)
+    return budget_of(config, workload, dtype, limit, level, past, measuring)
 
 
 def planned_budget(
@@ -100,11 +129,13 @@ def planned_budget(
     folder: Path,
     seq_len: int | None = None,
     on_note: Callable[[str], object] = lambda _: None,
+    on_measure: Callable[[str], object] | None = None,
 ) -> Budget:
     """The budget of a run of the model in `folder`; no weight is read.
 
     seq_len: the sequence length T of all rows. By default the lengths come from --data, or
         without data from --max-seq-length. on_note: receives what was noticed in the data.
+    on_measure: receives what is measured; without it, nothing is.
 
     Raises UserError if nothing fits.
     """
@@ -112,9 +143,10 @@ def planned_budget(
         raise UserError(f"--seq-len {seq_len}: must be at least 1")
     limit = run_limit(config)
     dtype, before_bytes = model.compute_dtype(config.dtype), 0
+    tensors: Mapping[str, FileTensor] = {}
     if not needs_copy(folder, config.quantize):
         opened = open_model(folder, dtype)
-        network, streamable = opened.network, opened.can_stream
+        network, streamable, tensors = opened.network, opened.can_stream, opened.tensors
     else:
         if config.quantize is None:
             network, _, input_bytes = repacked_lazily(folder)
@@ -149,6 +181,14 @@ def planned_budget(
         data = RunData({}, [], None, [longest], 0, answers)
         if config.generates:
             data = rollouts_planned(config, seq_len)
+    measuring = None
+    if on_measure is not None:  # this process needs not stay below the limit of the run
+        machine_bytes = limit_of(None).limit_bytes
+
+        def measure(workload: Workload, limit_bytes: int) -> MeasuredCosts | None:
+            return measured_now(network, config, on_measure, tensors, workload, machine_bytes)
+
+        measuring = Measuring(measure, always=True)
     sizes = []
     if runs := reward_runs(config, fingerprint(folder)):
         sizes = [run.sizes(folder, dtype.size) for run in runs]
@@ -161,6 +201,7 @@ def planned_budget(
         streamable,
         before_bytes=before_bytes,
         reward_models=sizes,
+        measuring=measuring,
     )
 
 
@@ -171,11 +212,12 @@ def planned_again(budget: Budget, engine: str, level: int, past: PriorPlans) -> 
     return replace(budget, workload=workload, choice=choice)
 
 
-def announce(budget: Budget, past: PriorPlans, config: TrainConfig, log: events.EventLog) -> None:
-    """Write the measurements, the limit and the plan; set MLX's limits."""
-    for found in budget.workload.process.calibration.measurements:
-        if not past.begun and found not in past.measurements:  # the run depends on these
-            log.write(events.Measured(**asdict(found)))
+def announce(
+    budget: Budget, past: PriorPlans, config: TrainConfig, log: events.EventLog, folder: RunFolder
+) -> None:
+    """Keep the costs in the run, write the limit and the plan; set MLX's limits."""
+    if budget.workload.costs is not None and not past.begun:  # the run depends on these
+        keep_costs(folder.costs, budget.costs_key, budget.workload.costs)
     chosen = write_plan(budget, config, log)
     allocator.set_limits(
         budget.limit.limit_bytes, chosen.needed_bytes, chosen.estimate.beside_bytes
@@ -187,19 +229,18 @@ def asked_of_memory(config: TrainConfig) -> str:
     return f"--max-memory {config.max_memory} --plan {config.plan} --spill {config.spill}"
 
 
-def past_of(log: events.EventLog, config: TrainConfig, level: int) -> PriorPlans:
-    """The earlier plan and measurements of the run, in this process or an earlier one.
+def past_of(log: events.EventLog, config: TrainConfig, level: int, folder: RunFolder) -> PriorPlans:
+    """The earlier plan and costs of the run, in this process or an earlier one.
 
     The plan is the one it had when it last trained, if the level and settings are the same.
     """
     written = [record.event for record in events.tail(log.path)[0]]
     starts = [at for at, event in enumerate(written) if isinstance(event, events.Started)]
-    measured = [asdict(event) for event in written if isinstance(event, events.Measured)]
     plans = [e for e in written[: starts[-1] if starts else 0] if isinstance(e, events.Planned)]
     plan = None
     if plans and plans[-1].level == level and plans[-1].asked == asked_of_memory(config):
         plan = plan_of(plans[-1])
-    return PriorPlans(plan, tuple(valid_measurements(measured)), bool(starts))
+    return PriorPlans(plan, folder.costs, bool(starts))
 
 
 def write_plan(budget: Budget, config: TrainConfig, log: events.EventLog) -> Option:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -66,8 +67,8 @@ def prepare(
     limit = run_limit(config)
     planned, opened, rewards = read_job(config, log, folder, limit)
     network = opened.network
-    past = past_of(log, planned.config, level)
-    budget = budget_of_job(planned, opened, limit, level, past, joined=ranks.size > 1)
+    past = past_of(log, planned.config, level, RunFolder(folder))
+    budget = budget_of_job(planned, opened, limit, level, past, ranks.size > 1, partial(doing, log))
     on_fit()
 
     beside = networks_beside(planned, opened)
@@ -76,7 +77,7 @@ def prepare(
     tell(log, *choices(job, training.blocks, blocks, size_text(budget.limit.limit_bytes)))
     adapters, start = add_adapters(job, network, budget.workload.facts.hidden, RunFolder(folder))
     ranks.check_same({"adapter": json.dumps(adapters.config, sort_keys=True)})
-    announce(budget, past, job.config, log)
+    announce(budget, past, job.config, log, RunFolder(folder))
     tell(log, KINDS[job.config.adapter].limits(network))
     graphs = graphs_within(budget)
     built, soft = build(job, opened, adapters, beside, budget, graphs, folder)
@@ -119,6 +120,11 @@ def read_job(
     base = find_model(config.model)
     opened = opened_for(config, base, log, limit)
     return job_of(config, base, opened, log, limit), opened, rewards
+
+
+def doing(log: events.EventLog, text: str) -> None:
+    """Write what is done before training."""
+    log.write(events.Stage(text=text))
 
 
 def tell(log: events.EventLog, *texts: str) -> None:

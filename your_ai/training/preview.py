@@ -13,7 +13,7 @@ from your_ai.dashboard.view import duration
 from your_ai.errors import UserError
 from your_ai.gates.text import size_text
 from your_ai.memory import limit as limits
-from your_ai.memory.estimate import read_bytes
+from your_ai.memory.estimate import read_bytes, spilled_bytes
 from your_ai.memory.limit import text
 from your_ai.memory.plan import (
     BUDGETS_GB,
@@ -29,12 +29,11 @@ from your_ai.memory.plan import (
     rows_of,
     seconds_of,
 )
-from your_ai.memory.step_time import spilled_bytes
 from your_ai.memory.workload import Workload, words
 from your_ai.run.folder import RUNS
 
 # What a workload has that is the same for any length and limit.
-SHORT_TOKENS, ANY_GB = 64, 1e6
+SHORT_TOKENS, ANY_GB = 4096, 1e6
 LEAST = "least\nlimit"  # the header of the least limits of plans
 
 
@@ -66,6 +65,7 @@ def as_json(budget: Budget) -> dict[str, Any]:
         "limit_reason": budget.limit.reason,
         "notices": list(budget.limit.notices),
         **described(budget, choice.option),
+        "measured": budget.workload.costs is not None,
         "seconds_by_term": by_term(budget),
         "seconds_note": not_predicted(budget.workload),
         "steps": budget.workload.steps.steps,
@@ -103,11 +103,9 @@ def time_text(budget: Budget) -> str:
     """One line about the time of the chosen plan, or about why it is not known; may be empty."""
     seconds, steps = budget.choice.option.seconds, budget.workload.steps.steps
     if seconds is None:
-        return budget.workload.process.speed.note or (
-            not_predicted(budget.workload) if budget.workload.process.speed.speed else ""
-        )
+        return "" if budget.workload.costs is None else not_predicted(budget.workload)
     whole = f", {duration(steps * seconds)} in all ({steps:,} steps)" if steps else ""
-    return f"about {seconds_text(seconds)} / step{whole}, as predicted from this machine's speed"
+    return f"about {seconds_text(seconds)} / step{whole}, as its blocks took on this machine"
 
 
 def front_table(budget: Budget) -> RenderableType:
@@ -149,9 +147,9 @@ def neighbors(choice: Choice, longest: int) -> Table:
     return beside
 
 
-ABOVE = (
-    "above the limit by its safety margin, or by what other plans measured here: the run measures "
-    "itself before it trains, and is refused if it does not fit"
+GUESSED = (
+    "a guess from sizes: nothing was measured here; your_ai train measures what is close to the "
+    "limit before it loads the model"
 )
 
 
@@ -178,8 +176,8 @@ def table(budget: Budget) -> RenderableType:
     reads = read_bytes(budget.workload.facts, budget.workload.training, choice.option.plan)
     lines: list[RenderableType] = [text(budget.limit), *budget.limit.notices]
     lines += [adapters_line(budget.workload), "", parts, "", neighbors(choice, longest)]
-    if choice.option.needed_bytes > budget.limit.limit_bytes:
-        lines.append(ABOVE)
+    if budget.workload.costs is None:
+        lines.append(GUESSED)
     if reads:
         lines.append(f"reads {size_text(reads)} of the model's files per micro-batch")
     size = rows_of(budget.workload, choice.option.plan, longest) * longest

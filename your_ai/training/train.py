@@ -34,7 +34,6 @@ from your_ai.run.stopping import Stop
 from your_ai.training import optimizer
 from your_ai.training.distributed import ALONE, Ranks
 from your_ai.training.joining import agreed_settings
-from your_ai.training.measure_peaks import calibrated
 from your_ai.training.memory_actions import Governor, Replan, govern
 from your_ai.training.optimizer import Update
 from your_ai.training.pausing import pause_all
@@ -111,7 +110,7 @@ def run(
     with contextlib.closing(trainer), wired as has_effect:
         if not has_effect:
             log.write(events.Notice(text="--wired: has no effect, because there is no Metal"))
-        loop, state = begin(folder, trainer, log, stop, level, watch, sampler)
+        loop, state = begin(folder, trainer, log, stop, watch, sampler)
         return end(loop, train_steps(loop, state), began)
 
 
@@ -120,13 +119,10 @@ def begin(
     trainer: Trainer,
     log: events.EventLog,
     stop: Stop,
-    level: int,
     watch: Watch,
     sampler: probe.Sampler,
 ) -> tuple[Loop, TrainState]:
     """Restore the run, or make its first checkpoint, and do all that comes before a step."""
-    if trainer.soft is None:
-        trainer = calibrated(trainer, log, level, watch, saved_step(folder, trainer.ranks))
     if needs_reference(trainer.config):
         check_unchanged(folder, trainer)  # before the reference, which may take long
         trainer = referenced(trainer, log)

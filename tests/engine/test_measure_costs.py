@@ -1,0 +1,314 @@
+"""Measured costs of blocks and heads: what they add up to, and what measuring itself takes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from tests.architectures import write_model
+from tests.conftest import TINY, make_model
+from your_ai.config import TrainConfig
+from your_ai.data.batches import MULTIPLE
+from your_ai.engine import measure_costs as measuring
+from your_ai.engine.build import build_engine
+from your_ai.engine.gradients import gradients_in
+from your_ai.engine.measure_costs import Room, batch_of, measure_costs
+from your_ai.engine.weights import open_model
+from your_ai.memory import probe
+from your_ai.memory.costs import FUSED_SCORES, PHASES, STAGED_SCORES, MeasuredCosts, Shape
+from your_ai.memory.estimate import estimate
+from your_ai.memory.estimate_kept import everything
+from your_ai.memory.facts import facts_of
+from your_ai.memory.workload import DataSizes, Plan, ProcessFacts, Workload, workload_of
+from your_ai.nets.model import add_adapters
+
+KERNELS = "measured"  # they make the peaks smaller
+MB = 10**6
+FAR = 1 << 40  # bytes
+LORA = {"lora_rank": 16, "lora_layers": "all", "lora_targets": ("all-linear",)}
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 3,
+    "head_dim": 64,
+    "vocab_size": 8000,
+}
+CASES = {  # architecture, bits, shape, settings, other sizes
+    "llama": ("llama", 4, Shape(2, 256), {}, {}),
+    "llama on tiles": ("llama", 4, Shape(1, 1280), {}, {}),
+    "not quantized": ("qwen2", None, Shape(1, 512), {}, {}),
+    "dora": ("llama", 8, Shape(1, 512), {"use_dora": True, "lora_dropout": 0.1}, {}),
+    "windows": ("gemma3_text", 4, Shape(1, 512), {}, {"sliding_window": 128}),
+    "softcaps": ("gemma2", 4, Shape(1, 1024), {}, {"num_hidden_layers": 2}),
+}
+CLOSE = {  # least and most of the estimate over the measured peak, less 1
+    "fused": (-0.05, 0.14),
+    "staged": (-0.07, 0.07),
+    "streamed": (-0.07, 0.07),
+    "kept": (-0.04, 0.07),
+}
+
+
+def workload_for(folder: Path, config: TrainConfig, shape: Shape) -> Workload:
+    data, process = DataSizes(lengths=(shape.tokens,)), ProcessFacts(sliced=True)
+    found = workload_of(config, facts_of(folder, 4), data, process)
+    return replace(found, batch_size=shape.rows, rows_per_step=shape.rows)
+
+
+def measured(
+    folder: Path, config: TrainConfig, workload: Workload, limit_bytes: int = FAR
+) -> MeasuredCosts | None:
+    network = open_model(folder, mx.float32).network
+    return measure_costs(network, config, workload, limit_bytes)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and the work on it with measured costs."""
+
+    folder: Path
+    config: TrainConfig
+    shape: Shape
+    workload: Workload
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory) -> Case:
+    architecture, bits, shape, settings, sizes = CASES[request.param]
+    folder = tmp_path_factory.mktemp("case") / "m"
+    make_model(folder, architecture, bits, **SIZES | sizes)
+    config = TrainConfig(**LORA | settings)
+    workload = workload_for(folder, config, shape)
+    costs = measured(folder, config, workload)
+    assert costs is not None
+    assert costs.is_complete
+    return Case(folder, config, shape, replace(workload, costs=costs))
+
+
+def plan_for(engine: str, workload: Workload, shape: Shape) -> Plan:
+    if engine == "kept":
+        return Plan("staged", shape.size, kept=everything(workload.training.blocks))
+    return Plan(engine, shape.size)
+
+
+def peak_of_gradients(case: Case, plan: Plan, folder: Path) -> int:
+    """The peak of MLX's memory while an engine computes gradients, of some times."""
+    gc.collect()
+    mx.clear_cache()
+    mx.set_cache_limit(0)
+    others = mx.get_active_memory()
+    opened = open_model(case.folder, mx.float32)
+    keys = add_adapters(opened.network, case.config).dropout_keys
+    spill = folder if plan.inputs_on_disk else None
+    built = build_engine(
+        opened.network, keys, plan.engine, tensors=opened.tensors, spill=spill, kept=plan.kept
+    )
+    most, batch = 0, batch_of(case.shape, False)
+    for _ in range(3 if plan.engine == "fused" else 1):  # which varies with MLX's threads
+        total = gradients_in(folder if plan.gradients_on_disk else None)
+        mx.eval(opened.network.trainable_parameters())
+        gc.collect()
+        mx.synchronize()
+        mx.reset_peak_memory()
+        mx.eval(built.engine.add_gradients(batch, 1.0, 0, total))
+        total.clear()
+        mx.synchronize()
+        most = max(most, mx.get_peak_memory() - others)
+    return most
+
+
+@pytest.mark.memory
+@pytest.mark.parametrize("engine", CLOSE)
+def test_peaks_of_gradients_are_those_that_measured_costs_add_up_to(case, tmp_path, engine):
+    plan = plan_for(engine, case.workload, case.shape)
+    found = estimate(case.workload, plan, *case.shape, gradients_only=True)
+    expected = found.mlx_bytes - found.components["optimizer"]
+    least, most = CLOSE[engine]
+    assert least < expected / peak_of_gradients(case, plan, tmp_path) - 1 < most
+
+
+# What measuring takes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny") / "m", **TINY)
+
+
+@pytest.fixture
+def shapes(monkeypatch) -> list[Shape]:
+    """A list of the shapes of everything that is measured."""
+    found: list[Shape] = []
+
+    def noted(shape: Shape, packing: bool) -> Any:
+        found.append(shape)
+        return batch_of(shape, packing)
+
+    monkeypatch.setattr(measuring, "batch_of", noted)
+    return found
+
+
+@pytest.fixture
+def most_bytes() -> Iterator[list[int]]:
+    """A list whose last entry is the most memory that this process had during the test."""
+    found, done = [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.001):
+            found[0] = max(found[0], probe.process_bytes() or 0)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    yield found
+    done.set()
+    thread.join()
+
+
+@pytest.mark.memory
+@pytest.mark.parametrize("more", [10 * MB, 25 * MB, 60 * MB])
+def test_measuring_stays_below_its_limit_and_says_what_it_left_out(tmp_path, most_bytes, more):
+    folder = make_model(tmp_path / "m", **SIZES)
+    config = TrainConfig(**LORA)
+    workload = workload_for(folder, config, Shape(4, 1024))
+    measured(folder, config, workload_for(folder, config, Shape(1, 8)))  # imports, and threads
+    limit_bytes = (probe.process_bytes() or 0) + more
+    most_bytes[:] = [0]
+    costs = measured(folder, config, workload, limit_bytes)
+    assert costs is None or not costs.is_complete
+    assert most_bytes[-1] <= limit_bytes
+
+
+def test_nothing_is_measured_without_room(folder, monkeypatch):
+    ran = []
+    monkeypatch.setattr(
+        measuring, "cost_of", lambda *_, **__: ran.append(1) or measuring.Cost(1, 1)
+    )
+    config = TrainConfig(**LORA)
+    costs = measured(folder, config, workload_for(folder, config, Shape(1, 256)), 1)
+    assert costs is None or not costs.is_complete
+    assert not ran
+
+
+@pytest.mark.memory
+def test_measuring_leaves_nothing_in_memory(folder):
+    config = TrainConfig(**LORA, use_dora=True)
+    network = open_model(folder, mx.float32).network
+    workload = workload_for(folder, config, Shape(2, 64))
+    measure_costs(network, config, workload, FAR)
+    gc.collect()
+    before = mx.get_active_memory()
+    assert measure_costs(network, config, workload, FAR) is not None
+    gc.collect()
+    mx.synchronize()
+    assert mx.get_active_memory() <= before
+
+
+@pytest.mark.parametrize("limit_bytes", [1, FAR])
+def test_the_cache_limit_is_as_before(folder, limit_bytes):
+    config = TrainConfig(**LORA)
+    mx.set_cache_limit(123 * MB)
+    measured(folder, config, workload_for(folder, config, Shape(1, 16)), limit_bytes)
+    assert mx.set_cache_limit(123 * MB) == 123 * MB
+
+
+def test_the_cache_limit_is_as_before_if_measuring_fails(folder, monkeypatch):
+    def fail(*_: Any, **__: Any) -> float:
+        raise MemoryError
+
+    monkeypatch.setattr(measuring, "cost_of", fail)
+    config = TrainConfig(**LORA)
+    mx.set_cache_limit(123 * MB)
+    with pytest.raises(MemoryError):
+        measured(folder, config, workload_for(folder, config, Shape(1, 16)))
+    assert mx.set_cache_limit(123 * MB) == 123 * MB
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 1), Shape(1, 2), Shape(5, 1), Shape(2, 100)])
+def test_rows_of_any_length_are_measured(folder, shape):
+    """Batches are padded to a multiple of 32 tokens: no index may be out of range."""
+    config = TrainConfig(**LORA)
+    workload = workload_for(folder, config, shape)
+    costs = measured(folder, config, workload)
+    assert costs is not None
+    assert costs.is_complete
+    plans = [plan_for(engine, workload, shape) for engine in CLOSE]
+    found = [estimate(replace(workload, costs=costs), plan, *shape) for plan in plans]
+    assert all(each.work_bytes > 0 for each in found)
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 5), Shape(1, 300), Shape(3, 200)])
+def test_no_shape_is_larger_than_the_micro_batches_of_the_run(folder, shapes, shape):
+    config = TrainConfig(**LORA)
+    measured(folder, config, workload_for(folder, config, shape))
+    padded = -(-shape.tokens // MULTIPLE) * MULTIPLE
+    of_heads = {each for each in shapes if each.rows == 1}
+    assert max(each.size for each in shapes) <= shape.rows * padded
+    assert max(each.rows for each in shapes) <= shape.rows
+    assert max(each.tokens for each in set(shapes) - of_heads or of_heads) <= padded
+
+
+def test_an_evaluation_measures_no_gradients(folder):
+    config = TrainConfig(**LORA)
+    workload = replace(workload_for(folder, config, Shape(2, 64)), forward=True)
+    costs = measured(folder, config, workload).memory
+    assert set(costs.heads) <= {STAGED_SCORES, FUSED_SCORES}
+    known = {name for kind in costs.kinds for name in PHASES if getattr(kind, name) is not None}
+    assert known == {"forward", "evaluated"}
+
+
+def test_every_kind_of_block_is_measured_once(tmp_path):
+    folder = make_model(tmp_path / "m", "gemma3_text", **TINY, num_hidden_layers=4)
+    config, told = TrainConfig(**LORA), []
+    network = open_model(folder, mx.float32).network
+    costs = measure_costs(
+        network, config, workload_for(folder, config, Shape(1, 64)), FAR, told.append
+    )
+    assert costs.memory.order == (0, 1, 0, 1)
+    blocks = [f"measuring a block, kind {kind} of 2" for kind in (1, 2)]
+    assert told == ["measuring the head", *blocks]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "nemotron_h", "gpt_oss"])
+def test_hybrids_are_measured(tmp_path, model_type):
+    folder, config = write_model(tmp_path / "m", model_type), TrainConfig(**LORA)
+    workload = workload_for(folder, config, Shape(1, 48))
+    costs = measured(folder, config, workload)
+    assert len(costs.memory.order) == workload.facts.blocks
+    assert {kind.backward is not None for kind in costs.memory.kinds} == {True}
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n", "afm7", "iquestloopcoder"])
+def test_a_model_that_cannot_be_taken_apart_is_not_measured(tmp_path, model_type):
+    folder, config = write_model(tmp_path / "m", model_type), TrainConfig(**LORA)
+    assert measured(folder, config, workload_for(folder, config, Shape(1, 48))) is None
+
+
+# Room
+
+
+def test_there_is_room_for_a_guess_with_a_margin(monkeypatch):
+    monkeypatch.setattr(probe, "process_bytes", lambda: 100)
+    monkeypatch.setattr(measuring, "BESIDE_BYTES", 0)
+    room = Room(limit_bytes=225)
+    assert room.has(100)
+    assert room.was_enough
+    assert not room.has(101)
+    assert not room.was_enough
+
+
+def test_guesses_count_as_much_more_as_the_worst_one_was_wrong(monkeypatch):
+    monkeypatch.setattr(probe, "process_bytes", lambda: 0)
+    monkeypatch.setattr(measuring, "BESIDE_BYTES", 0)
+    room = Room(limit_bytes=330)
+    room.learn("forward", measured=300, guess=100)
+    room.learn("forward", measured=50, guess=100)
+    assert room.has(99, "forward")
+    assert not room.has(101, "forward")
+    assert room.has(101, "backward")
