@@ -551,17 +551,6 @@ def test_padded_length_depends_only_on_the_text(tokens):
     assert row[0].tolist() == tokens + [0] * (row.size - len(tokens))
 
 
-def test_unchanged_makes_put_store_nothing(store):
-    fill(store, TEXTS[:2])
-    before = store.bytes_held
-    with prefix.unchanged(store):
-        fill(store, TEXTS)
-    assert held(store, TEXTS) == [True, True, False, False]
-    assert store.bytes_held == before
-    fill(store, TEXTS)
-    assert held(store, TEXTS) == [True] * 4
-
-
 def test_key_file_is_readable_json(folder):
     found = json.loads((folder / prefix.KEY).read_text())
     assert found == {

@@ -196,7 +196,7 @@ cli.main([*sys.argv[1:], "--max-memory", str(budget), "--json"])
 
 def test_fuse_writes_and_measures_a_model_larger_than_its_memory_limit(tmp_path, data_folder):
     write_rows(data_folder / "valid.jsonl", [{"text": "42"}])
-    model = make_large(tmp_path / "large", bits=4, blocks=6)
+    model = make_large(tmp_path / "large", bits=4, blocks=7)
     drawn_run(model, data_folder, strength=0.01, lora_layers=6, max_seq_length=256)
     line = [sys.executable, "-c", FUSE, "fuse", "drawn", "out", "--to", "dequantized"]
     line += ["--dtype", "float32"]

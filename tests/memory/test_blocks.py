@@ -202,14 +202,14 @@ def test_each_block_has_its_mixer():
 def test_mixers_have_the_sizes_of_the_config():
     (delta,), (attention,) = (kind.mixers for kind in facts_for("qwen3_5", 4).kinds)
     assert delta == MixerFacts(
-        kind=kinds.GATED_DELTA, heads=4, kv_heads=2, key_dim=32, value_dim=16, conv_width=4,
+        kind=kinds.GATED_DELTA, heads=4, kv_heads=2, key_dim=32, value_dim=16,
         conv_channels=2 * 2 * 32 + 4 * 16,
     )  # fmt: skip
     assert attention == MixerFacts(
         kind=kinds.ATTENTION, heads=4, kv_heads=2, key_dim=16, value_dim=16, cached=2 * 2 * 16
     )
     mamba = facts_for("granitemoehybrid").kinds[0].mixers[0]
-    assert (mamba.heads, mamba.value_dim, mamba.state_size, mamba.conv_width) == (4, 16, 32, 4)
+    assert (mamba.heads, mamba.value_dim, mamba.state_size) == (4, 16, 32)
     latent = facts_for("deepseek_v3").kinds[0].mixers[0]
     assert (latent.heads, latent.key_dim, latent.value_dim, latent.cached) == (4, 32, 16, 16 + 8)
 

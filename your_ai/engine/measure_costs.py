@@ -64,7 +64,7 @@ EVERYTHING = Keeps(True, True, True)
 # Peaks of large graphs depend on how far MLX's threads compute ahead: the largest of some counts.
 # The first time, kernels are compiled: the least time of some counts.
 REPEATS, VARYING_REPEATS = 2, 6
-ENOUGH_S, MOST_S = 0.6, 4.0  # after so long, two runs are enough, or one
+ENOUGH_S, MOST_S = 0.6, 4.0  # after so long, two runs of a block are enough, or one
 BESIDE_BYTES = 10_000_000  # that graphs, and kernels while they are compiled, may take
 UNSURE, SURER = 1.25, 1.1  # factors on what may be needed, before and after something was measured
 
@@ -225,17 +225,21 @@ def largest_size(workload: Workload) -> int:
 
 
 def cost_of(
-    prepare: Callable[[], list[Any]], run: Callable[[list[Any]], Any], *, varies: bool = False
+    prepare: Callable[[], list[Any]],
+    run: Callable[[list[Any]], Any],
+    *,
+    varies: bool = False,
+    enough_s: float = ENOUGH_S,
 ) -> Cost:
     """The peak of MLX's memory and the seconds while `run` computes.
 
     prepare: makes the arrays that a phase begins with, which `run` takes off the list. varies:
-        whether the peak depends on threads.
+        whether the peak depends on threads. enough_s: after so long, two runs are enough.
     """
     most, seconds, count, began = 0, math.inf, 0, time.perf_counter()
     while count < (VARYING_REPEATS if varies else REPEATS):
         spent = time.perf_counter() - began
-        if spent > MOST_S or (count >= REPEATS and spent > ENOUGH_S):
+        if spent > MOST_S or (count >= REPEATS and spent > enough_s):
             break
         given = prepare()
         mx.eval(given)
@@ -590,7 +594,7 @@ def head_cost(engine: Staged, tokens: int, *, scores: bool) -> Cost:
             return engine.losses_and_predictions(rows.shape, given.pop(), targets)
         return engine.at_head(batch, rows, given, scale)
 
-    return cost_of(states, run, varies=True)
+    return cost_of(states, run, varies=True, enough_s=MOST_S)  # it takes little
 
 
 def batch_of(shape: Shape, packing: bool) -> Batch:

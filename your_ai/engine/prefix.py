@@ -56,9 +56,6 @@ class Store(Protocol):
     bytes_held: bytes of the hidden states, in memory or on disk.
     """
 
-    keeps: bool
-    """Whether `put` stores anything."""
-
     @property
     def bytes_held(self) -> int: ...
 
@@ -80,7 +77,7 @@ class MemoryStore:
     """Hidden states in memory."""
 
     def __init__(self) -> None:
-        self.bytes_held, self.keeps = 0, True
+        self.bytes_held = 0
         self._held: dict[bytes, mx.array] = {}
 
     def has(self, tokens: np.ndarray) -> bool:
@@ -90,7 +87,7 @@ class MemoryStore:
         return self._held.get(digest_of(tokens))
 
     def put(self, tokens: np.ndarray, hidden: mx.array) -> None:
-        if self.has(tokens) or not self.keeps:
+        if self.has(tokens):
             return
         # Copies a slice out of the larger buffer of its batch, which can then be freed.
         own = mx.contiguous(hidden)
@@ -122,7 +119,7 @@ class DiskStore:
         shared: bool = False,
     ) -> None:
         self.folder, self.hidden_size, self.dtype = folder, hidden_size, dtype
-        self.emptied, self.faults, self.keeps = "", 0, True
+        self.emptied, self.faults = "", 0
         self._places: dict[bytes, tuple[int, int, int]] = {}  # offset, tokens, crc32
         self._data_bytes = self._index_bytes = 0  # up to the end of the last complete record
         full_key = {
@@ -173,7 +170,7 @@ class DiskStore:
         if hidden.dtype != self.dtype:
             raise ValueError(f"hidden states of {hidden.dtype} in a cache of {self.dtype}")
         digest = digest_of(tokens)
-        if digest in self._places or not self.keeps:
+        if digest in self._places:
             return
         data = memory_of(mx.contiguous(hidden).view(mx.uint8).reshape(-1))
         place = (self._data_bytes, len(tokens), zlib.crc32(data))
@@ -385,18 +382,6 @@ def assemble(
         if end < length:
             pieces[row].append(mx.zeros((length - end, hidden_size), dtype))
     return mx.concatenate([p for row in pieces for p in row]).reshape(shape)
-
-
-@contextlib.contextmanager
-def unchanged(store: Store | None) -> Iterator[None]:
-    """Make `store.put` store nothing until the `with` block ends."""
-    if store is not None:
-        store.keeps = False
-    try:
-        yield
-    finally:
-        if store is not None:
-            store.keeps = True
 
 
 def missing(store: Store, texts: Iterable[np.ndarray]) -> Iterator[np.ndarray]:

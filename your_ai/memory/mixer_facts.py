@@ -53,8 +53,6 @@ class MixerFacts:
     """Size of a value of one head, or the channels of one head of a recurrence."""
     state_size: int = 0
     """Numbers of Mamba's state for each channel."""
-    conv_width: int = 0
-    """Tokens that the short convolution reaches over."""
     conv_channels: int = 0
     """Channels of the short convolution."""
     window: int = 0
@@ -86,8 +84,7 @@ def mixers_of(
             heads, size = shapes[name]
             found.append(MixerFacts(kind=RWKV7, heads=heads, key_dim=size, value_dim=size))
         elif is_convolution(name, shapes[name]) and f"{at.removesuffix('conv.')}in_proj" in linears:
-            channels, width = shapes[name][:2]
-            found.append(MixerFacts(kind=CONVOLUTION, conv_channels=channels, conv_width=width))
+            found.append(MixerFacts(kind=CONVOLUTION, conv_channels=shapes[name][0]))
         elif leaf == "recurrent_param":
             found.append(MixerFacts(kind=RGLRU, heads=head_count(config), value_dim=0))
     recurrent = {name.rpartition(".")[0] for name in shapes if name.endswith((".A_log", ".r_k"))}
@@ -182,14 +179,9 @@ def recurrence(at: str, shapes: Shapes, linears: Shapes, config: Mapping[str, An
     log = shapes[f"{at}A_log"]
     heads = max(1, *log, 1)
     inner = linears.get(f"{at}out_proj", linears.get(f"{at}o_proj", (0, 0)))[0]
-    convolutions = [
-        shape
-        for name, shape in shapes.items()
-        if name.startswith(at) and is_convolution(name, shape)
-    ]
-    width = max((shape[1] for shape in convolutions), default=0)
-    channels = sum(shape[0] for shape in convolutions)
-    short = MixerFacts(kind=KDA, heads=heads, conv_width=width, conv_channels=channels)
+    own = (item for item in shapes.items() if item[0].startswith(at))
+    channels = sum(shape[0] for name, shape in own if is_convolution(name, shape))
+    short = MixerFacts(kind=KDA, heads=heads, conv_channels=channels)
     if f"{at}f_a_proj" in linears:
         size = linears.get(f"{at}k_proj", (0, 0))[1] // heads
         value = inner // heads
