@@ -64,7 +64,7 @@ EVERYTHING = Keeps(True, True, True)
 # Peaks of large graphs depend on how far MLX's threads compute ahead: the largest of some counts.
 # The first time, kernels are compiled: the least time of some counts.
 REPEATS, VARYING_REPEATS = 2, 6
-ENOUGH_S, MOST_S = 0.6, 4.0  # after so long, two runs of a block are enough, or one
+ENOUGH_S, MOST_S = 0.6, 1.5  # after so long, two runs of a block are enough, or one
 BESIDE_BYTES = 10_000_000  # that graphs, and kernels while they are compiled, may take
 UNSURE, SURER = 1.25, 1.1  # factors on what may be needed, before and after something was measured
 
@@ -230,16 +230,18 @@ def cost_of(
     *,
     varies: bool = False,
     enough_s: float = ENOUGH_S,
+    most_s: float = MOST_S,
 ) -> Cost:
     """The peak of MLX's memory and the seconds while `run` computes.
 
     prepare: makes the arrays that a phase begins with, which `run` takes off the list. varies:
-        whether the peak depends on threads. enough_s: after so long, two runs are enough.
+        whether the peak depends on threads. enough_s, most_s: after so long, two runs are enough,
+        or one.
     """
     most, seconds, count, began = 0, math.inf, 0, time.perf_counter()
     while count < (VARYING_REPEATS if varies else REPEATS):
         spent = time.perf_counter() - began
-        if spent > MOST_S or (count >= REPEATS and spent > enough_s):
+        if (count and spent > most_s) or (count >= REPEATS and spent > enough_s):
             break
         given = prepare()
         mx.eval(given)
@@ -486,7 +488,7 @@ class BlockPhases:
                 block.forward(self.arrays, self.own, given, extras, reach)
                 return given
 
-            return cost_of(lambda: [state_of(tile) for tile in block.tiles], run)
+            return cost_of(lambda: [state_of(tile) for tile in block.tiles], run, most_s=0.0)
 
         def backward(shape: Shape) -> Cost:
             block, extras = parts(shape), self.extras(shape)
@@ -498,7 +500,7 @@ class BlockPhases:
                     self.arrays, self.own, inputs, extras, reach, given, False
                 ), given
 
-            return cost_of(lambda: [state_of(tile) for tile in block.tiles], run)
+            return cost_of(lambda: [state_of(tile) for tile in block.tiles], run, most_s=0.0)
 
         self.measure(costs.on_tiles("forward", count), forward, shapes)
         if not forward_only:
