@@ -24,6 +24,7 @@ import mlx.nn as nn
 import mlx_lm.models
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
+from mlx_lm.utils import MODEL_REMAPPING
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -79,54 +80,26 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("post_norm", "qk_norm"), True),
     **dict.fromkeys(("routed_scaling_factor", "residual_multiplier", "logits_scaling"), 1.0),
     **dict.fromkeys(("embedding_multiplier", "scale_depth", "scale_emb"), 1.0),
-    **dict.fromkeys(("rope_theta", "rope_base", "swa_rope_theta"), 1e4),
-    "vocab_size": VOCABULARY,
-    "attention_multiplier": 0.35,
-    "decay_low_rank_dim": 4,
-    "mamba_d_ssm": 64,
-    "chunk_size": 16,
-    "sliding_window": 16,
-    "qk_rope_head_dim": 4,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "query_pre_attn_scalar": 8,
-    "first_k_dense_replace": 1,
-    "full_attention_interval": 2,
-    "partial_rotary_factor": 0.5,
-    "tie_word_embeddings": False,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "moe_layer_freq": 1,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "rope_scaling": None,
-    "conv_L_cache": 3,
-    "num_dense_layers": 1,
-    "time_step_limit": [0.001, 100.0],
-    "hidden_act": "silu",
-    "layer_group_size": 2,
-    "group_norm_size": 1,
-    "dim_model_base": 32,
-    "index_head_dim": 8,
-    "index_n_heads": 2,
-    "index_topk": 256,
-    "zero_expert_num": 1,
-    "mla_scale_q_lora": True,
-    "mla_scale_kv_lora": True,
+    **dict.fromkeys(("rope_theta", "rope_base", "swa_rope_theta"), 1e4), "vocab_size": VOCABULARY,
+    "attention_multiplier": 0.35, "decay_low_rank_dim": 4, "mamba_d_ssm": 64, "chunk_size": 16,
+    "sliding_window": 16, "qk_rope_head_dim": 4, "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "query_pre_attn_scalar": 8, "first_k_dense_replace": 1,
+    "full_attention_interval": 2, "partial_rotary_factor": 0.5, "tie_word_embeddings": False,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_layer_freq": 1, "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc", "rope_scaling": None, "conv_L_cache": 3, "num_dense_layers": 1,
+    "time_step_limit": [0.001, 100.0], "hidden_act": "silu", "layer_group_size": 2,
+    "group_norm_size": 1, "dim_model_base": 32, "index_head_dim": 8, "index_n_heads": 2,
+    "index_topk": 256, "zero_expert_num": 1, "mla_scale_q_lora": True, "mla_scale_kv_lora": True,
     "sliding_window_pattern": 2,
-}
+}  # fmt: skip
 ALTERNATING = {"layer_types": [SLIDING, FULL, SLIDING, FULL]}
 PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 YARN = {
-    "type": "yarn",
-    "factor": 2.0,
-    "original_max_position_embeddings": 128,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
+    "type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128, "beta_fast": 32,
+    "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
 # What differs, by model type. A string in `text_config` names the architecture of the inner model.
+# The code of phi3small writes the logits of tokens 100256 to 100351.
 SPECIAL: dict[str, dict[str, Any]] = {
     "afm7": {"num_kv_reuse_layers": 2},
     "afmoe": ALTERNATING,
@@ -142,31 +115,18 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": "gemma3_text"},
     "gemma3n": {
         "text_config": {
-            "model_type": "gemma3n",
-            "layer_types": [SLIDING, FULL, SLIDING, FULL],
-            "num_kv_shared_layers": 2,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": VOCABULARY,
-            "altup_num_inputs": 4,
-            "altup_active_idx": 0,
-            "altup_correct_scale": True,
-            "altup_coef_clip": 120.0,
-            "laurel_rank": 8,
-            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
-            "final_logit_softcapping": 30.0,
-            "intermediate_size": 48,
-            "rope_local_base_freq": 1e4,
-            "rope_theta": 1e6,
-        }
+            "model_type": "gemma3n", "layer_types": [SLIDING, FULL, SLIDING, FULL],
+            "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCABULARY, "altup_num_inputs": 4, "altup_active_idx": 0,
+            "altup_correct_scale": True, "altup_coef_clip": 120.0, "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], "final_logit_softcapping": 30.0,
+            "intermediate_size": 48, "rope_local_base_freq": 1e4, "rope_theta": 1e6,
+        },
     },
     "gemma4": {"text_config": "gemma4_text"},
     "gemma4_text": {
-        **ALTERNATING,
-        "num_kv_shared_layers": 2,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": VOCABULARY,
-        "global_head_dim": 8,
-        "num_experts": None,
+        **ALTERNATING, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCABULARY, "global_head_dim": 8, "num_experts": None,
     },
     "glm4_moe": {"num_experts_per_tok": 2},
     "glm_moe_dsa": {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
@@ -174,15 +134,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
     "hunyuan": {
-        "use_mixed_mlp_moe": True,
-        "use_cla": True,
-        "cla_share_factor": 2,
+        "use_mixed_mlp_moe": True, "use_cla": True, "cla_share_factor": 2,
         "rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0},
     },
     "jamba": {
-        "attn_layer_offset": 1,
-        "attn_layer_period": 2,
-        "expert_layer_offset": 0,
+        "attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 0,
         "expert_layer_period": 2,
     },
     "kimi_k25": {"text_config": "deepseek_v3"},
@@ -190,47 +146,32 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "kimi_k3": {
         "text_config": {
             "linear_attn_config": {
-                "kda_layers": [1, 3],
-                "full_attn_layers": [2, 4],
-                "num_heads": 4,
-                "head_dim": 8,
+                "kda_layers": [1, 3], "full_attn_layers": [2, 4], "num_heads": 4, "head_dim": 8,
                 "short_conv_kernel_size": 4,
             },
-            "hidden_act": "situ",
-            "num_experts_per_token": 2,
-            "attn_res_block_size": 2,
+            "hidden_act": "situ", "num_experts_per_token": 2, "attn_res_block_size": 2,
             "mla_use_nope": True,
-        }
+        },
     },
     "kimi_linear": {
         "linear_attn_config": {
-            "kda_layers": [1, 3],
-            "full_attn_layers": [2, 4],
-            "num_heads": 4,
-            "head_dim": 8,
+            "kda_layers": [1, 3], "full_attn_layers": [2, 4], "num_heads": 4, "head_dim": 8,
             "short_conv_kernel_size": 4,
         },
         "model_max_length": 256,
     },
     "lfm2": {
-        "block_dim": 32,
-        "block_multiple_of": 8,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": False,
-        "full_attn_idxs": [1, 3],
-        "layer_types": None,
+        "block_dim": 32, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False, "full_attn_idxs": [1, 3], "layer_types": None,
     },
     "lfm2-vl": {"text_config": "lfm2"},
     "lfm2_moe": {"full_attn_idxs": [1, 3], "layer_types": None},
     "lille-130m": {"block_size": 256, "n_embd": 128},
     "llama4": {
         "text_config": {
-            "model_type": "llama4_text",
-            "attention_chunk_size": 16,
-            "interleave_moe_layer_step": 2,
-            "num_experts_per_tok": 1,
-            "intermediate_size_mlp": 48,
-        }
+            "model_type": "llama4_text", "attention_chunk_size": 16, "interleave_moe_layer_step": 2,
+            "num_experts_per_tok": 1, "intermediate_size_mlp": 48,
+        },
     },
     "llama4_text": {"intermediate_size_mlp": 48, "no_rope_layers": [1, 1, 1, 0]},
     "longcat_flash": {"attention_method": "MLA", "zero_expert_type": "identity"},
@@ -240,44 +181,32 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "rope_parameters": {kind: {"rope_theta": 1e4} for kind in (SLIDING, FULL)},
     },
     "mimo_v2_flash": {
-        "hybrid_layer_pattern": [0, 1, 1, 0],
-        "moe_layer_freq": [0, 1, 1, 1],
-        "add_swa_attention_sink_bias": True,
-        "add_full_attention_sink_bias": False,
-        "sliding_window_size": 16,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 8,
-        "swa_v_head_dim": 8,
+        "hybrid_layer_pattern": [0, 1, 1, 0], "moe_layer_freq": [0, 1, 1, 1],
+        "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False,
+        "sliding_window_size": 16, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2,
+        "swa_head_dim": 8, "swa_v_head_dim": 8,
     },
     "minicpm3": {
         "rope_scaling": {
-            "original_max_position_embeddings": 128,
-            "short_factor": [1.0, 1.0],
+            "original_max_position_embeddings": 128, "short_factor": [1.0, 1.0],
             "long_factor": [1.0, 1.0],
-        }
+        },
     },
     "minimax": {"rotary_dim": 4},
     "minimax_m3_vl": {
         "text_config": {
-            "rotary_dim": 4,
-            "dense_intermediate_size": 48,
-            "moe_layer_freq": [0, 1, 1, 1],
-        }
+            "rotary_dim": 4, "dense_intermediate_size": 48, "moe_layer_freq": [0, 1, 1, 1],
+        },
     },
     "ministral3": {
         "layer_types": [SLIDING, FULL, SLIDING, FULL],
         "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "llama_4_scaling_beta": 0.1,
+            "rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1,
             "original_max_position_embeddings": 8,
         },
     },
     "mistral3": {"text_config": "llama"},
-    "mistral4": {
-        "rope_parameters": YARN | {"rope_theta": 1e4, "llama_4_scaling_beta": 0.1},
-    },
+    "mistral4": {"rope_parameters": YARN | {"rope_theta": 1e4, "llama_4_scaling_beta": 0.1}},
     "nemotron": {"hidden_act": "relu2"},
     "nemotron-nas": {
         "block_configs": [
@@ -290,46 +219,33 @@ SPECIAL: dict[str, dict[str, Any]] = {
                 "ffn": {"ffn_mult": 1.0, "no_op": False, "replace_with_linear": False},
             },
         ]
-        * 2
+        * 2,
     },
-    "nemotron_h": {
-        "hybrid_override_pattern": "M*M-",
-        "mamba_proj_bias": False,
-    },
+    "nemotron_h": {"hybrid_override_pattern": "M*M-", "mamba_proj_bias": False},
     "olmo_hybrid": {"linear_allow_neg_eigval": True},
     "openelm": {
-        "ffn_dim_divisor": 8,
-        "num_query_heads": [4] * LAYERS,
-        "num_kv_heads": [2] * LAYERS,
+        "ffn_dim_divisor": 8, "num_query_heads": [4] * LAYERS, "num_kv_heads": [2] * LAYERS,
         "ffn_multipliers": [1.5] * LAYERS,
     },
     "plamo": {"n_shared_head": 2},
     "phi3small": {
-        "dense_attention_every_n_layers": 2,
-        "ff_intermediate_size": 48,
-        "gegelu_limit": 20.0,
-        "vocab_size": 100352,  # its code writes the logits of tokens 100256 to 100351
+        "dense_attention_every_n_layers": 2, "ff_intermediate_size": 48, "gegelu_limit": 20.0,
+        "vocab_size": 100352,
     },
     "phixtral": {"rotary_dim": 4, "n_head": 4, "num_local_experts": 4},
     "pixtral": {"text_config": "llama"},
     "qwen": {"kv_channels": 8},
     "qwen2_vl": {"text_config": "qwen2"},
     "qwen3_5": {"text_config": {"model_type": "qwen3_5", "rope_parameters": PARTIAL_ROPE}},
-    "qwen3_5_moe": {
-        "text_config": {"model_type": "qwen3_5_moe", "rope_parameters": PARTIAL_ROPE}
-    },
+    "qwen3_5_moe": {"text_config": {"model_type": "qwen3_5_moe", "rope_parameters": PARTIAL_ROPE}},
     "qwen3_vl": {"text_config": "qwen3"},
     "qwen3_vl_moe": {"text_config": "qwen3_moe"},
     "recurrent_gemma": {
-        "conv1d_width": 4,
-        "logits_soft_cap": 30.0,
-        "attention_window_size": 16,
+        "conv1d_width": 4, "logits_soft_cap": 30.0, "attention_window_size": 16,
         "block_types": ["recurrent", "attention"],
     },
     "step3p5": {
-        "num_attention_groups": 2,
-        "moe_top_k": 2,
-        "moe_num_experts": 4,
+        "num_attention_groups": 2, "moe_top_k": 2, "moe_num_experts": 4,
         "layer_types": [SLIDING, FULL, SLIDING, FULL],
     },
 }  # fmt: skip
@@ -347,7 +263,7 @@ def model_types() -> list[str]:
 
 def config_of(model_type: str) -> dict[str, Any]:
     """The config.json of a small model."""
-    module = importlib.import_module(f"mlx_lm.models.{model_type}")
+    module = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(model_type, model_type)}")
     special = SPECIAL.get(model_type, {})
     known = {field.name for field in dataclasses.fields(module.ModelArgs)}
     config = {name: value for name, value in SIZES.items() if name in known} | special
@@ -359,10 +275,10 @@ def config_of(model_type: str) -> dict[str, Any]:
     return {"vocab_size": VOCABULARY, **config, "model_type": model_type}
 
 
-def write_model(folder: Path, model_type: str, **changes: Any) -> Path:
+def write_model(folder: Path, model_type: str, /, **changes: Any) -> Path:
     """Write the folder of a small model with random float32 weights, without a tokenizer."""
     config = config_of(model_type) | changes
-    module = importlib.import_module(f"mlx_lm.models.{model_type}")
+    module = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(model_type, model_type)}")
     mx.random.seed(0)
     network = module.Model(module.ModelArgs.from_dict(config))
 
@@ -387,26 +303,19 @@ def batch_of(tokens: int, seed: int = 0) -> Batch:
     positions = np.concatenate(spans).astype(np.int32)
     inputs = np.where(np.arange(tokens) < lengths[:, None], random[:, :-1], 0).astype(np.int32)
     return Batch(
-        tokens=inputs,
-        positions=positions,
-        targets=random[:, 1:].reshape(-1)[positions],
-        weights=np.ones(len(positions), np.float32),
-        texts=(positions // tokens).astype(np.int32),
+        tokens=inputs, positions=positions, targets=random[:, 1:].reshape(-1)[positions],
+        weights=np.ones(len(positions), np.float32), texts=(positions // tokens).astype(np.int32),
         rows=np.arange(2, dtype=np.uint32)[:, None],
-        places=np.arange(tokens, dtype=np.uint32)[None],
-        lengths=lengths,
+        places=np.arange(tokens, dtype=np.uint32)[None], lengths=lengths,
         trained_tokens=len(positions),
-    )
+    )  # fmt: skip
 
 
 def opened_with_adapters(folder: Path) -> tuple[Any, Any]:
     """The opened model and its adapters, of rank 4 on all linear layers, with random weights."""
     opened = open_model(folder, mx.float32)
     config = TrainConfig(
-        lora_targets=("all-linear",),
-        lora_layers="all",
-        lora_rank=4,
-        lora_experts=True,
+        lora_targets=("all-linear",), lora_layers="all", lora_rank=4, lora_experts=True
     )
     adapters = add_adapters(opened.network, config)
     mx.random.seed(1)

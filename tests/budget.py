@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -119,7 +120,7 @@ def case_of(seed: int) -> Case:
     words = [max(2, int(longest / 50 ** rng.random())) for _ in range(rows)]
     words[0], words[-1] = longest, max(2, longest // 50)
     rng.shuffle(words)
-    dora = not moe and rng.random() < 0.47  # 40% of all cases
+    dora = not moe and rng.random() < 0.58  # half of all cases
     dropout = not moe and rng.random() < 0.15
     targets = pick(("q_proj", "q_proj,v_proj", "all-linear", "all-linear"))
     flags = [
@@ -217,7 +218,7 @@ def run_case(case: Case, folder: Path, before: str = "", limit_gb: float | None 
         if least is None:
             found.fault = f"plan names no minimum: {asked.stderr.strip()[-300:]}"
             return found
-        limit_gb = round(float(least[1]) * case.room, 2)
+        limit_gb = math.ceil(1000 * float(least[1]) * case.room) / 1000
     found.limit_mb = 1000 * limit_gb
     with (folder / "out.log").open("w") as output:
         process = subprocess.Popen(

@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,18 +52,10 @@ DEMO_FOLDER = packaged("models", "demo")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 VOCABULARY = 768  # of the demo tokenizer
 SMALL = {
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": VOCABULARY,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 2048,
-    "eos_token_id": 1,
-}
+    "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 128, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCABULARY, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "max_position_embeddings": 2048, "eos_token_id": 1,
+}  # fmt: skip
 # A quarter of the work, for tests that train or compare gradients.
 TINY = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
 EXTRA = {
@@ -75,15 +68,11 @@ EXTRA = {
     "llama-untied": {"tie_word_embeddings": False},
     "qwen2-tied": {"tie_word_embeddings": True},
     "qwen3_moe": {
-        "tie_word_embeddings": True,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": 64,
+        "tie_word_embeddings": True, "num_experts": 4, "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 64,
         "norm_topk_prob": True,
     },
-}
+}  # fmt: skip
 
 # MLX's default limits. The limits that a test sets would affect all tests after it.
 MEMORY_LIMIT, CACHE_LIMIT = mx.set_memory_limit(1 << 40), mx.set_cache_limit(1 << 40)
@@ -304,12 +293,43 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "tiny", **TINY)
 
 
+@contextlib.contextmanager
+def working_in(folder: Path) -> Iterator[None]:
+    """Work in a folder of several tests, with its own store."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("YOUR_AI_HOME", str(folder / "home"))
+        yield
+
+
+def peak_of(run: Callable[[], Any]) -> int:
+    """MLX's peak memory while `run` is called and its arrays are computed, above that before."""
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(run())
+    return mx.get_peak_memory() - before
+
+
+def flip(path: Path, at: int | None = None) -> None:
+    """Flip a bit of the byte `at` of a file, by default in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if at is None else at] ^= 1
+    path.write_bytes(content)
+
+
 def write_site(place: Path, source: str) -> Path:
     """A folder for PYTHONPATH that makes each process run `source` first."""
     place.mkdir()
     begin = f"import runpy\nrunpy.run_path({str(QUICK_START)!r})\n"
     (place / "sitecustomize.py").write_text(begin + source)
     return place
+
+
+def wait_until(done: Callable[[], object], patience_s: float = 60.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while not done():
+        assert time.monotonic() < deadline, "the condition never became true"
+        time.sleep(0.005)
 
 
 class Killed(BaseException):
@@ -377,18 +397,10 @@ def configure(tiny_model: Path, data_folder: Path) -> Callable[..., TrainConfig]
 
     def make(**settings: Any) -> TrainConfig:
         first = {
-            "model": str(tiny_model),
-            "data": str(data_folder),
-            "run": "r",
-            "max_steps": 4,
-            "batch_size": 2,
-            "learning_rate": 1e-2,
-            "lora_layers": 2,
-            "lora_targets": ["q_proj"],
-            "lora_rank": 4,
-            "supervise": False,
-            "samples": 0,
-        }
+            "model": str(tiny_model), "data": str(data_folder), "run": "r", "max_steps": 4,
+            "batch_size": 2, "learning_rate": 1e-2, "lora_layers": 2, "lora_targets": ["q_proj"],
+            "lora_rank": 4, "supervise": False, "samples": 0,
+        }  # fmt: skip
         return build({**first, **settings}, "test")
 
     return make
@@ -412,6 +424,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
     `train` may say before what it reads.
     """
+    capsys.readouterr()
     assert call(*arguments) == 2
     output, error = capsys.readouterr()
     assert output == "" or arguments[0] == "train"
@@ -427,9 +440,8 @@ def train(config: TrainConfig) -> RunFolder:
     return run
 
 
-KEPT: dict[
-    object, tuple[RunFolder, str]
-] = {}  # runs of `train_once`, and the folders of their tests
+# Runs of `train_once`, and the folders of their tests.
+KEPT: dict[object, tuple[RunFolder, str]] = {}
 
 
 def train_once(config: TrainConfig) -> RunFolder:

@@ -31,10 +31,7 @@ import numpy as np
 VARIABLE = "YOUR_AI_CHECK_INDICES"  # 1, or the file for a list of all expressions
 NOTES = "YOUR_AI_TESTS_INDICES"  # the folder where each process notes expressions and faults
 FOUND, UNSEEN, FAULT = "found", "unseen", "fault"  # kinds of notes
-INTEGERS = {
-    *(mx.int8, mx.int16, mx.int32, mx.int64),
-    *(mx.uint8, mx.uint16, mx.uint32, mx.uint64),
-}
+INTEGERS = {*(mx.int8, mx.int16, mx.int32, mx.int64), *(mx.uint8, mx.uint16, mx.uint32, mx.uint64)}
 
 FAULTS_FILE = "faults.txt"  # in that folder
 PACKAGES = {

@@ -48,11 +48,7 @@ def packed_layer(
     places = np.arange(inputs) // group
     weight = (scales[places].astype(np.float64) * (values - zeros[places])).T
     if method == "awq":
-        return {
-            "qweight": awq_words(values),
-            "qzeros": awq_words(zeros),
-            "scales": scales,
-        }, weight
+        return {"qweight": awq_words(values), "qzeros": awq_words(zeros), "scales": scales}, weight
     return {
         "qweight": gptq_words(values, bits),
         "qzeros": np.ascontiguousarray(gptq_words((zeros - stored_less).T, bits).T),

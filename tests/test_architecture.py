@@ -9,6 +9,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import your_ai
 from your_ai.config import FIELDS
 
@@ -16,7 +18,7 @@ PACKAGE = Path(your_ai.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 # The modules of a line import only from lines above it and from their own package.
 LAYERS = [
-    ["errors", "rng", "files", "nets.mlx_types"],
+    ["errors", "rng", "files", "nets.mlx_types", "memory.sample"],
     ["gates"],
     ["config"],
     ["run"],
@@ -43,12 +45,12 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_MLX = """
     cli config data.batches data.encode data.sources gates.token_ids run.events memory.facts
     memory.estimate memory.plan memory.limit memory.governor memory.costs memory.guess
-    memory.corrections memory.estimate_kept memory.step_time doctor.recommend
-    memory.workload memory.mixer_facts hub.registry training.preview
+    memory.corrections memory.estimate_kept memory.step_time doctor.recommend doctor.machine
+    doctor.selftest memory.workload memory.mixer_facts hub.registry training.preview
     training.plan_without_files hub.download hub.local evaluation.record dashboard.live
     trackers.upload publish.after_training publish.push session.supervisor session.attach
     session.run_list session.new_run serving.web serving.live_page serving.mcp_gate
-    serving.mcp_tools session.tuning rewards.chosen
+    serving.mcp_tools session.tuning rewards.chosen export.transformers_names
 """.split()
 OWN_NAMES = ("self", "cls", "os", "twin")  # twin: a copy of self under construction
 HEAVY = "mlx mlx_lm transformers numpy yaml huggingface_hub starlette uvicorn".split()
@@ -192,6 +194,36 @@ for module in sys.argv[1:]:
 def test_no_listed_module_imports_mlx():
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_ALL, *WITHOUT_MLX],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+LOAD_NONE_OF = """
+import importlib, sys
+modules, heavy = (argument.split() for argument in sys.argv[1:])
+for module in modules:
+    importlib.import_module(f"your_ai.{module}")
+sys.exit(",".join(name for name in heavy if name in sys.modules) or 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [
+        ("dashboard.report", "jinja2 numpy transformers"),
+        ("evaluation.record trackers.upload", "numpy mlx_lm transformers"),
+        ("hub.download hub.local", "huggingface_hub yaml"),
+        ("memory.estimate memory.plan serving.live_page", "numpy transformers"),
+        ("session.run_list", "mlx_lm transformers numpy yaml huggingface_hub"),
+        ("training.process session.supervisor session.attach", "starlette uvicorn"),
+    ],
+)
+def test_modules_of_quick_commands_load_no_heavy_packages(modules, heavy):
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD_NONE_OF, modules, heavy],
         capture_output=True,
         text=True,
         check=False,

@@ -4,6 +4,8 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
+
 DOCS = Path(__file__).parent.parent / "docs"
 
 
@@ -24,7 +26,8 @@ def test_files_named_in_the_docs_exist():
     assert not missing
 
 
-def test_the_tables_of_the_data_page_are_those_of_the_code():
-    made = runpy.run_path(str(DOCS / "make_data.py"))["page"]
-    text = (DOCS / "data.md").read_text(encoding="utf-8")
-    assert text == made(text), "run: python docs/make_data.py"
+@pytest.mark.parametrize("name", ["data", "exports"])
+def test_tables_of_a_page_are_those_of_the_code(name):
+    made = runpy.run_path(str(DOCS / f"make_{name}.py"))
+    text = made["PAGE"].read_text(encoding="utf-8")
+    assert text == made["page"](text), f"run: python docs/make_{name}.py"

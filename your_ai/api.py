@@ -379,7 +379,7 @@ def plan(
     from your_ai.memory.workload import words
     from your_ai.training.plan_without_files import planned_run
 
-    budget = planned_run(resolved, seq_len, notes.append, memory_gb)
+    budget = planned_run(resolved, seq_len, notes.append, memory_gb, on_measure=lambda _: None)
     option = budget.choice.option
     return PlannedRun(
         engine=option.plan.engine,

@@ -75,6 +75,25 @@ def suppress_model_errors() -> Iterator[None]:
             raise
 
 
+@contextlib.contextmanager
+def suppress_memory_errors() -> Iterator[None]:
+    """Suppress errors that mean that there was not enough memory, and no others."""
+    try:
+        yield
+    except Exception as error:
+        if not is_memory_error(error):
+            raise
+
+
+@contextlib.contextmanager
+def named_errors(path: object, what: str, kind: type[Exception] = UserError) -> Iterator[None]:
+    """In the block, raise an OSError as a `kind` that names the path. what: `read` or `written`."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{path}: cannot be {what} ({error.strerror})") from error
+
+
 def explain(reason: str) -> str:
     """Turn a message from MLX into one that says what failed and what the user can do."""
     if reason.startswith(UNREADABLE):

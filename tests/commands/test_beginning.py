@@ -16,8 +16,7 @@ from your_ai.commands import beginning
 from your_ai.config import TrainConfig, resolve
 from your_ai.doctor import recommend
 from your_ai.hub.registry import known
-from your_ai.rewards.names import parse_rewards
-from your_ai.run.folder import create, find
+from your_ai.run.folder import create
 
 PAIRS = [{"prompt": f"q{i}", "chosen": "yes", "rejected": "no"} for i in range(4)]
 ANSWERS = [{"prompt": f"q{i}", "completion": "yes"} for i in range(4)]
@@ -195,16 +194,6 @@ def test_soft_trains_against_the_newest_reward_model(capsys):
     assert "run:rm" in capsys.readouterr().out
     config = written()
     assert (config.objective, config.reward_model) == ("soft", f"run:{Path('runs/rm').absolute()}")
-
-
-def test_what_init_writes_for_soft_names_the_reward_model_from_any_folder(capsys, monkeypatch):
-    write_rows(Path("prompts.jsonl"), [{"prompt": f"q{i}"} for i in range(4)])
-    made_run("rm", "reward")
-    assert call("init", *QUICK, "--data", "prompts.jsonl", "--objective", "soft") == 0
-    (name,) = parse_rewards([written().reward_model])
-    Path("elsewhere").mkdir()
-    monkeypatch.chdir("elsewhere")
-    assert find(name.argument).name == "rm"
 
 
 def test_failed_write_leaves_nothing(capsys, monkeypatch):

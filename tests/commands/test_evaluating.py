@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import chat, write_rows
+from tests.conftest import chat, refused, write_rows
 from tests.evaluation.conftest import trained_run
 from tests.fault.processes import COMMAND, call
 from your_ai.evaluation import record
@@ -43,16 +42,13 @@ def test_a_table_is_called_by_its_own_name_and_not_by_its_copy(run, capsys):
 
 def test_columns_of_other_rows_are_named(run, capsys):
     Path("mine.csv").write_text("they,we\na,b\nc,d\n")
-    status, _, error = call(capsys, "eval", "r", "--data", "mine.csv")
-    assert status == 2
+    error = refused(capsys, "eval", "r", "--data", "mine.csv")
     assert error.endswith("say what they are with --columns prompt=they,completion=we\n")
     options = ("--columns", "prompt=they", "--columns", "completion=we", "--resamples", "10")
     status, out, _ = call(capsys, "eval", "r", "--data", "mine.csv", *options)
     assert status == 0
     assert out.startswith("r, step 40, on mine.csv: 2 rows, ")
-    status, _, error = call(capsys, "eval", "r", *options)
-    assert status == 2
-    assert error.startswith("error: --columns: ")
+    assert refused(capsys, "eval", "r", *options).startswith("error: --columns: ")
 
 
 def test_evaluates_a_run_on_its_own_test_rows(run, capsys):
@@ -145,19 +141,6 @@ def test_invalid_input_is_reported_in_one_line(run, capsys, options, message):
     assert message in error.splitlines()[-1]
     assert len(error.splitlines()) <= 2  # the other line is "evaluating on ..."
     assert record.read_evaluation(run) is None
-
-
-def test_a_run_without_an_adapter_names_its_checkpoints(run, capsys):
-    shutil.rmtree(run.adapter)
-    status, _, error = call(capsys, "eval", "r")
-    assert status == 2
-    assert "checkpoints: step-000040, step-000020" in error
-
-
-def test_the_minimum_memory_in_the_error_message_is_enough(run, capsys):
-    _, _, error = call(capsys, "eval", "r", "--max-memory", "0.01")
-    least = re.search(r"at least ([0-9.]+) GB is needed", error)[1]
-    assert call(capsys, "eval", "r", "--max-memory", least)[0] == 0
 
 
 def test_results_are_shown_even_if_they_cannot_be_saved(run, capsys):

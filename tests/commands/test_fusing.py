@@ -124,20 +124,13 @@ def test_invalid_input_is_reported_in_one_line(trained, capsys, arguments, messa
     check_model(trained.base)
 
 
-def test_run_without_an_adapter_is_refused(trained, capsys):
-    shutil.copytree(trained.folder.adapter, trained.folder.checkpoints / "step-000003")
-    shutil.rmtree(trained.folder.adapter)
-    assert call("fuse", "drawn", "out") == 2
-    assert "has no finished adapter; checkpoints: step-000003" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("while_", ["writing", "measuring"])
 def test_ctrl_c_reports_whether_the_model_is_complete(trained, capsys, monkeypatch, while_):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     if while_ == "writing":
-        monkeypatch.setattr(shards, "save_shard", interrupted)
+        monkeypatch.setattr(shards, "write_array", interrupted)
     else:
         monkeypatch.setattr(measuring, "difference", interrupted)
     assert call("fuse", "drawn", "out") == 130

@@ -78,65 +78,32 @@ FILES = {
     "example": EXAMPLE,
     "defaults": "{train: true, data: chats, iters: 600}",
     "dora": """
-data: chats
-fine_tune_type: dora
-num_layers: -1
-lora_parameters: {rank: 12, scale: 10, dropout: 0.05}
-lr_schedule: {name: exponential_decay, arguments: [1e-4, 0.99]}
-iters: 300
+{data: chats, fine_tune_type: dora, num_layers: -1, iters: 300,
+lora_parameters: {rank: 12, scale: 10, dropout: 0.05},
+lr_schedule: {name: exponential_decay, arguments: [1e-4, 0.99]}}
 """,
     "accumulated": """
-data: chats
-batch_size: 2
-iters: 103
-grad_accumulation_steps: 4
-num_layers: 4
-optimizer: adamw
-lr_schedule: {name: linear_schedule, arguments: [1e-4, 1e-6, 20]}
-grad_checkpoint: true
-mask_prompt: true
+{data: chats, batch_size: 2, iters: 103, grad_accumulation_steps: 4, num_layers: 4,
+optimizer: adamw, lr_schedule: {name: linear_schedule, arguments: [1e-4, 1e-6, 20]},
+grad_checkpoint: true, mask_prompt: true}
 """,
     "columns": """
-data: pairs
-prompt_feature: "input"
-completion_feature: "output"
-mask_prompt: true
-num_layers: 8
-batch_size: 1
-iters: 50
-learning_rate: 5e-5
-report_to: wandb
-project_name: mine
+{data: pairs, prompt_feature: input, completion_feature: output, mask_prompt: true, num_layers: 8,
+batch_size: 1, iters: 50, learning_rate: 5e-5, report_to: wandb, project_name: mine}
 """,
     "texts": """
-data: texts
-max_seq_length: 24
-optimizer: sgd
-optimizer_config: {sgd: {weight_decay: 0.1}}
-lr_schedule: {name: step_decay, warmup: 3, arguments: [1e-2, 0.5, 10]}
-iters: 60
-lora_parameters: {keys: [mlp.gate_proj, mlp.down_proj], rank: 4, scale: 2.5, dropout: 0.1}
+{data: texts, max_seq_length: 24, optimizer: sgd, optimizer_config: {sgd: {weight_decay: 0.1}},
+lr_schedule: {name: step_decay, warmup: 3, arguments: [1e-2, 0.5, 10]}, iters: 60,
+lora_parameters: {keys: [mlp.gate_proj, mlp.down_proj], rank: 4, scale: 2.5, dropout: 0.1}}
 """,
     "rising": """
-data: chats
-test: true
-iters: 40
-lr_schedule: {name: linear_schedule, arguments: [0, 1e-5, 25]}
-lora_parameters: {rank: 8, alpha: 16, scale: 2.0, dropout: 0}
+{data: chats, test: true, iters: 40,
+lr_schedule: {name: linear_schedule, arguments: [0, 1e-5, 25]},
+lora_parameters: {rank: 8, alpha: 16, scale: 2.0, dropout: 0}}
 """,
-    "experts": """
-model: qwen3_moe
-data: chats
-num_layers: 2
-optimizer: muon
-seed: 7
-iters: 20
-""",
+    "experts": "{model: qwen3_moe, data: chats, num_layers: 2, optimizer: muon, seed: 7, iters: 9}",
     "dataset": """
-hf_dataset:
-  path: someone/pairs
-  prompt_feature: input
-  completion_feature: output
+hf_dataset: {path: someone/pairs, prompt_feature: input, completion_feature: output}
 batch_size: 2
 iters: 20
 """,
@@ -148,11 +115,8 @@ hf_dataset:
     valid_split: "train[-3:]"
     prompt_feature: input
     completion_feature: output
-  - path: someone/more
-    train_split: "train[50%:]"
-    valid_split: "validation"
-    prompt_feature: input
-    completion_feature: output
+  - {path: someone/more, train_split: "train[50%:]", valid_split: "validation",
+     prompt_feature: input, completion_feature: output}
 batch_size: 1
 iters: 20
 mask_prompt: true

@@ -40,29 +40,22 @@ def texts(axis: Axis) -> list[str]:
     return [text for _, text in axis.ticks]
 
 
-def test_a_line_goes_through_its_points():
-    [path] = paths(
-        chart_html(chart(curve((0, 0), (1, 1), (2, 0)), x_range=(0, 2), bottom=0, top=1))
-    )
-    assert path == f"M0 {SIZE}l{SIZE // 2} -{SIZE} {SIZE // 2} {SIZE}"
+HALF = SIZE // 2
 
 
-def test_a_gap_breaks_a_line_and_a_single_point_is_seen():
-    points = (0, 0), (1, 1), (2, math.nan), (3, 1)
-    [path] = paths(chart_html(chart(curve(*points), x_range=(0, 4), bottom=0, top=1)))
-    assert path == f"M0 {SIZE}l2500 -{SIZE}M7500 0l1 0"
-
-
-def test_a_step_is_flat_until_the_next_point():
-    steps = curve((0, 0), (1, 1), look="steps")
-    [path] = paths(chart_html(chart(steps, x_range=(0, 1), bottom=0, top=1)))
-    assert path == f"M0 {SIZE}l{SIZE} 0 0 -{SIZE}"
-
-
-def test_an_area_is_closed():
-    area = curve((0, 0, 1), (1, 0, 1), look="area")
-    [path] = paths(chart_html(chart(area, x_range=(0, 1), bottom=0, top=1)))
-    assert path == f"M0 {SIZE}l{SIZE} 0L{SIZE} 0 0 0z"
+@pytest.mark.parametrize(
+    ("drawn", "end", "path"),
+    [
+        (curve((0, 0), (1, 1), (2, 0)), 2, f"M0 {SIZE}l{HALF} -{SIZE} {HALF} {SIZE}"),
+        # A gap breaks a line, and a single point is seen.
+        (curve((0, 0), (1, 1), (2, math.nan), (3, 1)), 4, f"M0 {SIZE}l2500 -{SIZE}M7500 0l1 0"),
+        # A step is flat until the next point.
+        (curve((0, 0), (1, 1), look="steps"), 1, f"M0 {SIZE}l{SIZE} 0 0 -{SIZE}"),
+        (curve((0, 0, 1), (1, 0, 1), look="area"), 1, f"M0 {SIZE}l{SIZE} 0L{SIZE} 0 0 0z"),
+    ],
+)
+def test_a_curve_is_one_path(drawn, end, path):
+    assert paths(chart_html(chart(drawn, x_range=(0, end), bottom=0, top=1))) == [path]
 
 
 def test_marks_keep_their_shape_when_the_chart_stretches():

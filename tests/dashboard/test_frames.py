@@ -176,13 +176,6 @@ def test_without_color_no_color_is_written():
     assert not any(f"\x1b[{code}m" in console.file.getvalue() for code in range(30, 38))
 
 
-@pytest.mark.parametrize(("width", "height"), SIZES)
-def test_learning_rate_is_always_shown(width, height):
-    for name in ("training", "pairs", "rewards", "soft", "reward model"):
-        text = "\n".join(drawn(STATES[name], width, height))
-        assert "lr 0.0001" in text or "learning rate 0.0001" in text, name
-
-
 def test_large_terminals_show_a_chart_and_an_answer():
     text = "\n".join(drawn(STATES["pairs"], 140, 45))
     assert any(0x2800 < ord(c) < 0x2900 for c in text)

@@ -10,15 +10,9 @@ from your_ai.dashboard.state import ViewState
 from your_ai.run import events
 
 EVENT = events.Ranks(
-    step=3,
-    hosts=["mac1", "mac2"],
-    tokens=[300, 100],
-    seconds=[0.9, 0.5],
-    waited=[0.1, 0.5],
-    process_bytes=[8e9, 3e9],
-    limit_bytes=[16e9, 4e9],
-    sent_bytes=2e6,
-)
+    step=3, hosts=["mac1", "mac2"], tokens=[300, 100], seconds=[0.9, 0.5], waited=[0.1, 0.5],
+    process_bytes=[8e9, 3e9], limit_bytes=[16e9, 4e9], sent_bytes=2e6,
+)  # fmt: skip
 PAGE = Page(100, 40, False, ASCII)
 
 
@@ -43,15 +37,9 @@ def test_a_run_on_one_process_has_no_such_lines():
 
 def test_a_damaged_event_is_drawn_without_what_it_lacks():
     odd = events.Ranks(
-        step=1,
-        hosts=["a", "b\x1b[2J"],
-        tokens=["x"],
-        seconds=[float("nan")],
-        waited=[],
-        process_bytes=[-1],
-        limit_bytes=[None],
-        sent_bytes=0,
-    )
+        step=1, hosts=["a", "b\x1b[2J"], tokens=["x"], seconds=[float("nan")], waited=[],
+        process_bytes=[-1], limit_bytes=[None], sent_bytes=0,
+    )  # fmt: skip
     lines = texts(ViewState(ranks=odd))
     assert len(lines) == 2
     assert not any("tokens/s" in text or "GB" in text or "waited" in text for text in lines)

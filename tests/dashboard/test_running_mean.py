@@ -17,15 +17,6 @@ def mean_of(values: list[float], highest: bool = False) -> RunningMean:
     return found
 
 
-def test_the_start_of_a_run_is_soon_left_behind():
-    """Where the loss falls a hundredfold, the mean is soon near the losses and not the start."""
-    values = [2.0 * 0.5**n if n < 8 else 0.01 for n in range(40)]
-    assert mean_of(values[:1]).value == 2.0
-    assert mean_of(values[:10]).value < 0.05
-    assert mean_of(values[:20]).value == pytest.approx(0.01)
-    assert mean_of(values).value == pytest.approx(0.01)
-
-
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60))
 def test_it_is_of_the_newer_half_and_at_most_twenty(values):
     size = min(20, math.ceil(len(values) / 2))

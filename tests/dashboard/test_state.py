@@ -17,12 +17,6 @@ def folded(*happened: events.Event) -> ViewState:
     return reduce(fold, map(record, happened), ViewState())
 
 
-def test_running_means_are_of_the_newer_half_of_the_steps():
-    state = folded(*(step(i, loss=float(i)) for i in range(1, 5)))
-    assert (state.loss_mean.value, state.best_loss) == (3.5, 3.5)
-    assert state.reward_mean.value is None
-
-
 def saved(at: int) -> events.Checkpoint:
     return events.Checkpoint(step=at, folder="c", seconds=0.1)
 
@@ -74,13 +68,6 @@ def test_resume_clears_end_and_speed_but_keeps_samples():
     finished = events.Finished(step=3, reason="stopped by Ctrl-C", adapter="", seconds=1.0)
     state = folded(before, step(3), finished, started(3))
     assert (state.finished, state.step_s, state.samples_before) == (None, None, before)
-
-
-def test_exact_match_before_and_after_are_kept_separately():
-    before = events.ExactMatch(when="before", correct=1, rows=4)
-    after = events.ExactMatch(when="after", correct=3, rows=4)
-    state = folded(before, after)
-    assert (state.match_before, state.match_after) == (before, after)
 
 
 @given(st.lists(st.floats(0, 1e12), max_size=3000), st.booleans())

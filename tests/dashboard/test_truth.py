@@ -298,15 +298,6 @@ def test_notes_of_the_last_end_are_gone_when_a_run_is_resumed(recorded):
     assert ended
 
 
-def test_routine_actions_are_one_line(recorded):
-    state = ViewState()
-    for record in recorded:
-        state = fold(state, record)
-    lines = [line for line in drawn(state, 140, 45) if "clear cache" in line]
-    assert len(lines) == 1
-    assert "every 2 steps" in lines[0]
-
-
 def test_lost_steps_are_not_shown_after_a_restart(recorded):
     last = max(i for i, r in enumerate(recorded) if isinstance(r.event, events.Started))
     state, before = ViewState(), recorded[:last]

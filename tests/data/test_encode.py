@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import datetime
 from itertools import cycle, groupby
 from typing import Any
 
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
-from transformers.utils import chat_template_utils
 
 from tests.conftest import DEMO_FOLDER
 from your_ai.data import answers, encode
@@ -519,47 +517,44 @@ def test_the_mask_does_not_change_the_tokens(tokenizers, name):
 # Other templates, token by token
 
 
-def test_the_newline_after_a_turn_is_not_trained(tokenizers):
-    encoded = Encoder(tokenizers["chatml"]).encode(chat_row("hi", "ok", "re", "no"))
-    assert spell(tokenizers["chatml"], encoded) == (
+SPELLED = {
+    "newlines after turns, not trained": ("chatml", ("hi", "ok", "re", "no"), (
         "-<|im_start|> -us -er -Ċ -hi -<|im_end|> -Ċ "
         "-<|im_start|> -ass -is -t -ant -Ċ +o +k +<|im_end|> -Ċ "
         "-<|im_start|> -us -er -Ċ -re -<|im_end|> -Ċ "
         "-<|im_start|> -ass -is -t -ant -Ċ +n +o +<|im_end|> -Ċ"
-    )
-
-
-def test_the_bos_token_of_a_template_is_not_doubled(tokenizers):
-    encoded = Encoder(tokenizers["headers"]).encode(chat_row("hi", "ok"))
-    assert spell(tokenizers["headers"], encoded) == (
+    )),
+    "one bos token": ("headers", ("hi", "ok"), (
         "-<|bos|> -<|head|> -us -er -<|/head|> -Ċ -Ċ -hi -<|eot|> "
         "-<|head|> -ass -is -t -ant -<|/head|> -Ċ -Ċ +o +k +<|eot|>"
-    )
-
-
-def test_text_begins_with_the_bos_token_of_the_tokenizer(tokenizers):
-    encoded = Encoder(tokenizers["headers"]).encode(row_of(Text("hi there")))
-    assert spell(tokenizers["headers"], encoded) == "-<|bos|> +hi +Ġthe +re +<|eos|>"
-
-
-def test_a_space_before_the_answer_is_trained(tokenizers):
-    encoded = Encoder(tokenizers["inst"]).encode(chat_row("hi", "the", "re", "no"))
-    assert spell(tokenizers["inst"], encoded) == (
+    )),
+    "a space before the answer, trained": ("inst", ("hi", "the", "re", "no"), (
         "-<s> -[INST] -Ġ -hi -[/INST] +Ġthe +</s> -[INST] -Ġre -[/INST] +Ġn +o +</s>"
-    )
+    )),
+    "without the reasoning of the generation prompt": ("thinking", ("hi", "no"), (
+        "-<|im_start|> -us -er -Ċ -hi -<|im_end|> -Ċ "
+        "-<|im_start|> -ass -is -t -ant -Ċ +n +o +<|im_end|> -Ċ"
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SPELLED)
+def test_only_the_answers_and_ends_of_a_chat_are_trained(tokenizers, what):
+    name, texts, expected = SPELLED[what]
+    encoded = Encoder(tokenizers[name]).encode(chat_row(*texts))
+    assert spell(tokenizers[name], encoded) == expected
+
+
+@pytest.mark.parametrize("text", ["hi there", "<|bos|>hi there"])
+def test_text_begins_once_with_the_bos_token_of_the_tokenizer(tokenizers, text):
+    encoded = Encoder(tokenizers["headers"]).encode(row_of(Text(text)))
+    assert spell(tokenizers["headers"], encoded) == "-<|bos|> +hi +Ġthe +re +<|eos|>"
 
 
 def test_without_an_end_token_only_the_turn_is_trained():
     tokenizer = make_tokenizer(UNENDED)
     encoded = Encoder(tokenizer).encode(chat_row("hi", "ok", "re", "no"))
     assert [text.rstrip("\n") for text in trained_texts(tokenizer, encoded)] == ["ok", "no"]
-
-
-@pytest.mark.parametrize("name", TOKENIZERS)
-def test_exactly_the_answers_are_trained(tokenizers, name):
-    row = chat_row("hi", "the first", "re", "and\n  more ", "so", "é😀")
-    expected = [trained_of_turn(name, row.content.messages[i]["content"]) for i in (1, 3, 5)]
-    assert trained_texts(tokenizers[name], Encoder(tokenizers[name]).encode(row)) == expected
 
 
 # Without surrogates, which are not text, and private use characters, which the encoder uses.
@@ -578,14 +573,6 @@ def test_exactly_the_answers_are_trained_for_any_text(tokenizers, name, turns):
     expected = [answer for answer in expected if answer.strip()]
     encoded = Encoder(tokenizers[name]).encode(row)
     assert trained_texts(tokenizers[name], encoded) == [trained_of_turn(name, a) for a in expected]
-
-
-@pytest.mark.parametrize("name", sorted(TOKENIZERS.keys() - {"dated"}))
-def test_the_tokens_decode_to_the_rendered_template(tokenizers, name):
-    tokenizer = tokenizers[name]
-    row = chat_row("hi", "ok", "re", "no")
-    rendered = tokenizer.apply_chat_template(row.content.messages, tokenize=False)
-    assert decode(tokenizer, Encoder(tokenizer).encode(row).tokens.tolist()) == rendered
 
 
 @pytest.mark.parametrize("name", sorted(TOKENIZERS.keys() - {"thinking"}))
@@ -613,9 +600,11 @@ TOOL_CHAT = [
 ]
 
 
-def test_tool_calls_are_trained_and_their_results_are_not(tokenizers):
-    encoded = Encoder(tokenizers["chatml"]).encode(row_of(Chat(TOOL_CHAT, tools=TOOLS)))
-    assert trained_texts(tokenizers["chatml"], encoded) == [
+@pytest.mark.parametrize(("name", "tools"), [("chatml", TOOLS), ("reasoning", None)])
+def test_tool_calls_are_trained_and_their_results_are_not(tokenizers, name, tools):
+    """Also if the template rewrites history."""
+    encoded = Encoder(tokenizers[name]).encode(row_of(Chat(TOOL_CHAT, tools=tools)))
+    assert trained_texts(tokenizers[name], encoded) == [
         '{"name": "add", "arguments": {"a": 1}}<|im_end|>',
         "ok<|im_end|>",
     ]
@@ -625,14 +614,6 @@ def test_tools_are_passed_to_the_template(tokenizers):
     encoded = Encoder(tokenizers["chatml"]).encode(row_of(Chat(TOOL_CHAT, tools=TOOLS)))
     text = decode(tokenizers["chatml"], encoded.tokens.tolist())
     assert text.startswith('<|im_start|>system\n[{"type": "function", "function": {"name": "add"')
-
-
-def test_tool_calls_are_trained_if_the_template_rewrites_history(tokenizers):
-    encoded = Encoder(tokenizers["reasoning"]).encode(row_of(Chat(TOOL_CHAT)))
-    assert trained_texts(tokenizers["reasoning"], encoded) == [
-        '{"name": "add", "arguments": {"a": 1}}<|im_end|>',
-        "ok<|im_end|>",
-    ]
 
 
 def test_tool_calls_are_trained_if_the_template_adds_reasoning():
@@ -669,17 +650,17 @@ def test_an_earlier_answer_whose_reasoning_a_template_drops_is_not_trained(token
     )
 
 
-def test_a_turn_with_only_dropped_reasoning_is_not_trained(tokenizers):
-    row = chat_row("hi", "<think>a</think>", "re", "no")
-    encoded = Encoder(tokenizers["reasoning"]).encode(row)
-    assert trained_texts(tokenizers["reasoning"], encoded) == ["no<|im_end|>"]
-
-
-def test_a_rewritten_turn_equal_to_other_turns_is_located(tokenizers):
-    """Here its reasoning is found in the text, as that of other turns; so the template is tried."""
-    row = chat_row("ok", "<think>ok</think>ok", "ok", "ok")
-    encoded = Encoder(tokenizers["reasoning"]).encode(row)
-    assert trained_texts(tokenizers["reasoning"], encoded) == ["ok<|im_end|>"]
+@pytest.mark.parametrize(
+    ("texts", "trained"),
+    [
+        (("hi", "<think>a</think>", "re", "no"), "no<|im_end|>"),
+        # The reasoning is found in the text, as that of other turns; so the template is tried.
+        (("ok", "<think>ok</think>ok", "ok", "ok"), "ok<|im_end|>"),
+    ],
+)
+def test_turns_whose_reasoning_is_dropped_are_not_trained(tokenizers, texts, trained):
+    encoded = Encoder(tokenizers["reasoning"]).encode(chat_row(*texts))
+    assert trained_texts(tokenizers["reasoning"], encoded) == [trained]
 
 
 def test_the_generation_prompt_is_not_trained(tokenizers):
@@ -689,23 +670,6 @@ def test_the_generation_prompt_is_not_trained(tokenizers):
         "-<|im_start|> -us -er -Ċ -hi -<|im_end|> -Ċ "
         "-<|im_start|> -ass -is -t -ant -Ċ -<think> -Ċ +b +</think> +n +o +<|im_end|> -Ċ"
     )
-
-
-def test_an_answer_without_the_reasoning_of_its_prompt_is_located(tokenizers):
-    encoded = Encoder(tokenizers["thinking"]).encode(chat_row("hi", "no"))
-    assert spell(tokenizers["thinking"], encoded) == (
-        "-<|im_start|> -us -er -Ċ -hi -<|im_end|> -Ċ "
-        "-<|im_start|> -ass -is -t -ant -Ċ +n +o +<|im_end|> -Ċ"
-    )
-
-
-def test_empty_reasoning_added_by_the_template_is_trained():
-    tokenizer = make_tokenizer(EMPTY_REASONING, REASONING_TOKENS)
-    encoded = Encoder(tokenizer).encode(chat_row("hi", "ok", "re", "no"))
-    assert trained_texts(tokenizer, encoded) == [
-        "ok<|im_end|>",
-        "<think>\n\n</think>\n\nno<|im_end|>",
-    ]
 
 
 def with_reasoning(row: Row, *reasoning: str | None) -> Row:
@@ -743,43 +707,14 @@ def test_a_rewritten_turn_with_a_field_of_reasoning_is_located():
         Encoder(tokenizer).encode(with_reasoning(row, "first thought", "second"))
 
 
-def test_the_error_names_a_turn_that_cannot_be_located():
-    tokenizer = make_tokenizer(SHOUTING, REASONING_TOKENS)
+def test_a_turn_that_cannot_be_located_is_only_trained_without_a_mask():
+    tokenizer, row = make_tokenizer(SHOUTING, REASONING_TOKENS), chat_row("hi", "ok", "re", "no")
     with pytest.raises(UserError, match=r"^data\.jsonl:7: messages\[1\]: .*--no-mask-prompt"):
-        Encoder(tokenizer).encode(chat_row("hi", "ok", "re", "no"))
-
-
-def test_a_turn_that_cannot_be_located_is_trained_without_a_mask():
-    tokenizer = make_tokenizer(SHOUTING, REASONING_TOKENS)
-    encoded = Encoder(tokenizer, mask_prompt=False).encode(chat_row("hi", "ok", "re", "no"))
-    assert encoded.trained[1:].all()
+        Encoder(tokenizer).encode(row)
+    assert Encoder(tokenizer, mask_prompt=False).encode(row).trained[1:].all()
 
 
 # Dates
-
-
-def set_date(monkeypatch: pytest.MonkeyPatch, day: int) -> None:
-    class Clock(datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> datetime:
-            return datetime(2031, 5, day)
-
-    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
-
-
-def test_set_date_changes_the_clock_of_templates(tokenizers, monkeypatch):
-    set_date(monkeypatch, day=3)
-    messages = [{"role": "user", "content": "hi"}]
-    text = tokenizers["dated"].apply_chat_template(messages, tokenize=False)
-    assert text.startswith("Today is 03 May 2031.")
-
-
-def test_tokens_do_not_depend_on_the_date(tokenizers, monkeypatch):
-    tokens = []
-    for day in (3, 4):
-        set_date(monkeypatch, day)
-        tokens.append(Encoder(tokenizers["dated"]).encode(chat_row("hi", "ok")).tokens.tolist())
-    assert tokens[0] == tokens[1]
 
 
 def test_the_date_in_templates_is_fixed(tokenizers):
@@ -819,17 +754,12 @@ def test_an_answer_shortened_by_normalization_is_located():
     assert trained_texts(tokenizer, encoded) == ["é" * 3 + "a<|im_end|>"]
 
 
-def test_truncation_of_the_tokenizer_is_turned_off():
+def test_truncation_and_padding_of_the_tokenizer_are_turned_off():
     tokenizer = make_tokenizer(CHATML)
     tokenizer.backend_tokenizer.enable_truncation(4)
-    encoded = Encoder(tokenizer).encode(chat_row("hi", "ok"))
-    assert trained_texts(tokenizer, encoded) == ["ok<|im_end|>"]
-
-
-def test_padding_of_the_tokenizer_is_turned_off():
-    tokenizer = make_tokenizer(CHATML)
     tokenizer.backend_tokenizer.enable_padding(length=64)
     encoded = Encoder(tokenizer).encode(chat_row("hi", "ok"))
+    assert trained_texts(tokenizer, encoded) == ["ok<|im_end|>"]
     assert len(encoded.tokens) == 17
 
 
@@ -882,22 +812,20 @@ def test_a_template_may_be_a_function(template):
 # No template
 
 
-def test_a_pair_without_a_template_is_concatenated():
+@pytest.mark.parametrize(
+    ("masked", "spelled"),
+    [(True, "-hi -Ġthe +re +<|im_end|>"), (False, "-hi +Ġthe +re +<|im_end|>")],
+)
+def test_a_pair_without_a_template_is_concatenated(masked, spelled):
     tokenizer = make_tokenizer(None)
-    encoded = Encoder(tokenizer).encode(row_of(Pair("hi the", "re")))
-    assert spell(tokenizer, encoded) == "-hi -Ġthe +re +<|im_end|>"
+    encoded = Encoder(tokenizer, mask_prompt=masked).encode(row_of(Pair("hi the", "re")))
+    assert spell(tokenizer, encoded) == spelled
 
 
 def test_a_pair_without_a_template_has_one_bos_token():
     tokenizer = make_tokenizer(None, INST_TOKENS, "</s>", "<s>", change=add_bos("<s>"))
     encoded = Encoder(tokenizer).encode(row_of(Pair("hi", "re")))
     assert spell(tokenizer, encoded) == "-<s> -hi +re +</s>"
-
-
-def test_a_pair_without_a_template_or_a_mask_is_trained_fully():
-    tokenizer = make_tokenizer(None)
-    encoded = Encoder(tokenizer, mask_prompt=False).encode(row_of(Pair("hi the", "re")))
-    assert spell(tokenizer, encoded) == "-hi +Ġthe +re +<|im_end|>"
 
 
 def test_a_chat_without_a_template_is_refused():
@@ -930,11 +858,6 @@ def test_a_row_with_nothing_to_train_is_refused(demo_tokenizer, content):
 def test_an_empty_completion_without_a_template_is_refused():
     with pytest.raises(UserError, match=r"^data\.jsonl:7: no token to train"):
         Encoder(make_tokenizer(None)).encode(row_of(Pair("hi", "")))
-
-
-def test_a_chat_that_a_strict_template_accepts_is_trained(tokenizers):
-    encoded = Encoder(tokenizers["strict"]).encode(chat_row("hi", "ok", "re", "no"))
-    assert trained_texts(tokenizers["strict"], encoded) == ["ok<|im_end|>", "no<|im_end|>"]
 
 
 @pytest.mark.parametrize(

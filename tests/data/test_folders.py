@@ -45,10 +45,7 @@ LAYOUTS = {
         ["train-00000-of-00001.parquet", "old/train.jsonl"],
         {"train": ["train-00000-of-00001.parquet"]},
     ),
-    "compressed": (
-        ["train.jsonl.zst", "train_old.jsonl.zst"],
-        {"train": ["train.jsonl.zst"]},
-    ),
+    "compressed": (["train.jsonl.zst", "train_old.jsonl.zst"], {"train": ["train.jsonl.zst"]}),
     "folders of splits": (
         ["train/0000.parquet", "train/0001.parquet", "validation/0000.parquet", "README.md"],
         {

@@ -237,11 +237,7 @@ DAMAGED = {
         "two lists",
     ),
     "an object not closed": ("a.json", b'{"data": [{"a": 1}]', "expected } here"),
-    "rows that are no objects": (
-        "a.json",
-        b'{"data": [{"a": 1}, 2]}',
-        "row 2: expected",
-    ),
+    "rows that are no objects": ("a.json", b'{"data": [{"a": 1}, 2]}', "row 2: expected"),
     "gzip of noise": ("a.csv.gz", b"\x1f\x8b\x08" + bytes(40), "damaged"),
     "too many cells": ("a.csv", b"a,b\n1,2\n1,2,3\n", r"a\.csv:3: has 3 cells"),
     "too few cells": ("a.csv", b"a,b\n1\n", r"a\.csv:2: has 1 cell,"),

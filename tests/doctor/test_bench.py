@@ -23,7 +23,7 @@ from tests.kernels import fuse
 from your_ai.data.batches import Batch
 from your_ai.doctor import bench, our_plans
 from your_ai.doctor.contest import Contest, contest_tokens
-from your_ai.doctor.peers import PEERS, run_peer
+from your_ai.doctor.peers import run_peer
 from your_ai.doctor.shapes import llama, make_shape
 from your_ai.errors import UserError
 from your_ai.files import sha256
@@ -290,9 +290,3 @@ def test_a_shape_is_created_once_and_always_the_same(tmp_path):
     assert make_shape("tiny", 4, "float32", tmp_path / "a", notes.append) == first
     assert len(notes) == 1
     assert (first / "config.json").stat().st_mtime_ns == before
-
-
-def test_spaces_around_names_are_ignored():
-    assert bench.named(" mlx-lm , mlx-lm-checkpoint", "against", PEERS) == list(PEERS[:2])
-    with pytest.raises(UserError):
-        bench.named("mlx", "against", PEERS)

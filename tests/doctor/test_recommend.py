@@ -163,8 +163,7 @@ def test_the_planner_gives_the_same_plan_for_each_recommended_command(name):
         if each.known.model_type in WHOLE:
             workload = dataclasses.replace(workload, engine="fused")
         workload, choice = first_that_fits(
-            with_adapters(workload, defaults.adapters(config, facts.blocks)),
-            room.limit.limit_bytes,
+            with_adapters(workload, defaults.adapters(config, facts.blocks)), room.limit.limit_bytes
         )
         option = choice.option
         assert words(option.plan, each.seq_len) == each.plan

@@ -120,9 +120,6 @@ def test_the_parts_are_known_checks_and_quick_ones_are_among_them():
     for part in every:
         assert part.work or part.name in {*checks.CHECKS, *selftest.RUNS}
     assert {*checks.AGREE} < {*names}
-    assert len({*report.PEAKS}) == 12
-    assert report.MINUTES < 15
-    assert report.QUICK_MINUTES < 3
 
 
 def test_a_wheel_has_no_budget_harness(monkeypatch, tmp_path):

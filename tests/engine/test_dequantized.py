@@ -7,7 +7,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from tests.conftest import load_base, make_model
+from tests.conftest import load_base, make_model, peak_of
 from tests.engine.test_fused import relative_error
 from your_ai.config import TrainConfig
 from your_ai.engine import dequantized
@@ -80,10 +80,7 @@ def test_slices_bound_peak_memory(bits):
     ours = DequantizedLinear.from_base(base)
     x = mx.random.normal((8, 1024))
     mx.eval(base.parameters(), x)
-    held = mx.get_active_memory()
-    mx.reset_peak_memory()
-    mx.eval(mx.grad(lambda x: ours(x).sum())(x))
-    assert mx.get_peak_memory() - held < 32 << 20
+    assert peak_of(lambda: mx.grad(lambda x: ours(x).sum())(x)) < 32 << 20
 
 
 def peaks_of(bits: int, group_size: int, mode: str) -> dict[str, int]:
@@ -107,10 +104,7 @@ def peaks_of(bits: int, group_size: int, mode: str) -> dict[str, int]:
         peaks = []
         for _ in range(5):  # how far MLX runs ahead depends on the moment
             mx.synchronize()
-            held = mx.get_active_memory()
-            mx.reset_peak_memory()
-            mx.eval(run())
-            peaks.append(mx.get_peak_memory() - held)
+            peaks.append(peak_of(run))
         found[name] = sorted(peaks)[2]
     return found
 

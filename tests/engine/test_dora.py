@@ -13,7 +13,14 @@ from mlx.utils import tree_flatten, tree_map
 
 from tests.conftest import TINY, make_model
 from tests.engine.test_compiled import Made
-from tests.engine.test_fused import encode, engine_loss, load, relative_error
+from tests.engine.test_fused import (
+    assert_gradients,
+    encode,
+    engine_loss,
+    load,
+    relative_error,
+    step_of,
+)
 from tests.engine.test_reload import loaded_with
 from your_ai.data.batches import make_schedule
 from your_ai.engine import dequantized
@@ -27,13 +34,9 @@ from your_ai.training.optimizer import build_optimizer, make_update
 
 PLANS = ("fused", "staged", "streamed")
 WIDE = {
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-}
+    "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 64,
+}  # fmt: skip
 MORE_BYTES = 2 << 20  # allowed above LoRA; a dequantized weight of the wide model is 2.9 MB
 
 
@@ -115,17 +118,9 @@ def test_gradients_equal_those_of_mlx_lm_layers(
     tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
     engine = build_engine(ours, our_adapters.dropout_keys, plan, tensors=tensors).engine
     batches = make_schedule(examples, 2, 5, seed=0).batches_of(0)
-    weight = sum(batch.weight for batch in batches)
-    loss, total = 0.0, None
-    for batch in batches:
-        part, grads = engine.gradients(batch, 1 / weight, 3)
-        loss += part.loss.item() / weight
-        total = grads if total is None else tree_map(mx.add, total, grads)
+    loss, grads = step_of(engine, batches, 3)
     assert loss == pytest.approx(expected, rel=1e-5)
-    grads = dict(tree_flatten(total))
-    assert grads.keys() == expected_grads.keys()
-    for name, grad in grads.items():
-        assert relative_error(grad, expected_grads[name]) < 1e-5, name
+    assert_gradients(grads, expected_grads)
 
 
 @pytest.mark.parametrize("bits", [3, 5, 6])
@@ -144,8 +139,7 @@ def test_trains_models_with_bits_that_do_not_divide_32(tmp_path, made, bits):
 
 
 @pytest.mark.parametrize(
-    ("plan", "cached"),
-    [("fused", False), ("fused", True), ("staged", False), ("streamed", True)],
+    ("plan", "cached"), [("fused", False), ("fused", True), ("staged", False), ("streamed", True)]
 )
 def test_norms_are_computed_once_per_update(tiny_model, made, computed, plan, cached):
     """For any number of micro-batches and evaluations, after the first compilation."""

@@ -8,10 +8,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 
 from tests.conftest import TINY, make_model
-from tests.engine.test_fused import encode, engine_loss, load, relative_error
+from tests.engine.test_fused import assert_gradients, encode, engine_loss, load, step_of
 from your_ai.config import TrainConfig
 from your_ai.data.batches import make_schedule
 from your_ai.engine import weights
@@ -67,26 +67,15 @@ def by_plan(
     network, tokenizer, adapters = load(folder, **settings)
     tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
     built = build_engine(
-        network,
-        adapters.dropout_keys,
-        plan,
-        packing=packed is not None,
-        tensors=tensors,
-        spill=spill,
-        neftune_alpha=neftune_alpha,
-        **more,
-    )
+        network, adapters.dropout_keys, plan, packing=packed is not None, tensors=tensors,
+        spill=spill, neftune_alpha=neftune_alpha, **more,
+    )  # fmt: skip
     assert built.plan == plan
     examples = encode(tokenizer, tmp_path)
     batches = make_schedule(examples, batch_size, 5, seed=0, packed_tokens=packed).batches_of(0)
-    weight = sum(batch.weight for batch in batches)
-    loss, total = 0.0, None
-    for batch in batches:
-        part, grads = built.engine.gradients(batch, 1 / weight, 3)
-        loss += part.loss.item() / weight
-        total = grads if total is None else tree_map(mx.add, total, grads)
-    alone = sum(built.engine.loss(batch).loss.item() for batch in batches) / weight
-    return loss, dict(tree_flatten(total)), alone
+    loss, grads = step_of(built.engine, batches, 3)
+    alone = sum(built.engine.loss(batch).loss.item() for batch in batches)
+    return loss, grads, alone / sum(batch.weight for batch in batches)
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +116,7 @@ def test_every_plan_gives_the_loss_and_gradients_of_the_fused_engine(
     settings = {"use_dora": dora, "lora_dropout": dropout}
     loss, grads, alone = by_plan(folder, tmp_path, plan, **settings)
     assert loss == pytest.approx(expected, rel=1e-5)
-    assert grads.keys() == expected_grads.keys()
-    for name, grad in grads.items():
-        assert relative_error(grad, expected_grads[name]) < 1e-5, name
+    assert_gradients(grads, expected_grads)
     if dropout == 0:
         assert alone == pytest.approx(expected, rel=1e-5)
 
@@ -137,17 +124,11 @@ def test_every_plan_gives_the_loss_and_gradients_of_the_fused_engine(
 @pytest.mark.parametrize(
     ("architecture", "bits", "dora", "dropout", "plan"),
     [
-        (*CASES[0], "fused"),
-        (*CASES[7], "fused"),
-        (*CASES[1], "staged"),
-        (*CASES[7], "staged"),
-        (*CASES[7], "kept"),
-        (*CASES[1], "partly kept"),
-        (*CASES[2], "streamed"),
-        (*CASES[3], "streamed"),
-        (*CASES[4], "streamed"),
+        (*CASES[0], "fused"), (*CASES[7], "fused"), (*CASES[1], "staged"), (*CASES[7], "staged"),
+        (*CASES[7], "kept"), (*CASES[1], "partly kept"), (*CASES[2], "streamed"),
+        (*CASES[3], "streamed"), (*CASES[4], "streamed"),
     ],
-)
+)  # fmt: skip
 def test_packed_texts_give_the_same_gradients_as_separate_rows(
     tmp_path, reference, architecture, bits, dora, dropout, plan
 ):
@@ -155,8 +136,7 @@ def test_packed_texts_give_the_same_gradients_as_separate_rows(
     settings = {"use_dora": dora, "lora_dropout": dropout}
     loss, grads, _ = by_plan(folder, tmp_path, plan, packed=128, **settings)
     assert loss == pytest.approx(expected, rel=1e-5)
-    for name, grad in grads.items():
-        assert relative_error(grad, expected_grads[name]) < 1e-5, name
+    assert_gradients(grads, expected_grads)
 
 
 @pytest.mark.parametrize("plan", ["staged", "streamed", "kept"])
@@ -164,8 +144,7 @@ def test_micro_batches_give_the_same_gradients_in_each_plan(tmp_path, reference,
     folder, expected, expected_grads = reference("llama", 4, False, 0.2)
     loss, grads, _ = by_plan(folder, tmp_path, plan, batch_size=2, lora_dropout=0.2)
     assert loss == pytest.approx(expected, rel=1e-5)
-    for name, grad in grads.items():
-        assert relative_error(grad, expected_grads[name]) < 1e-5, name
+    assert_gradients(grads, expected_grads)
 
 
 @pytest.mark.parametrize("plan", ["staged", "streamed"])
@@ -207,16 +186,10 @@ def test_streamed_prefix_cache_is_filled_block_by_block(tmp_path, tiny_model, mo
     assert len(reads) == 1 + frozen  # one read for the size of a block
     engine.fill(batches)
     assert len(reads) == 2 + frozen  # nothing is missing
-    weight = sum(batch.weight for batch in batches)
-    loss, total = 0.0, None
-    for batch in batches:
-        part, grads = engine.gradients(batch, 1 / weight, 3)
-        loss += part.loss.item() / weight
-        total = grads if total is None else tree_map(mx.add, total, grads)
+    loss, grads = step_of(engine, batches, 3)
     assert set(reads[2 + frozen :]) == {frozen}  # the frozen blocks are not read again
     assert loss == pytest.approx(expected, rel=1e-5)
-    for name, grad in tree_flatten(total):
-        assert relative_error(grad, expected_grads[name]) < 1e-5, name
+    assert_gradients(grads, expected_grads)
 
 
 @pytest.mark.parametrize(
@@ -234,16 +207,10 @@ def test_prefix_cache_does_not_change_gradients(tmp_path, reference, plan, packe
     ).engine
     examples = encode(tokenizer, tmp_path)
     batches = make_schedule(examples, 5, 5, seed=0, packed_tokens=packed).batches_of(0)
-    weight = sum(batch.weight for batch in batches)
     for _ in range(2):  # the first pass fills the cache, the second reads it
-        loss, total = 0.0, None
-        for batch in batches:
-            part, grads = engine.gradients(batch, 1 / weight, 3)
-            loss += part.loss.item() / weight
-            total = grads if total is None else tree_map(mx.add, total, grads)
+        loss, grads = step_of(engine, batches, 3)
         assert loss == pytest.approx(expected, rel=1e-5)
-        for name, grad in tree_flatten(total):
-            assert relative_error(grad, expected_grads[name]) < 1e-5, name
+        assert_gradients(grads, expected_grads)
         assert store.bytes_held > 0
 
 
@@ -278,9 +245,7 @@ def test_one_adapted_block_gives_the_gradients_of_the_fused_engine(tmp_path, tin
     expected, expected_grads, _ = by_plan(tiny_model, tmp_path, "fused", **settings)
     loss, grads, _ = by_plan(tiny_model, tmp_path, plan, **settings)
     assert loss == pytest.approx(expected, rel=1e-5)
-    assert grads.keys() == expected_grads.keys()
-    for name, grad in grads.items():
-        assert relative_error(grad, expected_grads[name]) < 1e-5, name
+    assert_gradients(grads, expected_grads)
 
 
 def test_streamed_model_gives_the_same_logits(tmp_path, tiny_model):

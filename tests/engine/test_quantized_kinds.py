@@ -42,10 +42,7 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
         KINDS["mxfp4"],
     ),
-    "fp8": (
-        {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [32, 32]},
-        MXFP8,
-    ),
+    "fp8": ({"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [32, 32]}, MXFP8),
     "compressed-tensors": (
         {
             "quant_method": "compressed-tensors",

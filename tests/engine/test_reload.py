@@ -286,33 +286,25 @@ def test_run_with_reloads_equals_run_without(quick, models, bits, dora, plan):
     assert {a.cause for a in reloads_of(run)} == {"every 2 steps"}
 
 
-def test_reload_reads_the_quantized_copy_of_the_model(quick, models):
-    settings = {"model": str(models[None]), "plan": "staged", "quantize": 4}
-    plain = train(quick(run="plain", **settings))
-    run = train(quick(run="reloading", reload_interval=2, **settings))
+@pytest.mark.parametrize(
+    ("bits", "settings", "reloads"),
+    [
+        (None, {"plan": "staged", "quantize": 4, "reload_interval": 2}, 2),  # of its copy
+        (4, {"prefix_cache": "memory", "lora_layers": 1, "reload_interval": 2}, 2),
+        (4, {"prefix_cache": "disk", "lora_layers": 1, "reload_interval": 2}, 2),
+        # A change of the moments would only show in later steps, so steps follow the reload.
+        (4, {"optimizer": "adamw", "reload_interval": 1, "max_steps": 8}, 8),
+    ],
+)
+def test_reloads_do_not_change_other_parts_of_a_run(quick, models, bits, settings, reloads):
+    settings = {"model": str(models[bits]), **settings}
+    plain = train(quick(run="plain", **{**settings, "reload_interval": 0}))
+    run = train(quick(run="reloading", **settings))
     assert losses_of(run) == losses_of(plain)
     assert final_files(run) == final_files(plain)
     read = [action.read_bytes for action in reloads_of(run)]
-    assert len(read) == 2
+    assert len(read) == reloads
     assert min(read) > 0
-
-
-@pytest.mark.parametrize("where", ["memory", "disk"])
-def test_reload_does_not_change_a_run_with_prefix_cache(quick, models, where):
-    settings = {"model": str(models[4]), "prefix_cache": where, "lora_layers": 1, "max_steps": 8}
-    plain = train(quick(run="plain", **settings))
-    run = train(quick(run="reloading", reload_interval=3, **settings))
-    assert losses_of(run) == losses_of(plain)
-    assert final_files(run) == final_files(plain)
-
-
-def test_reload_does_not_change_the_optimizer(quick, models):
-    """A change of the moments would only show in later steps, so steps follow the reload."""
-    settings = {"model": str(models[4]), "optimizer": "adamw", "max_steps": 8}
-    plain = train(quick(run="plain", **settings))
-    run = train(quick(run="reloading", reload_interval=1, **settings))
-    assert len(reloads_of(run)) >= 7
-    assert final_files(run) == final_files(plain)
 
 
 def cut(file: Path) -> None:
@@ -346,9 +338,13 @@ def spoilt(own_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("spoil", [Path.unlink, cut], ids=["gone", "cut"])
-def test_missing_file_ends_the_run_with_a_one_line_error(quick, own_model, spoilt, spoil):
-    settings = {"model": str(own_model), "plan": "fused", "reload_interval": 3, "save_every": 1}
+@pytest.mark.parametrize(("spoil", "save_every"), [(Path.unlink, 1), (cut, 1), (Path.unlink, 100)])
+def test_missing_file_ends_the_run_in_one_line_and_loses_no_step(
+    quick, own_model, spoilt, spoil, save_every
+):
+    """The finished steps are still in memory and are saved before the run ends."""
+    settings = {"model": str(own_model), "plan": "fused", "reload_interval": 3}
+    settings["save_every"] = save_every
     whole = train(quick(run="whole", **settings))
     put_back = spoilt(spoil)
     run = folder.create(quick(**settings))
@@ -360,15 +356,4 @@ def test_missing_file_ends_the_run_with_a_one_line_error(quick, own_model, spoil
     assert resume(run) == 0
     assert losses_of(run) == losses_of(whole)
     assert final_files(run) == final_files(whole)
-
-
-def test_missing_file_loses_no_step(quick, own_model, spoilt):
-    """The finished steps are still in memory and are saved before the run ends."""
-    put_back = spoilt(Path.unlink)
-    settings = {"plan": "fused", "reload_interval": 4, "save_every": 100}
-    run = folder.create(quick(model=str(own_model), **settings))
-    with pytest.raises(RunError):
-        resume(run)
-    put_back()
-    assert resume(run) == 0
     assert [event.step for event in events_of(run, events.Step)] == [1, 2, 3, 4, 5]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 
 from tests.architectures import batch_of, opened_with_adapters, write_model
-from tests.conftest import TINY, make_model
-from tests.engine.test_fused import relative_error
+from tests.conftest import TINY, make_model, peak_of
+from tests.engine.test_fused import assert_gradients
 from tests.engine.test_plans import by_plan
 from your_ai.engine.build import build_engine
 from your_ai.engine.prefix import MemoryStore
@@ -69,8 +68,7 @@ def test_tiles_give_the_loss_and_gradients_of_whole_rows(
     assert all(used)
     assert loss == pytest.approx(expected, rel=1e-5)
     assert alone == pytest.approx(expected_alone, rel=1e-5)
-    for name, grad in grads.items():
-        assert relative_error(grad, expected_grads[name]) < 1e-5, name
+    assert_gradients(grads, expected_grads)
 
 
 def test_tiles_are_deterministic_and_the_same_spilled(tmp_path, monkeypatch, used, tiny_model):
@@ -144,8 +142,7 @@ def test_a_prefix_cache_is_filled_and_used_with_tiles(tmp_path, monkeypatch, use
     assert store.bytes_held > 0
     assert used
     assert all(used)
-    for name, grad in grads.items():
-        assert relative_error(grad, expected[name]) < 1e-5, name
+    assert_gradients(grads, expected)
 
 
 @pytest.mark.memory
@@ -157,10 +154,7 @@ def test_the_work_of_a_block_does_not_grow_with_the_row(tmp_path, monkeypatch):
         mx.eval(engine.gradients(batch, 1.0, 0)[1])
         mx.synchronize()
         mx.clear_cache()
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        mx.eval(dict(tree_flatten(engine.gradients(batch, 1.0, 0)[1])))
-        return mx.get_peak_memory() - before
+        return peak_of(lambda: engine.gradients(batch, 1.0, 0)[1])
 
     whole = work(512)
     cut(monkeypatch, 64)

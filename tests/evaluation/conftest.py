@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import chat, train_once, write_rows
+from tests.conftest import chat, train_once, working_in, write_rows
 from your_ai.config import build
 from your_ai.evaluation.compare import Comparison, Request, compare
 from your_ai.evaluation.rows import choose_file
@@ -27,18 +27,10 @@ ROWS = [
     TRAINING[1],
 ]
 SETTINGS = {
-    "run": "r",
-    "max_steps": 40,
-    "batch_size": 2,
-    "learning_rate": 5e-3,
-    "lora_layers": 2,
-    "lora_rank": 4,
-    "lora_targets": ("all-linear",),
-    "supervise": False,
-    "warmup_steps": 0,
-    "eval_every": 0,
-    "samples": 0,
-}
+    "run": "r", "max_steps": 40, "batch_size": 2, "learning_rate": 5e-3, "lora_layers": 2,
+    "lora_rank": 4, "lora_targets": ("all-linear",), "supervise": False, "warmup_steps": 0,
+    "eval_every": 0, "samples": 0,
+}  # fmt: skip
 
 
 def trained_run(root: Path, model: Path, **settings: Any) -> Path:
@@ -47,9 +39,7 @@ def trained_run(root: Path, model: Path, **settings: Any) -> Path:
     for name in ("valid", "test"):
         write_rows(root / "data" / f"{name}.jsonl", ROWS)
     data = {"model": str(model), "data": str(root / "data")}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(root)
-        patch.setenv("YOUR_AI_HOME", str(root / "home"))
+    with working_in(root):
         train_once(build({**SETTINGS, **data, **settings}, "test"))
     return root / "runs" / "r"
 

@@ -167,9 +167,7 @@ def test_a_long_row_can_be_truncated(pairs, tmp_path):
     assert np.isfinite(row["reward"])
 
 
-def test_other_options_are_refused(pairs, tmp_path):
-    with pytest.raises(UserError, match="--too-long split: must be error or truncate"):
-        scored(pairs, PAIRS, tmp_path, too_long="split")
+def test_a_missing_file_is_refused(pairs, tmp_path):
     with pytest.raises(UserError, match="no such file"):
         list(your_ai.score(pairs, tmp_path / "absent.jsonl"))
 
@@ -213,7 +211,7 @@ def test_rows_in_memory_are_scored_like_those_of_a_file(pairs, tmp_path):
     [
         ({"max_memory": float("nan")}, "--max-memory nan"),
         ({"batch_size": 0}, "--batch-size 0"),
-        ({"too_long": "split"}, "--too-long split"),
+        ({"too_long": "split"}, "--too-long split: must be error or truncate"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(pairs, options, text):

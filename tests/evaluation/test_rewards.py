@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tests.conftest import chat, events_of, train, write_rows
+from tests.conftest import chat, events_of, train, working_in, write_rows
 from tests.evaluation.conftest import SETTINGS, compared
 from tests.objectives.test_pairs import make
 from your_ai.config import TrainConfig, build
@@ -62,9 +62,7 @@ def preference_run(root: Path, model: Path, rows: list[dict], **settings) -> Pat
     for name in ("train", "valid", "test"):
         write_rows(root / "data" / f"{name}.jsonl", rows)
     first = {"model": str(model), "data": str(root / "data"), "max_steps": 4, "keep_best": False}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(root)
-        patch.setenv("YOUR_AI_HOME", str(root / "home"))
+    with working_in(root):
         config = build({**SETTINGS, **first, **settings}, "test")
         return root / train(config).path
 

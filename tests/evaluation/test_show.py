@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -13,22 +14,14 @@ INTERVAL = {"value": 1.5, "low": 1.25, "high": 1.75}
 SHARE = {"value": 0.5, "low": 0.25, "high": 1.0}
 NONE = {"value": None, "low": None, "high": None}
 FOUND = {
-    "version": 1,
-    "data": "test.jsonl",
-    "rows": 1234,
-    "trained_tokens": 56789,
-    "confidence": 0.95,
-    "resamples": 2000,
-    "step": 60,
+    "version": 1, "data": "test.jsonl", "rows": 1234, "trained_tokens": 56789, "confidence": 0.95,
+    "resamples": 2000, "step": 60,
     "measures": {
         "loss": {"base": INTERVAL, "adapter": NONE, "difference": INTERVAL},
         "exact_match": {"base": SHARE, "adapter": SHARE, "difference": SHARE},
         "metric": {"base": INTERVAL, "adapter": INTERVAL, "difference": INTERVAL},
     },
-    "metric_name": "metrics:fields",
-    "better": 1200,
-    "worse": 30,
-    "equal": 4,
+    "metric_name": "metrics:fields", "better": 1200, "worse": 30, "equal": 4,
     "worst": [
         {
             "where": "test.jsonl:7", "by": ["loss", "change"], "base_loss": 1.0,
@@ -43,12 +36,17 @@ FOUND = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def shown() -> list[str]:
+def lines_of(found: dict[str, Any]) -> list[str]:
+    """The lines of the report on 80 columns."""
     console = open_console(file=io.StringIO())
     console.width = 80
-    console.print(evaluation_report(FOUND, "first"))
+    console.print(evaluation_report(found, "first"))
     return console.file.getvalue().splitlines()
+
+
+@pytest.fixture
+def shown() -> list[str]:
+    return lines_of(FOUND)
 
 
 def test_the_first_line_names_run_data_and_counts(shown):
@@ -80,10 +78,8 @@ def test_large_numbers_do_not_cut_the_labels():
     small = {"value": 1.8011, "low": 1.5891, "high": 2.2211}
     columns = {"loss": small, "perplexity": large, "exact_match": whole}
     found = {**FOUND, "measures": {n: dict.fromkeys(SYSTEMS, c) for n, c in columns.items()}}
-    console = Console(file=io.StringIO(), width=80, highlight=False)
-    console.print(evaluation_report({**found, "confidence": 0.999}, "first"))
-    text = console.file.getvalue()
-    cells = [" ".join(line.split()) for line in text.splitlines()[3:6]]
+    lines = lines_of({**found, "confidence": 0.999})
+    cells, text = [" ".join(line.split()) for line in lines[3:6]], "\n".join(lines)
     assert cells[0].startswith("loss 1.801 [1.589, 2.221] 1.801 [")
     assert cells[1].startswith("perplexity 35945 [-30123, 41999] 35945 [")
     assert cells[2].endswith("+100.0% [100.0, 100.0]")
@@ -111,10 +107,7 @@ def test_answers_of_base_and_adapter_are_below_what_was_expected_and_cut_to_the_
         "base_score": 0.25, "adapter_score": 0.0, "prompt": "Which?", "expected": "red",
         "base_answer": "Let me think " * 10, "answer": "",
     }  # fmt: skip
-    console = open_console(file=io.StringIO())
-    console.width = 80
-    console.print(evaluation_report({**FOUND, "worst": [row]}, "first"))
-    assert console.file.getvalue().splitlines()[-6:] == [
+    assert lines_of({**FOUND, "worst": [row]})[-6:] == [
         "Lowest score with the adapter:",
         "  test.jsonl:4  score 0.250 -> 0.000",
         "    prompt:   Which?",
@@ -137,11 +130,8 @@ def test_intervals_of_small_losses_keep_their_digits_in_80_columns():
     small = {"value": 0.0004123, "low": 0.0003801, "high": 0.0004456}
     base = {"value": 1.5, "low": 1.25, "high": 1.75}
     losses = {"base": base, "adapter": small, "difference": small}
-    console = open_console(file=io.StringIO())
-    console.width = 80
-    console.print(evaluation_report({**FOUND, "measures": {"loss": losses}, "worst": []}, "first"))
-    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
-    assert lines[3:5] == [
+    found = lines_of({**FOUND, "measures": {"loss": losses}, "worst": []})
+    assert [" ".join(line.split()) for line in found[3:5]] == [
         "loss 1.500 0.000412 +0.000412",
         "[1.250, 1.750] [0.000380, 0.000446] [0.000380, 0.000446]",
     ]
@@ -164,10 +154,7 @@ ABOUT = {"objective": "dpo", "reference": "base", "pairs": 1234, "good": 0, "bad
 def shown_preferences(names: tuple[str, ...] = NAMES, **about) -> list[str]:
     measures = dict.fromkeys(names, dict.fromkeys(SYSTEMS, SHARE))
     found = {**FOUND, "measures": measures, "preferences": {**ABOUT, **about}, "worst": [PAIR]}
-    console = open_console(file=io.StringIO())
-    console.width = 80
-    console.print(evaluation_report(found, "first"))
-    return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    return [" ".join(line.split()) for line in lines_of(found)]
 
 
 def test_accuracy_and_margin_are_shown_and_the_base_is_a_tie():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,13 +14,16 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model, save_config
 
-from tests.conftest import chat_prompt, make_model
+from tests.conftest import TINY, make_model
 from tests.export.fused_runs import assert_same_bytes, drawn_run, fused_by_mlx_lm, weights_of
+from tests.export.runs import make_trained
 from your_ai.errors import UserError
 from your_ai.export import fused_weights as weights
+from your_ai.export import gguf, huggingface
 from your_ai.export.fused_weights import fuse, fused_lazily
 from your_ai.generation import generate
 from your_ai.hub.check import check_model
+from your_ai.modelfiles import shards
 from your_ai.modelfiles.repack import MLX_PARTS
 from your_ai.nets.saved_adapter import Trained
 from your_ai.run.checkpoint import ADAPTERS
@@ -134,19 +138,6 @@ def test_an_unquantized_base_is_fused_like_mlx_lm(tmp_path, data_folder):
     assert check_model(out) == check_model(trained.base)
 
 
-@pytest.mark.parametrize("to", ["auto", "dequantized"])
-def test_the_fused_model_gives_the_greedy_answers_of_the_run(tmp_path, data_folder, to):
-    trained = run_of(tmp_path, data_folder, ("llama", False), 4)
-    network, tokenizer = generate.load_run(trained)
-    prompt = chat_prompt(tokenizer, "Question 3")
-    fused, its_tokenizer = mlx_lm.load(str(written(trained, tmp_path / "out", to)))
-    assert chat_prompt(its_tokenizer, "Question 3") == prompt
-    answers = [
-        mlx_lm.generate(model, tokenizer, prompt, max_tokens=12) for model in (network, fused)
-    ]
-    assert answers[0] == answers[1]
-
-
 # Rounding
 
 
@@ -247,22 +238,47 @@ def test_the_slice_size_does_not_change_the_result(
         floats = mx.issubdtype(array.dtype, mx.floating)
         tolerance = 1e-6 if floats else 0  # a matmul of fewer rows may round differently
         assert mx.allclose(sliced.arrays[name], array, rtol=0, atol=tolerance), name
+    assert set(sliced.pieces) == set(whole.pieces)
+    for name, pieces in sliced.pieces.items():
+        assert mx.array_equal(mx.concatenate(pieces), sliced.arrays[name]), name
+
+
+@pytest.mark.parametrize("write", [huggingface.write, gguf.write_model])
+def test_the_largest_matrix_is_never_whole(tmp_path, monkeypatch, write):
+    """The embedding of a model of 8 billion parameters has 2 GB in float32."""
+    monkeypatch.chdir(tmp_path)
+    trained = make_trained(make_model(tmp_path / "m", **{**TINY, "vocab_size": 40_000}))
+    computed, compute = [], shards.compute
+
+    def watched(source: Path, array: mx.array) -> None:
+        computed.append(array.nbytes)
+        compute(source, array)
+
+    for module in (shards, gguf):
+        monkeypatch.setattr(module, "compute", watched)
+    monkeypatch.setattr(weights, "SLICE_BYTES", 100_000)
+    list(write(trained, tmp_path / "out", "float32" if write is huggingface.write else "f32"))
+    assert max(computed) <= 200_000 < 40_000 * 4 * TINY["hidden_size"]
+
+
+def quantized_base(folder: Path, **options: Any) -> Path:
+    """A model that mlx-lm quantized with these options."""
+    model = make_model(folder, bits=None)
+    network, config = mlx_lm.utils.load_model(model)
+    network, config = quantize_model(network, config, 32, 4, **options)
+    arrays = dict(tree_flatten(network.parameters()))
+    mx.save_safetensors(str(model / "model.safetensors"), arrays, {"format": "mlx"})
+    save_config(config, model / "config.json")
+    return model
 
 
 def test_layers_of_a_mixed_base_keep_their_own_bits(tmp_path, data_folder):
-    model = make_model(tmp_path / "model", bits=None)
-    network, config = mlx_lm.utils.load_model(model)
-
     def mixed(path: str, _: nn.Module) -> bool | dict[str, int]:
         if path.endswith("down_proj"):
             return {"group_size": 64, "bits": 8}
         return not path.endswith("v_proj")
 
-    network, config = quantize_model(network, config, 32, 4, quant_predicate=mixed)
-    arrays = dict(tree_flatten(network.parameters()))
-    mx.save_safetensors(str(model / "model.safetensors"), arrays, {"format": "mlx"})
-    save_config(config, model / "config.json")
-    trained = drawn_run(model, data_folder)
+    trained = drawn_run(quantized_base(tmp_path / "model", quant_predicate=mixed), data_folder)
     out = written(trained, tmp_path / "out", "6")
     layers = dict(mlx_lm.load(str(out))[0].named_modules())
     block = "model.layers.2"
@@ -274,13 +290,7 @@ def test_layers_of_a_mixed_base_keep_their_own_bits(tmp_path, data_folder):
 
 
 def test_a_base_with_another_quantization_mode_becomes_affine(tmp_path, data_folder):
-    model = make_model(tmp_path / "model", bits=None)
-    network, config = mlx_lm.utils.load_model(model)
-    network, config = quantize_model(network, config, 32, 4, mode="mxfp4")
-    arrays = dict(tree_flatten(network.parameters()))
-    mx.save_safetensors(str(model / "model.safetensors"), arrays, {"format": "mlx"})
-    save_config(config, model / "config.json")
-    trained = drawn_run(model, data_folder)
+    trained = drawn_run(quantized_base(tmp_path / "model", mode="mxfp4"), data_folder)
     out = written(trained, tmp_path / "out")
     own = check_model(out)["quantization"]["model.layers.2.self_attn.q_proj"]
     assert own == {"group_size": 32, "bits": 8, "mode": "affine"}

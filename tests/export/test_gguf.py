@@ -25,24 +25,16 @@ from tests.export.runs import ALPHA, RANK, make_trained
 from your_ai.errors import RunError, UserError
 from your_ai.export import gguf
 from your_ai.export.fused_weights import fuse
-from your_ai.export.gguf_model import in_pairs
+from your_ai.export.gguf_architectures import in_pairs
 from your_ai.nets.model import load_network
 from your_ai.nets.saved_adapter import Trained
 
 DENSE = [name for name in EXTRA if name != "qwen3_moe"]
 NORMS = {"llama": 0, "mistral": 0, "qwen2": 0, "qwen3": 0, "gemma2": 1, "gemma3_text": 1}
 LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}
-
-
-@pytest.fixture
-def trained(tiny_model):
-    return make_trained(tiny_model, lora_layers="all", lora_targets=["all-linear"])
+}  # fmt: skip
 
 
 def written(trained, target, kind="f32", **options):
@@ -133,13 +125,15 @@ def test_dora_is_refused(tiny_model, tmp_path):
     assert not (tmp_path / "a.gguf").exists()
 
 
-def test_the_experts_of_a_mixture_are_refused(tmp_path):
-    base = make_model(tmp_path / "m", "qwen3_moe")
-    trained = make_trained(base, lora_targets=["switch_mlp.up_proj"])
-    with pytest.raises(
-        UserError, match="experts of a mixture-of-experts model, which GGUF cannot store"
-    ):
-        gguf.write_adapter(trained, tmp_path / "a.gguf")
+def test_an_adapter_of_experts_has_one_matrix_for_all(tmp_path):
+    base = make_model(tmp_path / "m", "qwen3_moe", bits=None)
+    trained = make_trained(base, lora_targets=["switch_mlp.up_proj"], lora_experts=True)
+    gguf.write_adapter(trained, tmp_path / "a.gguf")
+    found = tensors(tmp_path / "a.gguf")
+    ours = trained.adapter.layers["model.layers.2.mlp.switch_mlp.up_proj"]
+    assert ours["lora_a"].ndim == 3
+    for part in ("lora_a", "lora_b"):
+        assert np.array_equal(found[f"blk.2.ffn_up_exps.weight.{part}"], np.array(ours[part]))
 
 
 def test_an_adapter_with_scale_zero_is_refused(trained, tmp_path):
@@ -201,13 +195,6 @@ def test_the_biases_of_llama_are_reordered_like_the_weights(tmp_path):
     assert np.allclose(turned_back(found["blk.0.attn_k.bias"], 2), np.array(ours))
 
 
-def test_a_quantized_base_is_dequantized(trained, tmp_path):
-    found, ours = tensors(written(trained, tmp_path / "m.gguf")), fused_by_mlx(trained)
-    weight = ours["model.layers.1.mlp.up_proj.weight"]
-    assert np.allclose(found["blk.1.ffn_up.weight"], weight, atol=1e-5)
-    assert np.allclose(found["token_embd.weight"], ours["model.embed_tokens.weight"], atol=1e-6)
-
-
 def test_fused_weights_are_not_rounded_to_the_dtype_of_the_base(tmp_path):
     base = make_model(tmp_path / "m", bits=None)
     arrays = mx.load(str(base / "model.safetensors"))
@@ -221,13 +208,7 @@ def test_fused_weights_are_not_rounded_to_the_dtype_of_the_base(tmp_path):
 
 # Rounding errors relative to the largest value of a block. q8_0 and q4_0 store a block's step in
 # float16; the levels of q4_0 are -8 to 7, so that the largest value with the other sign loses 1/8.
-STEPS = {
-    "f32": 0,
-    "f16": 2**-11,
-    "bf16": 2**-8,
-    "q8_0": 1 / 254 + 2**-11,
-    "q4_0": 1 / 8 + 2**-11,
-}
+STEPS = {"f32": 0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 1 / 254 + 2**-11, "q4_0": 1 / 8 + 2**-11}
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2}  # llama.h has these
 
 
@@ -342,7 +323,8 @@ def test_a_dora_adapter_is_fused_into_the_model(tiny_model, tmp_path):
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
-        ("qwen3_moe", {}, "architecture qwen3_moe cannot be exported to GGUF"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob is False"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\]"),
         ("llama", {"rope_traditional": True}, "rope_traditional is set"),
         ("llama", {"layer_types": ["sliding_attention"] * 2 + ["full_attention"],
                    "sliding_window": 8}, "some layers have a sliding window"),
@@ -474,8 +456,7 @@ def write_fused(trained: Trained, target: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("write", "use_dora"),
-    [(gguf.write_adapter, False), (write_gguf, True), (write_fused, True)],
+    ("write", "use_dora"), [(gguf.write_adapter, False), (write_gguf, True), (write_fused, True)]
 )
 def test_the_export_is_that_of_a_float32_adapter_with_the_same_values(
     tiny_model, tmp_path, write, use_dora

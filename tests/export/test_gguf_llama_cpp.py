@@ -20,7 +20,7 @@ from tests.export.gguf_files import byte_level, sentencepiece, with_tokenizer
 from tests.export.runs import TOKENS, make_trained
 from tests.export.test_gguf import LLAMA3
 from your_ai.export import gguf
-from your_ai.export.gguf_tokenizer import PROBE, splitters
+from your_ai.export.gguf_tokenizer import PROBE, SPLITTERS, splitter_of
 from your_ai.generation.generate import Sampling, load_run, respond
 from your_ai.nets.model import load_network
 from your_ai.nets.saved_adapter import put_adapter, read_adapter
@@ -174,19 +174,19 @@ def differing(base, target, texts=TEXTS):
 
 @pytest.mark.parametrize(
     ("name", "known"),
-    # For tekken, llama.cpp distinguishes upper and lower case only in ASCII.
-    [(name, {PROBE} if name == "tekken" else set()) for name, _, _ in splitters()],
+    # For these, llama.cpp distinguishes upper and lower case only in ASCII.
+    [(name, {PROBE} if name in ("tekken", "gpt-4o") else set()) for name, _, _ in SPLITTERS],
 )
 def test_byte_level_tokenizers_give_the_same_tokens(tmp_path, name, known):
-    ignores, splitter = {n: (i, s) for n, i, s in splitters()}[name]
-    tokenizer = byte_level(splitter, ignores, begins=True)
+    ignores, patterns = {n: (i, p) for n, i, p in SPLITTERS}[name]
+    tokenizer = byte_level(splitter_of(patterns), ignores, begins=True)
     named = {"bos_token": "<|user|>", "eos_token": "<|end|>"}
     base = with_tokenizer(tmp_path / "base", tokenizer, **named)
     assert differing(base, tmp_path / "m.gguf", [*TEXTS, PROBE]) <= known
 
 
 def test_llama_cpp_ignores_the_nfc_normalizer_of_qwen(tmp_path):
-    tokenizer = byte_level({n: s for n, _, s in splitters()}["qwen2"])
+    tokenizer = byte_level(splitter_of({n: p for n, _, p in SPLITTERS}["qwen2"]))
     tokenizer.normalizer = normalizers.NFC()
     base = with_tokenizer(tmp_path / "base", tokenizer, eos_token="<|end|>")
     assert differing(base, tmp_path / "m.gguf", [*TEXTS, "e\u0301"]) == {"e\u0301"}

@@ -10,18 +10,12 @@ import pytest
 
 from tests.export.gguf_files import fields, kinds, tensors
 from tests.export.programs import QUANTIZE
-from tests.export.runs import make_trained
 from tests.programs import program, script
 from your_ai.errors import UserError
-from your_ai.export import gguf, gguf_quantize
+from your_ai.export import gguf, gguf_quantize, llama_cpp
 from your_ai.export.gguf_quantize import TOOL_KINDS, Way, way_of
 
 MADE = {"q4_k_m": ("Q5_0", 15), "q5_k_m": ("Q5_1", 17), "q6_k": ("Q8_0", 18), "q4_0": ("Q4_0", 2)}
-
-
-@pytest.fixture
-def trained(tiny_model):
-    return make_trained(tiny_model, lora_layers="all", lora_targets=["all-linear"])
 
 
 @pytest.fixture
@@ -143,7 +137,7 @@ def test_a_program_that_hangs_is_stopped_with_its_children(
     trained, tmp_path, programs, monkeypatch, lines
 ):
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    monkeypatch.setattr(gguf_quantize, "IDLE_S", 0.3)
+    monkeypatch.setattr(llama_cpp, "IDLE_S", 0.3)
     child = f"(sleep 1; touch {tmp_path}/alive) >&- 2>&- &"
     tool = script(programs, "llama-quantize", f"{child} {lines}")
     began = time.monotonic()

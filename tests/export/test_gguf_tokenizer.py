@@ -7,22 +7,30 @@ import json
 import gguf
 import pytest
 from gguf import TokenType
-from tokenizers import Tokenizer, models, normalizers
-from tokenizers.pre_tokenizers import ByteLevel, Sequence, Whitespace
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers
+from tokenizers.pre_tokenizers import (
+    ByteLevel,
+    Digits,
+    Punctuation,
+    Sequence,
+    Split,
+    Whitespace,
+)
 from transformers import PreTrainedTokenizerFast
 
-from tests.export.gguf_files import (
-    ROWS,
-    TEMPLATE,
-    byte_level,
-    sentencepiece,
-    with_tokenizer,
-)
+from tests.export.gguf_files import ROWS, TEMPLATE, byte_level, sentencepiece, with_tokenizer
 from your_ai.errors import UserError
-from your_ai.export.gguf_tokenizer import PROBE, add_tokenizer, pre_of, splitters, vocabulary_of
+from your_ai.export.gguf_tokenizer import (
+    PROBE,
+    SPLITTERS,
+    add_tokenizer,
+    pre_of,
+    splitter_of,
+    vocabulary_of,
+)
 from your_ai.nets.tokenizer import open_tokenizer
 
-SPLITTERS = {name: (ignores, splitter) for name, ignores, splitter in splitters()}
+KNOWN = {name: (ignores, splitter_of(patterns)) for name, ignores, patterns in SPLITTERS}
 GPT2 = ByteLevel(add_prefix_space=False)
 
 
@@ -44,16 +52,17 @@ def metadata_of(base, rows=ROWS):
 # How text is split
 
 
-@pytest.mark.parametrize("name", SPLITTERS)
+@pytest.mark.parametrize("name", KNOWN)
 def test_a_splitter_is_recognized_by_how_it_splits(name):
-    ignores, splitter = SPLITTERS[name]
-    tokenizer = Tokenizer(models.BPE())
+    ignores, splitter = KNOWN[name]
+    tokenizer = Tokenizer(models.BPE(ignore_merges=ignores))
     tokenizer.pre_tokenizer = Sequence([splitter])  # the same splitter, serialized differently
-    assert pre_of(Tokenizer.from_str(tokenizer.to_str()), ignores) == name
+    tokenizer.decoder, tokenizer.normalizer = decoders.ByteLevel(), normalizers.Sequence([])
+    assert pre_of(Tokenizer.from_str(tokenizer.to_str())) == name
 
 
 def test_the_probe_text_distinguishes_all_splitters():
-    found = [str(splitter.pre_tokenize_str(PROBE)) for _, splitter in SPLITTERS.values()]
+    found = [str(splitter.pre_tokenize_str(PROBE)) for _, splitter in KNOWN.values()]
     assert len(set(found)) == len(found) - 1  # llama-bpe and smaug-bpe differ in their merges
 
 
@@ -62,7 +71,7 @@ def test_the_probe_text_distinguishes_all_splitters():
     [
         {"pre_tokenizer": Sequence([Whitespace(), GPT2])},
         {"pre_tokenizer": ByteLevel(add_prefix_space=True)},
-        {"pre_tokenizer": SPLITTERS["llama-bpe"][1], "normalizer": normalizers.Lowercase()},
+        {"pre_tokenizer": KNOWN["llama-bpe"][1], "normalizer": normalizers.Lowercase()},
         {"decoder": None},
     ],
 )
@@ -74,9 +83,24 @@ def test_an_unknown_splitter_is_refused(change):
         vocabulary(tokenizer)
 
 
-def test_ignore_merges_with_a_splitter_that_does_not_use_it_is_refused():
+def test_ignoring_merges_is_refused_only_if_it_makes_a_difference():
+    tokenizer = byte_level(KNOWN["qwen2"][1], ignores_merges=True)
+    assert vocabulary(tokenizer).pre == "qwen2"
+    parts = json.loads(tokenizer.to_str())
+    parts["model"]["vocab"]["Xqj"] = len(parts["model"]["vocab"])  # no merges lead to it
     with pytest.raises(UserError, match="splits text in a way that GGUF export does not support"):
-        vocabulary(byte_level(SPLITTERS["qwen2"][1], ignores_merges=True))
+        vocabulary(Tokenizer.from_str(json.dumps(parts)))
+
+
+@pytest.mark.parametrize(
+    ("name", "splitters"),
+    [
+        ("smollm", [Digits(individual_digits=True), GPT2]),
+        ("falcon", [Punctuation("contiguous"), GPT2, Split(Regex("[0-9]{3}"), "isolated")]),
+    ],
+)
+def test_a_splitter_is_recognized_however_it_is_written(name, splitters):
+    assert vocabulary(byte_level(Sequence(splitters))).pre == name
 
 
 @pytest.mark.parametrize("model", [models.WordPiece(unk_token="x"), models.Unigram()])
@@ -189,6 +213,13 @@ def test_a_bos_token_before_every_text_is_recorded(tmp_path):
     found = metadata_of(base)
     assert found["tokenizer.ggml.bos_token_id"] == 2
     assert found["tokenizer.ggml.add_bos_token"] is True
+
+
+def test_tokens_before_every_text_may_be_those_that_begin_the_template(tmp_path):
+    template = f"<|user|>{TEMPLATE}"
+    tokenizer = byte_level(GPT2, begins=True)
+    base = with_tokenizer(tmp_path / "m", tokenizer, template, eos_token="<|end|>")
+    assert metadata_of(base)["tokenizer.ggml.add_bos_token"] is False
 
 
 def test_an_unnamed_token_before_every_text_is_refused(tmp_path):

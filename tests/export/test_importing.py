@@ -8,7 +8,7 @@ import shutil
 import mlx.core as mx
 import pytest
 
-from tests.conftest import TINY, call, make_model, resume
+from tests.conftest import call, make_model, resume
 from tests.export.runs import logits, make_trained
 from your_ai.errors import UserError
 from your_ai.export import mlxlm, peft
@@ -195,21 +195,6 @@ def test_the_base_model_is_found_by_the_name_in_the_adapter(source, tmp_path, ti
     assert folder.name.startswith("model-tuned-")
 
 
-def test_an_mlx_lm_adapter_folder_is_imported(tiny_model, tmp_path):
-    trained = make_trained(tiny_model)
-    mlxlm.write(trained, tmp_path / "tuned")
-    import_adapter(tmp_path / "tuned", str(tiny_model), "back")
-    assert mx.array_equal(logits(open_trained("back")), logits(trained))
-
-
-def test_an_mlx_folder_of_another_model_is_refused(tiny_model, tmp_path):
-    trained = make_trained(tiny_model)
-    mlxlm.write(trained, tmp_path / "tuned")
-    other = make_model(tmp_path / "other", seed=5, **TINY)
-    with pytest.raises(UserError, match="was trained on a different model"):
-        import_adapter(tmp_path / "tuned", str(other), "back")
-
-
 def test_an_mlx_folder_with_scale_zero_is_refused(tiny_model, tmp_path):
     mlxlm.write(make_trained(tiny_model), tmp_path / "tuned")
     path = tmp_path / "tuned" / "adapter_config.json"
@@ -263,12 +248,6 @@ def test_an_existing_run_name_is_an_error(source, tiny_model):
         import_adapter(source, str(tiny_model), "back")
 
 
-@pytest.mark.parametrize("name", ["../up", ".hidden", "a b"])
-def test_an_invalid_run_name_is_an_error(source, tiny_model, name):
-    with pytest.raises(UserError, match="use at most 100 letters"):
-        import_adapter(source, str(tiny_model), name)
-
-
 def test_a_full_disk_leaves_no_run(source, tiny_model, monkeypatch):
     def full(*_):
         raise RuntimeError("[write] Unable to write 4096 bytes to file.")
@@ -286,11 +265,9 @@ def test_a_full_disk_leaves_no_run(source, tiny_model, monkeypatch):
     ("settings", "pattern"),
     [
         ({"r": 8}, r"adapter_model.safetensors: .*lora_[AB].weight is .*, but r is 8"),
-        ({"target_modules": ["c_attn"]}, r"adapter_config.json: .*no layer c_attn"),
         ({"target_modules": ["q_proj", "v_proj"]}, r"no tensors for .*v_proj, which target_mod"),
         ({"layers_to_transform": [2]}, r"tensors for .*layers.1.*does not name"),
         ({"use_dora": True}, r"adapter_model.safetensors: .*q_proj.m is missing"),
-        ({"peft_type": "LOHA"}, r"adapter_config.json: peft_type LOHA"),
         ({"rank_pattern": {"q_proj": 8}}, r"lora_[AB].weight is .*, but r is 8"),
     ],
 )

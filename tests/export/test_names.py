@@ -9,8 +9,9 @@ import pytest
 
 from tests.conftest import make_model
 from tests.export.runs import make_trained
+from tests.export.transformers_bases import write_base
 from your_ai.errors import UserError
-from your_ai.export import names
+from your_ai.export import names, peft
 
 
 @pytest.fixture
@@ -57,3 +58,17 @@ def test_modules_of_lists_the_layers_of_the_files(tiny_model):
 def test_a_path_is_split_into_block_index_and_name(path, block, name):
     assert names.block_of(path) == block
     assert names.name_in_block(path) == name
+
+
+@pytest.mark.parametrize(
+    ("target", "pattern"),
+    [
+        ("mlp.gate", r"PEFT cannot adapt model.layers.\d.mlp.gate of this architecture"),
+        ("mlp.shared_expert.up_proj", r"PEFT cannot adapt .*shared_expert.up_proj"),
+    ],
+)
+def test_layers_that_peft_cannot_adapt_are_refused(tmp_path, target, pattern):
+    trained = make_trained(write_base(tmp_path / "base", "qwen3_next"), lora_targets=(target,))
+    with pytest.raises(UserError, match=pattern):
+        peft.write(trained, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.conftest import EXTRA, TINY, call, change_json, make_model, write_rows
+from tests.conftest import TINY, call, change_json, make_model, write_rows
 from tests.export import ollama_program
 from tests.export.gguf_files import fields, tensors
 from tests.export.ollama_program import parse
 from tests.export.programs import QUANTIZE
 from tests.export.runs import make_run, make_trained, printed
+from tests.export.transformers_bases import write_base
 from tests.programs import program
 from your_ai.data.look import common_form
 from your_ai.data.template import render
 from your_ai.errors import UserError
-from your_ai.export import gguf, ollama
+from your_ai.export import gguf, gguf_convert, ollama
 from your_ai.export.ollama import Modelfile
 from your_ai.generation.generate import TEMPLATE_BYTES
 from your_ai.nets.tokenizer import open_tokenizer
@@ -34,11 +34,6 @@ def exported(trained, target="out", dtype=None, **options):
     export = ollama.decide(trained, dtype, "f16", **options)
     list(ollama.write(trained, Path(target), export))
     return ollama_program.create("m", Path(target) / "Modelfile")
-
-
-@pytest.fixture
-def trained(tiny_model):
-    return make_trained(tiny_model, lora_layers="all", lora_targets=["all-linear"])
 
 
 def test_ollama_reads_the_folder_and_renders_chats_as_the_model_does(trained, tmp_path):
@@ -193,24 +188,14 @@ def test_a_system_prompt_that_a_modelfile_would_change_is_left_out_and_told(trai
 # Weights
 
 
-PHI3 = {"tie_word_embeddings": False, "rope_scaling": None, "pad_token_id": 0}
-
-
-def test_an_architecture_that_only_ollama_converts_gets_safetensors(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(EXTRA, "phi3", PHI3)
-    make_run(make_model(tmp_path / "m", "phi3", bits=None), lora_targets=["o_proj"])
-    assert call("export", "r", "--to", "ollama", "--dtype", "f16") == 0
-    found = ollama_program.create("m", Path("r-ollama/Modelfile"))
-    assert found["from"] == "."
-    assert json.loads(Path("r-ollama/config.json").read_text())["torch_dtype"] == "float16"
-    assert call("export", "r", "--to", "ollama", "--dtype", "q4_0", "--out", "b") == 2
-    assert "add --quantize q4_K_M to ollama create" in printed(capsys)
-
-
-def test_an_architecture_that_neither_knows_is_refused(tmp_path, capsys):
-    make_run(make_model(tmp_path / "m", "qwen3_moe"), lora_targets=["q_proj"])
+def test_an_architecture_that_needs_the_converter_is_refused_without_it(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(gguf_convert, "HOMEBREW", ())
+    make_run(write_base(tmp_path / "m", "phimoe"), lora_targets=["q_proj"])
     assert call("export", "r", "--to", "ollama") == 2
-    assert "architecture qwen3_moe cannot be exported to Ollama; supported: " in printed(capsys)
+    assert "architecture phimoe: needs llama.cpp's convert_hf_to_gguf.py" in printed(capsys)
     assert not list(Path().glob("*ollama*"))
 
 

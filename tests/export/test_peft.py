@@ -179,67 +179,35 @@ def test_a_plain_adapter_is_read():
     assert found.kind is LORA
 
 
-def test_rslora_divides_alpha_by_the_root_of_the_rank():
-    assert read(use_rslora=True).scale == 8 / math.sqrt(4)
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("rank_pattern", {"q_proj": 2.5}),
-        ("rank_pattern", {"q_proj": 0}),
-        ("rank_pattern", ["q_proj"]),
-        ("rank_pattern", {"(": 8}),
-        ("alpha_pattern", {"q_proj": 0}),
-        ("alpha_pattern", {"q_proj": "8"}),
-        ("modules_to_save", ["lm_head"]),
-        ("bias", "all"),
-        ("bias", "lora_only"),
-        ("lora_bias", True),
-        ("peft_type", "IA3"),
-        ("init_lora_weights", "pissa"),
-        ("init_lora_weights", "olora"),
-        ("fan_in_fan_out", True),
-        ("layer_replication", [[0, 2], [1, 3]]),
-        ("target_parameters", ["mlp.experts.up_proj"]),
-        ("trainable_token_indices", [1, 2]),
-        ("something_new", True),
-        ("r", 0),
-        ("r", 2.5),
-        ("r", "4"),
-        ("r", None),
-        ("lora_alpha", 0),
-        ("lora_alpha", float("nan")),
-        ("r", 10**400),
-        ("lora_dropout", 1),
-        ("target_modules", None),
-        ("target_modules", []),
-        ("target_modules", [1]),
-        ("target_modules", "("),
-        ("layers_to_transform", ["1"]),
-        ("layers_pattern", ["("]),
+        ("rank_pattern", {"q_proj": 2.5}), ("rank_pattern", {"q_proj": 0}),
+        ("rank_pattern", ["q_proj"]), ("rank_pattern", {"(": 8}), ("alpha_pattern", {"q_proj": 0}),
+        ("alpha_pattern", {"q_proj": "8"}), ("modules_to_save", ["lm_head"]), ("bias", "all"),
+        ("bias", "lora_only"), ("lora_bias", True), ("peft_type", "IA3"),
+        ("init_lora_weights", "pissa"), ("init_lora_weights", "olora"), ("fan_in_fan_out", True),
+        ("layer_replication", [[0, 2], [1, 3]]), ("target_parameters", ["mlp.experts.up_proj"]),
+        ("trainable_token_indices", [1, 2]), ("something_new", True), ("k" * 10_000, True),
+        ("peft_type", "x" * 10_000), ("peft_type", "\x1b[2J"), ("bias", {"a": "b" * 10_000}),
+        ("init_lora_weights", "y" * 10_000), ("r", 0), ("r", -1), ("r", True), ("r", 10**12),
+        ("r", math.nan), ("r", 2.5), ("r", "4"), ("r", None), ("lora_alpha", 0),
+        ("lora_alpha", math.nan), ("lora_alpha", math.inf), ("lora_alpha", [1]), ("r", 10**400),
+        ("lora_dropout", 1), ("lora_dropout", math.nan), ("target_modules", None),
+        ("target_modules", []), ("target_modules", [1]), ("target_modules", "("),
+        ("target_modules", 7), ("target_modules", {"a": 1}), ("target_modules", ["a"] * 200_000),
+        ("target_modules", ["a" * 10_000]), ("layers_to_transform", "0"),
+        ("layers_to_transform", ["1"]), ("layers_to_transform", [1.5]),
+        ("layers_to_transform", [0] * 200_000), ("layers_pattern", ["("]),
+        ("layers_pattern", ["a"] * 1000),
     ],
-)
-def test_settings_that_mlx_lm_adapters_do_not_support_are_refused(key, value):
-    with pytest.raises(UserError, match=rf"^adapter_config.json: {key}"):
+    ids=range(52),
+)  # fmt: skip
+def test_settings_that_mlx_lm_adapters_do_not_support_are_refused_in_one_short_line(key, value):
+    with pytest.raises(UserError, match=rf"^adapter_config\.json: {key[:20]}") as caught:
         read(**{key: value})
-
-
-@given(
-    st.sampled_from(sorted(PLAIN)),
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=2),
-    ),
-)
-def test_any_value_of_a_setting_is_read_or_refused(key, value):
-    found, fault = set(), "adapter_config.json: "
-    try:
-        found = peft.targeted(read(**{key: value}), PATHS)
-    except UserError as error:
-        fault = str(error)
-    assert found <= set(PATHS)
-    assert fault.startswith("adapter_config.json: ")
+    assert len(str(caught.value)) < 400
+    assert str(caught.value).isprintable()
 
 
 def test_a_target_that_the_model_does_not_have_is_an_error():
@@ -315,12 +283,7 @@ def test_excluded_layers_are_not_adapted():
 
 
 @pytest.mark.parametrize(
-    "pattern",
-    [
-        r"(.|..|...)*(?<!j)",
-        r"(?:(?:.|..)*(?:.|..)*)*[^a-z]",
-        r"(\w+\.?)+!",
-    ],
+    "pattern", [r"(.|..|...)*(?<!j)", r"(?:(?:.|..)*(?:.|..)*)*[^a-z]", r"(\w+\.?)+!"]
 )
 @pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "layers_pattern"])
 def test_a_slow_pattern_is_stopped_in_time(monkeypatch, key, pattern):
@@ -354,43 +317,6 @@ def test_many_names_are_matched_quickly():
     found = peft.targeted(read(target_modules=names), linears)
     assert time.process_time() - began < 2
     assert found == set(linears)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("target_modules", ["a"] * 200_000),
-        ("target_modules", ["a" * 10_000]),
-        ("target_modules", 7),
-        ("target_modules", {"a": 1}),
-        ("layers_pattern", ["a"] * 1000),
-        ("layers_to_transform", [0] * 200_000),
-        ("layers_to_transform", [1.5]),
-        ("layers_to_transform", "0"),
-        ("r", 10**12),
-        ("r", -1),
-        ("r", 1.5),
-        ("r", True),
-        ("r", "8"),
-        ("r", math.nan),
-        ("lora_alpha", math.nan),
-        ("lora_alpha", math.inf),
-        ("lora_alpha", [1]),
-        ("lora_dropout", 1),
-        ("lora_dropout", math.nan),
-        ("peft_type", "x" * 10_000),
-        ("peft_type", "\x1b[2J"),
-        ("bias", {"a": "b" * 10_000}),
-        ("init_lora_weights", "y" * 10_000),
-        ("k" * 10_000, True),
-    ],
-    ids=range(24),
-)
-def test_an_absurd_value_is_refused_in_one_short_line(key, value):
-    with pytest.raises(UserError, match=r"^adapter_config\.json: ") as caught:
-        read(**{key: value})
-    assert len(str(caught.value)) < 400
-    assert str(caught.value).isprintable()
 
 
 SCALAR = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)

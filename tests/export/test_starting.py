@@ -163,13 +163,6 @@ def test_settings_that_contradict_the_adapter_are_refused(tiny_model, flags, pat
     refused("r", pattern, **flags)
 
 
-def test_settings_of_a_file_that_contradict_the_adapter_are_refused(tiny_model):
-    make_run(tiny_model)
-    Path("c.yaml").write_text("data: d\nfrom_adapter: r\nlora_rank: 8\n")
-    with pytest.raises(UserError, match=r"^--lora-rank 8: the adapter of --from r has 4"):
-        new_run.resolve({}, "c.yaml")
-
-
 @pytest.mark.parametrize("flags", [{"lora_targets": "q_proj"}, {"lora_alpha": "10"},
                                    {"lora_layers": "2"}])  # fmt: skip
 def test_settings_that_agree_with_the_adapter_are_kept(tiny_model, flags):

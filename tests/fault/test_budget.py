@@ -16,7 +16,7 @@ from tests.conftest import call, make_model
 FALSIFIED = """
 import your_ai.engine.measure_costs as measuring
 
-cost_of = measuring.cost_of
+cost_of, saved_bytes = measuring.cost_of, measuring.MeasuredBlock.saved_bytes
 
 
 def falsified(*args, **options):
@@ -25,6 +25,7 @@ def falsified(*args, **options):
 
 
 measuring.cost_of = falsified
+measuring.MeasuredBlock.saved_bytes = lambda *args: FACTOR * saved_bytes(*args)
 """
 SMALL = Case(
     seed=5,

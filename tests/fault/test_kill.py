@@ -10,7 +10,7 @@ import sys
 import mlx.core as mx
 import pytest
 
-from tests.conftest import losses_of, resume, train, train_once, write_rows
+from tests.conftest import losses_of, resume, train_once, write_rows
 from tests.fault.processes import (
     ENDLESS,
     PATIENCE_S,
@@ -221,19 +221,6 @@ def test_run_killed_while_its_reference_is_computed_starts_again(configure, own_
     assert final_files(run) == final_files(train_once(configure(run="whole", **settings)))
     kept = (store() / "cache" / "reference").iterdir()
     assert len([path for path in kept if not path.name.startswith(TEMPORARY)]) == 1
-
-
-def test_run_with_only_a_config_starts_from_the_beginning(configure):
-    run = folder.create(configure(run="bare", max_steps=2))
-    assert resume(run) == 0
-    assert final_files(run) == final_files(train_once(configure(run="whole", max_steps=2)))
-
-
-def test_resuming_a_finished_run_changes_nothing(configure):
-    run = train(configure(max_steps=2))
-    before = final_files(run)
-    assert resume(run) == 0
-    assert final_files(run) == before
 
 
 def test_temporary_files_of_a_killed_process_are_deleted(configure):

@@ -42,7 +42,7 @@ from tests.fault.processes import (
     started,
     wait_until,
 )
-from your_ai.errors import RunError, is_memory_error
+from your_ai.errors import RunError
 from your_ai.memory import plan, probe
 from your_ai.memory.budget import LATER_BYTES, Budget
 from your_ai.run import checkpoint, child, events, folder
@@ -232,7 +232,7 @@ def test_run_continues_under_the_next_smaller_plan(planned, undisturbed, monkeyp
         assert train_until_done(run) == child.DONE
     assert levels_of(run) == [0, 1]
     (action,) = actions_of(run)
-    assert action.kind == "smaller_plan"
+    assert (action.step, action.kind) == (step - 1, "smaller_plan")  # the last step done
     assert "Insufficient Memory" in action.cause
     assert [event.step for event in events_of(run, events.Started)] == [0, step - 1]
     assert steps_of(run) == [1, 2, 3, 4]  # each step is saved, and none is done twice
@@ -369,15 +369,6 @@ def test_action_event_reports_the_freed_memory(planned, monkeypatch):
     assert action.before_bytes - action.after_bytes > 90 * MB
 
 
-def test_action_event_names_the_last_completed_step(planned, monkeypatch):
-    run = folder.create(planned())
-    with monkeypatch.context() as patch:
-        fail_in_gradients(patch, Failure(4))
-        train_until_done(run)
-    (action,) = actions_of(run)
-    assert action.step == 3  # the last one done
-
-
 def test_errors_with_checkpoints_in_between_do_not_add_up(planned, monkeypatch):
     """There is one error of each kind."""
     run = folder.create(planned(max_steps=6))
@@ -428,13 +419,6 @@ def test_other_errors_do_not_cause_a_smaller_plan(planned, monkeypatch):
     assert "\n" not in str(caught.value)
     assert actions_of(run) == []
     assert levels_of(run) == [0]
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"), KINDS, ids=["malloc", "buffer", "resources", "bad_alloc", "python"]
-)
-def test_every_kind_of_memory_error_is_recognized(kind, text):
-    assert is_memory_error(kind(text))
 
 
 def test_stop_signal_while_the_smaller_plan_loads_is_obeyed(planned, undisturbed, monkeypatch):
@@ -819,28 +803,18 @@ def killed_at_random(run: RunFolder, process: subprocess.Popen, kills: int, seed
     return done
 
 
-@pytest.mark.parametrize(
-    "kills",
-    [
-        2,
-        pytest.param(
-            10,
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.skipif(not os.environ.get("YOUR_AI_SLOW"), reason="YOUR_AI_SLOW=1"),
-            ],
-        ),
-    ],
-)
-def test_supervised_run_finishes_after_repeated_kills(quick, kills):
-    steps = 20 * kills
+KILLS = 10 if os.environ.get("YOUR_AI_SLOW") else 2
+
+
+def test_supervised_run_finishes_after_repeated_kills(quick):
+    steps = 20 * KILLS
     settings = {"max_steps": steps, "save_every": 2, "lora_dropout": 0.1, "grad_accumulation": 2}
     run = RunFolder(RUNS / "killed")
     with started(quick(**settings), "killed", supervise=True) as process:
-        killed_at_random(run, process, kills, seed=kills)
+        killed_at_random(run, process, KILLS, seed=KILLS)
         _, error = process.communicate(timeout=2 * PATIENCE_S)
     assert (process.returncode, error) == (0, "")
-    assert len(events_of(run, events.Died)) == kills
+    assert len(events_of(run, events.Died)) == KILLS
     assert {died.level for died in events_of(run, events.Died)} == {0}
     whole = train(quick(run="whole", **settings))
     assert final_files(run) == final_files(whole)

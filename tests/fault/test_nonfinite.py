@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -22,7 +21,7 @@ from tests.conftest import (
     with_functions,
     write_rows,
 )
-from tests.fault.processes import call, final_files
+from tests.fault.processes import final_files
 from your_ai.errors import RunError
 from your_ai.objectives.objective import Sums
 from your_ai.rng import derive_seed
@@ -149,16 +148,6 @@ def test_non_finite_step_changes_nothing(spoiled_run, kind):
     assert SPOILS[kind][1] in skipped.reason
 
 
-def test_steps_after_a_skipped_step_train_normally(configure, settings, monkeypatch):
-    spoil_steps(monkeypatch, [2], gradients_of(NAN))
-    run = train(configure(run="r", max_steps=4, **settings))
-    assert sorted(losses_of(run)) == [1, 3, 4]
-    assert all(math.isfinite(loss) for loss in losses_of(run).values())
-    assert carried(run, 3) != carried(run, 2)
-    for name, array in mx.load(str(run.adapter / checkpoint.ADAPTERS)).items():
-        assert mx.isfinite(array).all(), name
-
-
 def test_one_bad_micro_batch_skips_its_step(configure, settings, monkeypatch):
     spoil_steps(monkeypatch, [2], loss_of(NAN), micro_batch=1)
     run = train(configure(run="r", max_steps=2, grad_accumulation=3, **settings))
@@ -171,24 +160,13 @@ def test_five_skipped_steps_in_a_row_stop_the_run_and_name_a_checkpoint(
 ):
     spoil_steps(monkeypatch, range(3, 20), loss_of(NAN))
     run = folder.create(configure(run="r", max_steps=20, **settings))
-    with pytest.raises(RunError) as caught:
+    with pytest.raises(RunError, match=r"^runs/r: 5 steps in a row were not finite") as caught:
         resume(run)
     named = re.search(r"last good checkpoint is ([^;]+);", str(caught.value))
     assert checkpoint.fault(Path(named[1])) is None
     last_good = carried(run, 2)
     assert {n: (Path(named[1]) / n).read_bytes() for n in last_good} == last_good
     assert [event.in_a_row for event in events_of(run, events.Skipped)] == [1, 2, 3, 4, 5]
-
-
-def test_run_stopped_by_skipped_steps_gives_one_line_of_error(
-    configure, settings, monkeypatch, capsys
-):
-    spoil_steps(monkeypatch, range(1, 20), loss_of(NAN))
-    folder.create(configure(run="r", max_steps=20, **settings))
-    status, _, error = call(capsys, "train", "--resume", "r")
-    assert status == 1
-    assert error.startswith("error: runs/r: 5 steps in a row were not finite")
-    assert len(error.splitlines()) == 1
 
 
 def test_named_checkpoint_exists_even_with_keep_1(configure, monkeypatch):
@@ -244,13 +222,6 @@ def test_overflow_in_float16_changes_only_the_loss_scale(configure, in_float16, 
     state = newest_state(run)
     assert state.loss_scale == optimizer.FIRST_LOSS_SCALE / 2**8
     assert (state.skipped, state.skipped_in_a_row) == (8, 0)
-
-
-def test_non_finite_loss_counts_in_float16_too(configure, in_float16, monkeypatch):
-    spoil_steps(monkeypatch, range(1, 20), loss_of(NAN))
-    run = folder.create(configure(run="r", max_steps=20, **in_float16))
-    with pytest.raises(RunError, match="5 steps in a row"):
-        resume(run)
 
 
 def test_overflow_at_the_smallest_loss_scale_counts(configure, in_float16, monkeypatch):

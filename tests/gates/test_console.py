@@ -217,19 +217,14 @@ def hostile_run(own_folder: Path) -> RunFolder:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("runs",),
-        ("runs", "--json"),
-        ("watch", "r"),
+        ("runs",), ("runs", "--json"), ("watch", "r"),
         ("watch", "r", "--replay", "--speed", "1000", "--json"),
-        ("watch", "r", "--replay", "--speed", "1000"),
-        ("report", "r"),
-        ("generate", "r", "--prompt", "a"),
-        ("eval", "r"),
-        ("train", "--resume", "r"),
+        ("watch", "r", "--replay", "--speed", "1000"), ("report", "r"),
+        ("generate", "r", "--prompt", "a"), ("eval", "r"), ("train", "--resume", "r"),
         ("runs", "prune", "--states", "finished", "--yes"),
     ],
     ids=" ".join,
-)
+)  # fmt: skip
 def test_a_hostile_run_folder_prints_no_control_characters(hostile_run, capfd, arguments):
     text = shown_by(capfd, *arguments)
     assert text
@@ -254,46 +249,13 @@ def test_hostile_data_prints_no_control_characters(
     assert not controls_terminal(text)
 
 
-def copied(model: Path, **changes: object) -> Path:
-    """Copy a model folder and change entries of its JSON files."""
-    folder = Path("copy")
-    shutil.copytree(model, folder)
-    for name, change in changes.items():
-        path = folder / {"config": "config.json", "tokenizer": "tokenizer_config.json"}[name]
-        path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    return folder
-
-
-def test_a_hostile_model_type_is_printable(tiny_model, data_folder, capfd):
-    folder = copied(tiny_model, config={"model_type": HOSTILE})
-    text = shown_by(capfd, "plan", "--model", folder, "--data", data_folder)
-    assert "evil" in text
-    assert not controls_terminal(text)
-
-
 def test_a_hostile_chat_template_error_is_printable(tiny_model, data_folder, capfd):
-    folder = copied(tiny_model)
+    folder = shutil.copytree(tiny_model, Path("copy"))
     (folder / "chat_template.jinja").write_text(
         "{{ raise_exception('" + HOSTILE[:-1].replace("\r", "") + "') }}"
     )
     text = shown_by(capfd, "plan", "--model", folder, "--data", data_folder)
     assert "evil" in text
-    assert not controls_terminal(text)
-
-
-def test_a_hostile_tokenizer_class_is_printable(tiny_model, data_folder, capfd):
-    folder = copied(tiny_model, tokenizer={"tokenizer_class": HOSTILE[:-1]})
-    assert not controls_terminal(shown_by(capfd, "plan", "--model", folder, "--data", data_folder))
-
-
-def test_a_hostile_base_model_name_of_peft_is_printable(tmp_path, capfd):
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    config = {"peft_type": "LORA", "base_model_name_or_path": HOSTILE[:-1], "r": 2}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    (folder / "adapter_model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
-    text = shown_by(capfd, "import", folder)
-    assert text
     assert not controls_terminal(text)
 
 

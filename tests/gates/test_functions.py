@@ -8,12 +8,7 @@ from pathlib import Path
 import pytest
 
 from your_ai.errors import Interrupted, UserError
-from your_ai.gates.functions import (
-    UsersCodeFailed,
-    described,
-    load_function,
-    running_users_code,
-)
+from your_ai.gates.functions import UsersCodeFailed, described, load_function, running_users_code
 
 
 def test_a_function_of_a_module_in_the_current_folder_is_found(own_folder, monkeypatch, capsys):

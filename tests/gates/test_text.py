@@ -15,16 +15,12 @@ WITHOUT_MARKS = st.text(st.characters(blacklist_characters="\\()[]{}")).map(str.
 @pytest.mark.parametrize(
     ("count", "noun", "plural", "text"),
     [
-        (0, "row", "", "0 rows"),
-        (1, "row", "", "1 row"),
-        (2, "row", "", "2 rows"),
-        (2000, "row", "", "2,000 rows"),
-        (1, "batch", "batches", "1 batch"),
-        (3, "batch", "batches", "3 batches"),
-        (1, "byte does", "bytes do", "1 byte does"),
+        (0, "row", "", "0 rows"), (1, "row", "", "1 row"), (2, "row", "", "2 rows"),
+        (2000, "row", "", "2,000 rows"), (1, "batch", "batches", "1 batch"),
+        (3, "batch", "batches", "3 batches"), (1, "byte does", "bytes do", "1 byte does"),
         (12, "byte does", "bytes do", "12 bytes do"),
     ],
-)
+)  # fmt: skip
 def test_one_is_singular_and_thousands_are_separated(count, noun, plural, text):
     assert counted(count, noun, plural) == text
 
@@ -32,23 +28,12 @@ def test_one_is_singular_and_thousands_are_separated(count, noun, plural, text):
 @pytest.mark.parametrize(
     ("loss", "text"),
     [
-        (1.25, "1.2500"),
-        (0.1, "0.1000"),
-        (0.04123, "0.0412"),
-        (0.0004, "0.000400"),
-        (-0.0004, "-0.000400"),
-        (0.00000123, "0.00000123"),
-        (1e-6, "0.00000100"),
-        (1.23e-7, "1.23e-07"),
-        (0.0, "0.0000"),
-        (9999.5, "9999.5000"),
-        (35944.865, "35945"),
-        (1.5e9, "1.5e+09"),
-        (float("nan"), "nan"),
-        (float("inf"), "inf"),
-        (None, "?"),
+        (1.25, "1.2500"), (0.1, "0.1000"), (0.04123, "0.0412"), (0.0004, "0.000400"),
+        (-0.0004, "-0.000400"), (0.00000123, "0.00000123"), (1e-6, "0.00000100"),
+        (1.23e-7, "1.23e-07"), (0.0, "0.0000"), (9999.5, "9999.5000"), (35944.865, "35945"),
+        (1.5e9, "1.5e+09"), (float("nan"), "nan"), (float("inf"), "inf"), (None, "?"),
     ],
-)
+)  # fmt: skip
 def test_losses_keep_enough_digits(loss, text):
     assert loss_text(loss) == text
 

@@ -101,16 +101,11 @@ def test_is_hash_rejects_everything_else(value):
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ("a\x1b[2Jb", "a␛[2Jb"),
-        ("a" * 500, "a" * 133 + "…" + "a" * 66),
-        (7, "7"),
-        (None, "None"),
-        (10**5000, "a huge number"),
-        ([1], "a list"),
-        ({}, "a dict"),
+        ("a\x1b[2Jb", "a␛[2Jb"), ("a" * 500, "a" * 133 + "…" + "a" * 66), (7, "7"), (None, "None"),
+        (10**5000, "a huge number"), ([1], "a list"), ({}, "a dict"),
     ],
     ids=range(7),
-)
+)  # fmt: skip
 def test_an_untrusted_value_is_shown_short_and_printable(value, text):
     assert shown(value) == text
 
@@ -144,14 +139,11 @@ def test_a_link_to_the_blobs_of_the_cache_counts_as_inside(tmp_path):
     [
         (b"[" * 20_000 + b"]" * 20_000, "nested deeper"),
         (b'{"a":' * 65 + b"1" + b"}" * 65, "nested deeper"),
-        (b"[" + b"[]," * 1_100_000 + b"[]]", "more than 2000000 parts"),
-        (b"\xff", "not UTF-8"),
-        (b"1" * 5000, "integer"),
-        (b"{", "Expecting"),
-        (b"", "Expecting"),
+        (b"[" + b"[]," * 1_100_000 + b"[]]", "more than 2000000 parts"), (b"\xff", "not UTF-8"),
+        (b"1" * 5000, "integer"), (b"{", "Expecting"), (b"", "Expecting"),
     ],
     ids=range(7),
-)
+)  # fmt: skip
 def test_json_beyond_the_bounds_is_refused(text, reason):
     with pytest.raises(ValueError, match=reason):
         parse_json(text)

@@ -110,6 +110,11 @@ class Answerer(Uploads, http.server.BaseHTTPRequestHandler):
     def log_message(self, *arguments: object) -> None:
         pass
 
+    def end_headers(self) -> None:
+        if self.close_connection:  # else the client may ask again before it notices
+            self.send_header("Connection", "close")
+        super().end_headers()
+
     def do_HEAD(self) -> None:
         self.do_GET()
 
@@ -120,9 +125,9 @@ class Answerer(Uploads, http.server.BaseHTTPRequestHandler):
         what = file["file"] if file else "api"
         fault = self.hub.faults.get(what, Fault())
         if what in self.hub.odd:
+            self.close_connection = True
             with contextlib.suppress(OSError):  # the client disconnected
                 self.hub.odd[what](self)
-            self.close_connection = True
         elif fault.statuses:
             self.fail(fault.statuses.pop(0))
         elif path.startswith("/elsewhere/"):

@@ -35,8 +35,7 @@ HONEST = {
     "llama3.1": {"rope_scaling": {"factor": 8.0, "rope_type": "llama3", "low_freq_factor": 1.0}},
     "phi3 long": {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2]}},
     "deepseek": {
-        "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0},
-        "kv_lora_rank": 512,
+        "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0}, "kv_lora_rank": 512,
     },
     "mamba": {"time_step_limit": [0.0, math.inf], "time_step_rank": "auto", "state_size": 16},
     "large base": {"rope_theta": 1e11, "rope_local_base_freq": 10000},
@@ -45,16 +44,13 @@ HONEST = {
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        }
+        },
     },
     "mixed bits": {
         "quantization": {
-            "group_size": 64,
-            "bits": 4,
-            "mode": "affine",
-            "lm_head": False,
+            "group_size": 64, "bits": 4, "mode": "affine", "lm_head": False,
             "model.layers.0.mlp.down_proj": {"group_size": 32, "bits": 8},
-        }
+        },
     },
     "gptq": {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": -1}},
     "fp8": {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
@@ -67,7 +63,7 @@ HONEST = {
     "no window": {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 28},
     "minus one": {"pad_token_id": -1, "num_logits_to_keep": -1, "attn_window_size": -1},
     "long": {"max_position_embeddings": 10_485_760, "model_max_length": 10**30},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("alias", list(known()))

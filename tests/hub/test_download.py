@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import io
-import json
 import os
 import shutil
 import signal
@@ -22,9 +21,8 @@ from rich.console import Console
 
 from tests.hub.conftest import LARGE_BYTES, NAME, REPO, download, model_files, safetensors
 from tests.hub.server import Fault, Hub, Repo
-from your_ai.commands.models import doing, line, show
+from your_ai.commands.models import doing, show
 from your_ai.errors import UserError
-from your_ai.hub import download as module
 from your_ai.hub.check import RECORD, check_model, read_record, verify
 from your_ai.hub.download import DownloadProgress, downloading
 from your_ai.hub.find import Missing, find_model, models_root
@@ -279,8 +277,9 @@ def test_persistent_connection_losses_tell_how_to_continue(hub):
     assert_whole(models_root() / NAME)
 
 
-def test_a_slow_download_completes(hub):
-    hub.faults[FIRST] = Fault(bytes_per_s=1_000_000)
+@pytest.mark.parametrize("fault", [Fault(bytes_per_s=1_000_000), Fault(claims=SIZE + 1)])
+def test_a_slow_download_and_a_content_length_that_is_too_large_are_tolerated(hub, fault):
+    hub.faults[FIRST] = fault
     assert_whole(download(REPO))
 
 
@@ -300,11 +299,6 @@ def test_a_content_length_that_is_too_small_creates_no_model(hub, claims):
     text = refused()
     assert FIRST in text or "peer closed" in text
     assert not (models_root() / NAME).exists()
-
-
-def test_a_content_length_that_is_too_large_is_tolerated(hub):
-    hub.faults[FIRST] = Fault(claims=SIZE + 1)
-    assert_whole(download(REPO))
 
 
 @pytest.mark.parametrize("change", [b"x", b""])
@@ -354,22 +348,10 @@ def test_files_that_are_not_in_a_newer_revision_are_deleted(hub):
 # Models that cannot be downloaded
 
 
-def test_the_error_for_an_unknown_alias_suggests_similar_ones(hub):
-    assert "did you mean llama-8b, llama-1b or llama-3b?" in refused("lama-8b")
-
-
 @pytest.mark.parametrize("name", ["../x", "a/../b", "/etc/x", "a/..", "./x", ".hidden/x", "a/b/c"])
 def test_a_model_name_outside_the_store_is_refused(hub, name):
     assert f"{name}: is not a repository id; those have the form OWNER/NAME" in refused(name)
     assert hub.requests == []
-
-
-@pytest.mark.parametrize("path", ["../x.json", "/etc/x.json", "a/../../x.json", "..\\x.json"])
-def test_a_file_name_outside_the_store_is_refused(hub, path):
-    hub.repos[REPO].files[path] = b"{}"
-    assert "points outside its folder; refused" in refused()
-    assert list(models_root().glob("[!.]*")) == []
-    assert not incomplete().exists()
 
 
 def test_the_demo_is_not_downloaded(hub):
@@ -488,7 +470,6 @@ def test_pickled_weights_next_to_safetensors_are_not_downloaded(hub):
     ("config", "words"),
     [
         (b'{"model_type": "clip"}', "has model_type clip, which mlx-lm does not support"),
-        (b'{"model_type": "../x"}', "which mlx-lm does not support"),
         (b"{}", "is it a language model?"),
         (b"[]", "expected a JSON object"),
         (None, "has no config.json; is it a language model?"),
@@ -617,39 +598,14 @@ def test_the_users_token_endpoint_and_proxy_are_used(hub):
     assert {r.host for r in hub.gets("config.json")} == {"hub.invalid"}
 
 
-def test_importing_does_not_load_heavy_modules():
-    code = (
-        "import sys, your_ai.hub.download, your_ai.hub.local; "
-        "sys.exit(','.join(m for m in ('mlx', 'huggingface_hub', 'yaml') if m in sys.modules) or 0)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_the_waits_between_attempts_grow():
-    assert json.loads(subprocess.check_output(
-        [sys.executable, "-c",
-         "import json; from your_ai.hub.download import WAITS_S; print(json.dumps(WAITS_S))"]
-    )) == [1, 2, 4, 8, 16]  # fmt: skip
-    assert sorted(module.WAITS_S) == list(module.WAITS_S)
-
-
 AT = DownloadProgress(
-    name="llama-8b",
-    doing="fetching",
-    file="model.safetensors",
-    done_files=1,
-    files=5,
-    done_bytes=1_200_000_000,
-    total_bytes=4_520_000_000,
-)
+    name="llama-8b", doing="fetching", file="model.safetensors", done_files=1, files=5,
+    done_bytes=1_200_000_000, total_bytes=4_520_000_000,
+)  # fmt: skip
 
 
 def console(terminal: bool = False) -> Console:
     return Console(file=io.StringIO(), width=80, force_terminal=terminal, highlight=False)
-
-
-def test_a_line_gives_bytes_and_files():
-    assert line(AT) == "llama-8b: 1.20 GB of 4.52 GB, 1 of 5 files"
 
 
 @pytest.mark.parametrize(
@@ -712,8 +668,3 @@ def test_ctrl_c_prints_what_is_kept_and_how_to_continue(terminal):
     last = out.file.getvalue().splitlines()[-1]
     assert last.endswith("stopped; 1.20 GB are kept; continue with: your_ai download llama-8b")
     assert closed == [True]
-
-
-def test_errors_are_raised_to_the_caller(hub):
-    with pytest.raises(UserError):
-        show(downloading("someone/else"), console())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import flip
 from tests.hub.conftest import safetensors
 from your_ai.hub import find as fingerprints
 from your_ai.hub.find import fingerprint, store, tokenizer_fingerprint
@@ -62,9 +63,7 @@ def test_the_hash_of_a_large_file_is_cached(large, monkeypatch):
 def test_a_large_file_that_changed_is_hashed_again(large):
     weights = large / "model.safetensors"
     before = fingerprint(large)
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
+    flip(weights, -1)
     later = weights.stat().st_mtime_ns + 1
     os.utime(weights, ns=(later, later))
     assert fingerprint(large) != before

@@ -82,34 +82,22 @@ MANY = b'{"sha": "' + b"a" * 40 + b'", "siblings": [' + b'{"rfilename": "a.json"
 LISTINGS: dict[str, Callable[[str], bytes]] = {
     "a blob that is an absolute path": with_entry(blobId=CANARY),
     "a blob that is a path to a parent folder": with_entry(blobId="../../../canary/kept.txt"),
-    "a blob in upper case": with_entry(blobId="A" * 40),
-    "a blob of 39 digits": with_entry(blobId="a" * 39),
-    "a blob that is a number": with_entry(blobId=7),
-    "a blob that is a list": with_entry(blobId=["a" * 40]),
     "a large file's hash that is a path": with_entry(FIRST, lfs={"sha256": CANARY, "size": 1}),
     "a large file with a git hash": with_entry(FIRST, lfs={"sha256": "a" * 40, "size": 1}),
     "a large file that is a list": with_entry(FIRST, lfs=[1]),
     "a negative size": with_entry(size=-1),
-    "a size that is a fraction": with_entry(size=1.5),
-    "a size that is a text": with_entry(size="24"),
     "a size that is true": with_entry(size=True),
     "a size larger than any disk": with_entry(size=1 << 80),
     "a size larger than this disk": with_entry(FIRST, size=1 << 49),
     "a file in a parent folder": with_file("../../canary/kept.json"),
     "a file at an absolute path": with_file(f"{CANARY}.json"),
     "a file on a drive": with_file("C:\\kept.json"),
-    "a file with a colon": with_file("c:kept.json"),
-    "a file with a line break": with_file("a\nb.json"),
     "a file with an escape sequence": with_file("\x1b[2Jb.json"),
-    "a file with a direction override": with_file("a\u202ejson.json"),
-    "a file with a long name": with_file("a" * 300 + ".json"),
     "a file with an endless path": with_file("a/" * 5000 + "b.json"),
-    "a file in a folder without a name": with_file("a//b.json"),
     "a file that differs in case": with_file("Config.json"),
     "a file twice": with_file("config.json"),
     "a file without a name": with_file(""),
     "a file whose name is null": with_file(None),
-    "a file whose name is a number": with_file(7),
     "no files": with_keys(siblings=[]),
     "files that are an object": with_keys(siblings={"a": 1}),
     "files that are strings": with_keys(siblings=["config.json"]),
@@ -118,11 +106,8 @@ LISTINGS: dict[str, Callable[[str], bytes]] = {
     "a commit of a megabyte": with_keys(sha="a" * 1_000_000),
     "a list": raw(b"[]"),
     "not JSON": raw(b"<html>"),
-    "not UTF-8": raw(b'{"sha": "\xff"}'),
-    "nothing": raw(b""),
     "deep nesting": raw(b'{"siblings": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"),
     "a key twice": raw(json.dumps(honest()).encode().replace(b'"tags": []', b'"sha": "b"')),
-    "a number of 5,000 digits": raw(b'{"sha": ' + b"1" * 5000 + b"}"),
     "a million files": raw(MANY[:-1] + b"]}"),
 }
 
@@ -292,16 +277,9 @@ def drop_by_drop(answerer: Answerer) -> None:
         answerer.wfile.write(b"b")
 
 
-@pytest.mark.parametrize(
-    ("answer", "asking_s"),
-    [
-        (silent, 2.5),
-        (drop_by_drop, 2.5),
-        (lambda answerer: send(answerer, 503), 2.5),
-    ],
-)
-def test_a_hub_that_does_not_answer_times_out(hub, canary, capsys, monkeypatch, answer, asking_s):
-    monkeypatch.setattr(module, "ASKING_S", asking_s)
+@pytest.mark.parametrize("answer", [silent, drop_by_drop, lambda answerer: send(answerer, 503)])
+def test_a_hub_that_does_not_answer_times_out(hub, canary, capsys, monkeypatch, answer):
+    monkeypatch.setattr(module, "ASKING_S", 2.5)
     hub.odd["api"] = answer
     error = assert_refused(hub, canary, capsys)
     assert "try again later" in error
@@ -314,14 +292,6 @@ def test_malicious_files_create_no_model(hub, canary, capsys, what):
     hub.repos[REPO].files |= CONTENTS[what]
     assert_refused(hub, canary, capsys)
     hub.repos[REPO].files = model_files()
-    assert_mended(hub)
-
-
-def test_a_partial_file_with_wrong_bytes_is_not_trusted(hub, canary):
-    """The name of the partial file is the right hash, but its bytes are wrong."""
-    parts = models_root() / f".incomplete-{NAME}" / "parts"
-    parts.mkdir(parents=True)
-    (parts / git_hash(model_files()["config.json"])).write_bytes(b"x" * 5)
     assert_mended(hub)
 
 
@@ -420,10 +390,7 @@ NAMES = ["config.json", "tokenizer.json", "model.safetensors", "../a.json"]
 FILE = st.fixed_dictionaries(
     {},
     optional={
-        "rfilename": st.sampled_from(
-            ["config.json", "tokenizer.json", "model.safetensors", "../a.json"]
-        )
-        | JSON,
+        "rfilename": st.sampled_from(NAMES) | JSON,
         "size": st.integers(-1, 99) | JSON,
         "blobId": st.sampled_from(["a" * 40, "../a", "a" * 64]) | JSON,
         "lfs": st.none() | st.fixed_dictionaries({"sha256": st.just("b" * 64) | JSON}) | JSON,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -164,17 +162,6 @@ def block(index: int) -> list[Entry]:
 @pytest.mark.parametrize("text", ["0", "0-31", "0,2,4-6"])
 def test_ranges_are_the_reverse_of_numbers(tool, text):
     assert tool.ranges(list(numbers(text))) == text
-
-
-def test_no_mlx_is_needed():
-    code = (
-        "import sys\n"
-        "from your_ai.hub.registry import known\n"
-        "from your_ai.memory.facts import facts_of_known\n"
-        "assert all(facts_of_known(model, 2).blocks for model in known().values())\n"
-        "sys.exit('mlx' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_the_file_is_small_and_valid():

@@ -10,10 +10,9 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.export.runs import TOKENS, logits, make_trained
-from tests.interop.bases import TOLERANCE, largest, load, make_base, torch_logits
+from tests.interop.bases import ARCHITECTURES, TOLERANCE, largest, load, make_base, torch_logits
 from your_ai.export import huggingface
 from your_ai.export.fused_weights import base_of
-from your_ai.export.names import STACKS_EXPERTS, TRANSFORMERS
 from your_ai.nets.tokenizer import open_tokenizer
 
 pytestmark = pytest.mark.interop
@@ -25,7 +24,7 @@ def exported(trained, target, **settings):
     return target
 
 
-@pytest.mark.parametrize("architecture", [n for n in TRANSFORMERS if n not in STACKS_EXPERTS])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_logits_are_those_of_mlx(architecture, tmp_path):
     trained = make_trained(make_base(tmp_path / "base", architecture), **EVERYTHING)
     out = exported(trained, tmp_path / "out")

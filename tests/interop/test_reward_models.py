@@ -16,7 +16,7 @@ from tests.interop.bases import make_base
 from your_ai.data.encode import EncodedRow
 from your_ai.evaluation.reward_model import load_reward_model
 from your_ai.export import huggingface, peft
-from your_ai.export.names import STACKS_EXPERTS, TRANSFORMERS, classifier_of
+from your_ai.export.transformers_names import KNOWN
 from your_ai.nets.head import WEIGHT
 from your_ai.nets.saved_adapter import open_trained
 from your_ai.run import checkpoint
@@ -52,7 +52,7 @@ def scores_of(model) -> list[float]:
         return [model(torch.tensor(text)[None]).logits.item() for text in TEXTS]
 
 
-@pytest.mark.parametrize("architecture", [n for n in TRANSFORMERS if n not in STACKS_EXPERTS])
+@pytest.mark.parametrize("architecture", [kind for kind, known in KNOWN.items() if known.scorer])
 def test_the_scores_of_a_sequence_classifier_are_those_of_mlx(architecture, tmp_path):
     trained = reward_run(make_base(tmp_path / "base", architecture))
     list(huggingface.write(trained, tmp_path / "out"))
@@ -60,7 +60,7 @@ def test_the_scores_of_a_sequence_classifier_are_those_of_mlx(architecture, tmp_
         tmp_path / "out", dtype=torch.float32, output_loading_info=True
     )
     assert not {name: keys for name, keys in told.items() if keys}
-    assert type(model).__name__ == classifier_of(architecture)
+    assert type(model).__name__ == KNOWN[architecture].scorer
     ours = scores_here(trained)
     assert np.std(ours) > 0.01
     assert scores_of(model.eval()) == pytest.approx(ours, abs=TOLERANCE)

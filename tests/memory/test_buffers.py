@@ -57,13 +57,9 @@ class Trained(NamedTuple):
 def trained(folder: Path, plan: str = "fused", blocks: int = 4, **more: Any) -> Trained:
     config = TrainConfig(lora_layers=blocks, lora_rank=2, lora_targets=("all-linear",), **more)
     training = Training(
-        blocks=blocks,
-        rank=2,
-        targets=config.lora_targets,
-        adapter=config.adapter,
-        optimizer=config.optimizer,
-        optimizer_bits=config.optimizer_bits,
-    )
+        blocks=blocks, rank=2, targets=config.lora_targets, adapter=config.adapter,
+        optimizer=config.optimizer, optimizer_bits=config.optimizer_bits,
+    )  # fmt: skip
     facts, opened = facts_of(folder, mx.float32.size), open_model(folder, mx.float32)
     adapters = add_adapters(opened.network, config)
     kept = everything(blocks) if plan == "kept" else NOTHING
@@ -121,14 +117,7 @@ def test_a_fused_graph_has_at_most_the_constants_that_are_counted(
 
 
 @pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"optimizer_bits": 8},
-        {"use_dora": True},
-        {"optimizer": "adafactor"},
-    ],
-    ids=str,
+    "more", [{}, {"optimizer_bits": 8}, {"use_dora": True}, {"optimizer": "adafactor"}], ids=str
 )
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "qwen3_next"])
 def test_a_model_its_gradients_and_states_are_at_most_the_arrays_that_are_counted(

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from your_ai.memory.costs import (
-    FUSED,
+    FUSED_SCORES,
     HEADS,
     LARGEST,
     MOST_BLOCKS,
     MOST_BYTES,
     PHASES,
-    STAGED,
     STRAIGHT,
+    TRAINED,
     BlockCosts,
     CostCurve,
     Costs,
@@ -41,7 +41,11 @@ KEY = ("machine", "model")
 sizes = st.floats(0, 1e9, allow_nan=False)
 shapes = st.builds(Shape, st.integers(1, 8), st.integers(1, 4096))
 curves = st.builds(CostCurve, st.integers(0, 10**9), st.integers(0, 10**6), st.integers(0, 10**3))
-blocks = st.builds(BlockCosts, **{name: st.none() | curves for name in PHASES}, tiles=st.booleans())
+blocks = st.builds(
+    BlockCosts,
+    **{name: st.none() | curves for name in PHASES},
+    tile_tokens=st.sampled_from((0, 384, 512)),
+)
 
 
 @st.composite
@@ -123,8 +127,19 @@ def test_bytes_of_one_shape_are_proportional(shape, size):
 
 
 def test_shapes_of_the_same_size_leave_their_terms_undecided_and_give_their_mean():
-    found = CostCurve.through({Shape(1, 128): 1000.0, Shape(2, 64): 1020.0})
-    assert found.at(1, 128) == pytest.approx(1010)
+    found = CostCurve.through({Shape(1, 128): 1000.0, Shape(2, 64): 1200.0})
+    assert found.at(1, 128) == pytest.approx(1100)
+
+
+@example(10304.0, 1.0, 1.0)
+@given(st.floats(1, 1e6), st.floats(1, 1e6), st.floats(0.1, 1))
+def test_the_largest_of_two_lines_is_continued_by_the_steeper_one(fixed, of_token, share):
+    """As the peak of two moments is. Two rows of 512 tokens tell that from pairs of tokens."""
+    bend = 384 * share  # where the second line begins to be larger
+    points = {s: of_token * max(s.size, bend) + fixed for s in (*SHAPES, Shape(2, 512))}
+    found = CostCurve.through(points)
+    assert found.of_pair == 0
+    assert found.at(1, 8192) == pytest.approx(of_token * 8192 + fixed, rel=0.02)
 
 
 def test_points_that_decrease_give_a_constant():
@@ -170,6 +185,11 @@ def test_bytes_at_the_head_are_never_negative(head, size):
     assert head.at(size) >= 0
 
 
+def test_below_the_least_size_the_head_costs_no_less_than_its_share():
+    """The line through two noisy times may be below 0 there."""
+    assert HeadCosts((100, 200), (10.0, 50.0)).at(50) == 5
+
+
 def test_bytes_at_the_head_go_on_in_a_line_beyond_the_last_size():
     assert HeadCosts((1, 100, 200), (0.0, 500.0, 1000.0)).at(400) == 2000
 
@@ -179,17 +199,17 @@ def test_bytes_at_the_head_go_on_in_a_line_beyond_the_last_size():
 SMALL, WIDE = (
     BlockCosts(forward=CostCurve(fixed), backward=CostCurve(of_token=1.0)) for fixed in (10, 30)
 )
-COSTS = Costs((SMALL, WIDE), (1, 0, 0), {STAGED: HeadCosts((1, 2), (5.0, 6.0))})
+COSTS = Costs((SMALL, WIDE), (1, 0, 0), {TRAINED: HeadCosts((1, 2), (5.0, 6.0))})
 
 
 @pytest.mark.parametrize(("count", "largest", "summed"), [(0, 0, 0), (2, 10, 20), (3, 30, 50)])
 def test_the_last_blocks_are_counted(count, largest, summed):
     assert COSTS.largest("forward", 1, 1, count) == largest
-    assert COSTS.sum("forward", 1, 1, count) == summed
+    assert COSTS.sum("forward", 1, 1, count, is_long=False) == summed
 
 
 def test_the_largest_of_all_blocks_is_the_default():
-    assert COSTS.largest("forward", 1, 1) == 30
+    assert COSTS.largest("forward", 1, 1, 3) == 30
 
 
 def test_the_kinds_of_the_last_blocks_are_given_once():
@@ -198,11 +218,11 @@ def test_the_kinds_of_the_last_blocks_are_given_once():
 
 
 def test_phases_that_are_not_known_have_no_bytes():
-    assert COSTS.largest("saved", 4, 512) == COSTS.sum("saved", 4, 512, 3) == 0
+    assert COSTS.largest("saved", 4, 512, 3) == COSTS.sum("saved", 4, 512, 3, is_long=False) == 0
 
 
 def test_blocks_are_tiled_if_every_kind_is():
-    whole = BlockCosts(tiles=False)
+    whole = BlockCosts(tile_tokens=0)
     assert Costs((SMALL, WIDE), (0, 1), {}).is_tiled
     assert not Costs((SMALL, whole), (0, 1), {}).is_tiled
 
@@ -215,7 +235,7 @@ def test_only_phases_that_were_not_measured_are_completed(costs):
     assert found.order == costs.order
     for place in set(costs.order):
         before, after = costs.kinds[place], found.kinds[place]
-        assert after.tiles == before.tiles
+        assert after.tile_tokens == before.tile_tokens
         for name in PHASES:
             measured = getattr(before, name)
             assert getattr(after, name) == (CostCurve(7.0) if measured is None else measured)
@@ -254,14 +274,10 @@ def test_costs_are_read_as_they_were_kept(tmp_path_factory, costs):
     assert read_costs(path, KEY, len(costs.memory.order)) == costs
 
 
-def test_costs_of_a_model_with_more_blocks_are_not_read(tmp_path):
-    keep_costs(tmp_path / "c.json", KEY, MEASURED)
-    assert read_costs(tmp_path / "c.json", KEY, 4) is None
-
-
-def test_costs_of_another_key_are_not_read(tmp_path):
+def test_costs_of_another_key_or_of_a_model_with_more_blocks_are_not_read(tmp_path):
     keep_costs(tmp_path / "c.json", KEY, MEASURED)
     assert read(tmp_path / "c.json", (*KEY, "adapters")) is None
+    assert read_costs(tmp_path / "c.json", KEY, 4) is None
 
 
 def test_files_of_different_keys_have_different_names(tmp_path):
@@ -277,7 +293,7 @@ def test_costs_that_cannot_be_kept_are_measured_again(tmp_path):
 
 ABSENT = object()
 CURVE = ("kinds", 0, "forward")
-HEAD = ("heads", STAGED)
+HEAD = ("heads", TRAINED)
 # Places in a file, and what is there.
 HOSTILE: list[tuple[tuple[Any, ...], Any]] = [
     *(((name,), ABSENT) for name in ("kinds", "order", "heads")),
@@ -288,10 +304,10 @@ HOSTILE: list[tuple[tuple[Any, ...], Any]] = [
     (("kinds",), {}),
     (("kinds", 0), []),
     (("kinds", 0), None),
-    *((("kinds", 0, name), ABSENT) for name in ("forward", "saved", "tiles")),
+    *((("kinds", 0, name), ABSENT) for name in ("forward", "saved", "tile_tokens")),
     (("kinds", 0, "more"), None),
-    (("kinds", 0, "tiles"), 1),
-    (("kinds", 0, "tiles"), None),
+    (("kinds", 0, "tile_tokens"), -1),
+    (("kinds", 0, "tile_tokens"), None),
     (CURVE, {}),
     *(((*CURVE, name), ABSENT) for name in ("fixed", "of_token", "of_pair")),
     (CURVE, []),
@@ -400,7 +416,7 @@ def test_any_json_in_any_place_is_as_none_or_as_costs(tmp_path_factory, data):
     path.write_text(json.dumps(whole))
     found = read(path)
     if found is not None:
-        assert found.memory.largest("forward", 8, 4096) >= 0
+        assert found.memory.largest("forward", 8, 4096, 1) >= 0
         heads = found.memory.heads.values()
         assert all(head.at(size) >= 0 for head in heads for size in (1, 8192))
 
@@ -409,4 +425,4 @@ def test_a_whole_file_is_read(tmp_path):
     """Else the tests above would hold of any file."""
     keep_costs(tmp_path / "c.json", KEY, MEASURED)
     assert read(tmp_path / "c.json") == MEASURED
-    assert FUSED not in COSTS.heads
+    assert FUSED_SCORES not in COSTS.heads

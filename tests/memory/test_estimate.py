@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import importlib
 import math
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from functools import cache
@@ -86,7 +84,6 @@ def any_facts(draw) -> ModelFacts:
         float_bytes=number,
         vocabulary_bytes=int(share * vocabulary * hidden),
         rest_bytes=number * hidden,
-        disk_bytes=blocks * block,
         quantized=quantized,
     )
 
@@ -174,25 +171,6 @@ def test_noise_on_the_embeddings_is_part_of_the_estimate(case):
     found, without = changed(case, noise=True), changed(case)
     assert found.mlx_bytes >= int(noise_bytes(facts, rows, tokens))
     assert found.process_bytes >= without.process_bytes
-
-
-def test_it_needs_no_mlx():
-    code = (
-        "import sys\n"
-        "from your_ai.memory.estimate import Plan, Training, Workload, estimate\n"
-        "from your_ai.memory.facts import BlockFacts, ModelFacts\n"
-        "from your_ai.memory.plan import choose\n"
-        "block = BlockFacts({'q': (64, 64)}, 9)\n"
-        "facts = ModelFacts((block,), (0, 0), 64, 256, 4, 4, 9, 9, 9, False)\n"
-        "training = Training(blocks=1, rank=4, targets=('q',))\n"
-        "estimate(Workload(facts=facts, training=training), Plan('fused', 64), 1, 64)\n"
-        "workload = Workload(facts=facts, training=training, lengths=(64,), batch_size=1,\n"
-        "                    rows_per_step=1)\n"
-        "choose(workload, 10**9)\n"
-        "sys.exit(','.join(m for m in ('mlx', 'numpy') if m in sys.modules) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 @given(cases(), st.integers(1, 4), st.integers(0, 10**9), st.integers(0, 10**9))
@@ -376,7 +354,7 @@ def training_of(facts: ModelFacts, layers: str, targets: str) -> Training:
 def test_facts_from_headers_are_those_of_a_written_model(tmp_path):
     made = facts_of(make_shape("tiny", 4, "float32", tmp_path), 4)
     from_headers = facts_of_shape("tiny", tmp_path / "headers")
-    assert replace(made, disk_bytes=0) == replace(from_headers, disk_bytes=0)
+    assert made == from_headers
 
 
 CHEAP = [
@@ -473,7 +451,7 @@ def test_peaks_of_an_evaluation_measured_here_are_estimated(
     (batch,) = contest_batches(contest, drawn, lambda _: rows)
     mx.clear_cache()
     mx.reset_peak_memory()
-    for _ in range(3):  # how far MLX runs ahead depends on who else computes
+    for _ in range(6):  # how far MLX runs ahead depends on who else computes
         mx.eval(built.engine.score(batch))
     peak = mx.get_peak_memory() - before
     workload = measured_workload(tiny_shape, tokens, rows, layers, targets, forward=True)

@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ from mlx.utils import tree_flatten
 from tests.conftest import EXTRA, make_model
 from tests.headers import write_with_header
 from your_ai.config import TrainConfig
-from your_ai.doctor.shapes import SHAPES, make_shape
+from your_ai.doctor.shapes import SHAPES
 from your_ai.gates.untrusted import DTYPE_BITS
 from your_ai.memory.facts import (
     ModelFacts,
     adapters_named,
+    digest_of,
     facts_of,
     facts_of_config,
     layers_named,
@@ -176,8 +176,7 @@ def test_facts_are_found_without_reading_weights(tmp_path):
     network, config = model.load_network(whole, mx.float32)
     bare = write_headers(tmp_path / "bare", tensors_in(network), config)
     facts = facts_of(bare, 4)
-    assert facts.disk_bytes == (bare / "model.safetensors").stat().st_size
-    assert replace(facts, disk_bytes=0) == replace(facts_of(whole, 4), disk_bytes=0)
+    assert facts == facts_of(whole, 4)
     huge = {"model.norm.weight": ("F32", (1 << 38,))}
     assert facts_of(write_headers(tmp_path / "huge", huge, config), 4).rest_bytes == 4 << 38
 
@@ -194,8 +193,7 @@ def test_shards_count_as_one_model(tmp_path):
         mx.save_safetensors(str(shards / f"model-0000{index + 1}-of-00003.safetensors"), part)
     mx.save_safetensors(str(shards / "adapters.safetensors"), {"a": mx.zeros(100)})  # not a shard
     facts = facts_of(shards, 4)
-    assert facts.disk_bytes == sum(p.stat().st_size for p in shards.glob("model*.safetensors"))
-    assert replace(facts, disk_bytes=0) == replace(facts_of(whole, 4), disk_bytes=0)
+    assert facts == facts_of(whole, 4)
 
 
 def test_shapes_of_quantized_layers_come_from_headers(tmp_path):
@@ -235,17 +233,7 @@ def test_facts_of_a_config_equal_those_of_the_files(tmp_path, monkeypatch, archi
         config["tie_word_embeddings"] = False  # the model made by make_model has a head
     for float_bytes in (2, 4):
         found, expected = facts_of_config(config, float_bytes), facts_of(folder, float_bytes)
-        assert replace(found, disk_bytes=0) == replace(expected, disk_bytes=0)
-        assert found.disk_bytes == found.weights_bytes
-
-
-@pytest.mark.parametrize(("name", "bits"), [("tiny", 4), ("tiny", 0), ("tiny", 8)])
-def test_facts_of_a_bench_shape_are_known_before_it_is_made(tmp_path, name, bits):
-    folder = make_shape(name, bits, "bfloat16", tmp_path)
-    quantization = {"quantization": {"group_size": 64, "bits": bits}} if bits else {}
-    found = facts_of_config({**SHAPES[name], **quantization}, 2)
-    assert replace(found, disk_bytes=0) == replace(facts_of(folder, 2), disk_bytes=0)
-    assert found.disk_bytes == pytest.approx(facts_of(folder, 2).disk_bytes, rel=0.03)
+        assert found == expected
 
 
 def test_a_model_of_70_billion_parameters_is_built_without_its_weights():
@@ -256,12 +244,6 @@ def test_a_model_of_70_billion_parameters_is_built_without_its_weights():
     facts = facts_of_config({**SHAPES["llama-3.1-8b"], **large, **heads}, 2)
     assert facts.weights_bytes == pytest.approx(2 * 70.6e9, rel=0.01)
     assert mx.get_peak_memory() - before < 1_000_000
-
-
-def test_configs_that_mlx_lm_cannot_build_are_refused():
-    for changes in ({"model_type": "unheard-of"}, {"hidden_size": "wide"}):
-        with pytest.raises(ValueError, match="mlx-lm cannot build this model"):
-            facts_of_config({**SHAPES["tiny"], **changes}, 2)
 
 
 # Files of other libraries: tensors that mlx-lm ignores or converts
@@ -301,7 +283,7 @@ def test_tensors_outside_the_text_model_are_not_counted(tmp_path, name):
     text = facts_of(write_headers(tmp_path / "a", LINEAR, config), 2)
     more = {**LINEAR, name: ("BF16", (512, 512))}
     both = facts_of(write_headers(tmp_path / "b", more, config), 2)
-    assert replace(both, disk_bytes=0) == replace(text, disk_bytes=0)
+    assert both == text
     assert (both.blocks, both.hidden, both.vocabulary) == (2, 64, 1000)
 
 
@@ -369,3 +351,9 @@ def test_vocabulary_held_moves_the_vocabulary_to_the_rest(tiny_model):
     assert held.vocabulary_bytes == 0
     assert held.weights_bytes == facts.weights_bytes
     assert held.rest_bytes == facts.rest_bytes + facts.vocabulary_bytes
+
+
+def test_the_digest_of_a_configuration_tells_activations_apart_but_not_copies():
+    digest = digest_of({"hidden_act": "silu", "quantization": {"bits": 4}})
+    assert digest == digest_of({"hidden_act": "silu", "_name_or_path": "a"})
+    assert digest != digest_of({"hidden_act": "gelu"})

@@ -9,24 +9,26 @@ import mlx.core as mx
 import pytest
 
 from tests.memory.test_plan import WORKLOAD, least_of, most_of
+from your_ai.config import TrainConfig
 from your_ai.config.adapter_facts import DORA
 from your_ai.memory.budget import (
     HOPELESS,
     LARGEST,
     Measuring,
     PriorPlans,
+    budget_of,
     costs_here,
     costs_key,
 )
 from your_ai.memory.costs import BlockCosts, CostCurve, Costs, MeasuredCosts, keep_costs
 from your_ai.memory.facts import ModelFacts
 from your_ai.memory.limit import MemoryLimit
-from your_ai.memory.plan import FAR
+from your_ai.memory.plan import FAR, DoesNotFit
 from your_ai.memory.workload import Workload
 
 KEY = ("machine", "model")
 OF_BLOCKS = Costs((BlockCosts(forward=CostCurve(1.0)),), (0,) * 32, {})
-COSTS = MeasuredCosts(OF_BLOCKS, OF_BLOCKS)
+COSTS = MeasuredCosts(OF_BLOCKS, OF_BLOCKS, read_s=1e-9)
 CLOSE = MemoryLimit(least_of(WORKLOAD), "")
 
 
@@ -61,7 +63,10 @@ def test_costs_are_not_measured_where_nothing_can_measure_them():
     assert known(None) is None
 
 
-@pytest.mark.parametrize("found", [None, replace(COSTS, is_complete=False)])
+# Without files, as of a model before it is quantized, nobody knows how long they take to read.
+@pytest.mark.parametrize(
+    "found", [None, replace(COSTS, is_complete=False), replace(COSTS, read_s=0.0)]
+)
 def test_costs_that_are_not_complete_are_used_and_measured_again(found):
     for _ in range(2):
         measured = Measured(found)
@@ -112,9 +117,10 @@ def test_a_run_that_has_begun_without_costs_guesses_them(tmp_path, content):
     assert measured.limits == []
 
 
-def test_a_run_that_has_begun_with_other_settings_guesses_costs(tmp_path):
+def test_a_run_that_has_begun_keeps_its_costs_on_another_machine(tmp_path):
+    """It splits batches as before, also after an update of MLX or of this package."""
     keep_costs(tmp_path / "costs.json", ("another machine", "model"), COSTS)
-    assert known(Measured(), past=begun(tmp_path / "costs.json")) is None
+    assert known(Measured(), past=begun(tmp_path / "costs.json")) == COSTS
 
 
 @pytest.mark.parametrize("blocks", [1, 31, 33])
@@ -160,6 +166,7 @@ def test_costs_depend_on_the_model_the_adapters_and_the_shapes():
         with_facts(hidden=2048),
         with_facts(order=(0,) * 16),
         with_facts(float_bytes=4),
+        with_facts(config_digest="another activation"),
         replace(WORKLOAD, batch_size=LARGEST.rows - 1),
         replace(WORKLOAD, lengths=(1024,)),
         replace(WORKLOAD, packed=True),
@@ -175,7 +182,6 @@ def test_costs_depend_on_the_model_the_adapters_and_the_shapes():
 def test_costs_do_not_depend_on_what_is_not_measured():
     others = [
         with_training(optimizer="adafactor", optimizer_bits=8, blocks=3),
-        with_facts(disk_bytes=5),
         replace(WORKLOAD, facts=reordered(WORKLOAD.facts)),
         replace(WORKLOAD, lengths=(7, 2048)),
         replace(WORKLOAD, costs=COSTS),
@@ -195,3 +201,11 @@ def test_costs_without_tiles_are_not_those_of_a_run_with_tiles():
     """4 rows of 200 tokens are one tile, and 8 are two: other phases are measured."""
     few, many = (replace(WORKLOAD, batch_size=rows, lengths=(200,)) for rows in (4, 8))
     assert key(few) != key(many)
+
+
+def test_adapters_of_any_rank_are_measured_once():
+    """Smaller ones, which are tried if the largest do not fit, need no more."""
+    config, measured = TrainConfig(max_memory=1), Measured(always=True)
+    with pytest.raises(DoesNotFit):
+        budget_of(config, WORKLOAD, mx.bfloat16, MemoryLimit(10**6, ""), measuring=measured.how)
+    assert len(measured.limits) == 1

@@ -11,13 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 
+from tests.conftest import wait_until
 from your_ai.memory import allocator, probe
 from your_ai.memory.limit import detect
 from your_ai.memory.probe import Group, Highest, Sampler
@@ -26,18 +26,10 @@ from your_ai.memory.sample import MemorySample
 pytestmark = pytest.mark.memory
 
 GIB = 2**30
-PATIENCE_S = 10.0
 
 
 def raises(*args: object) -> int:
     raise OSError("a gauge that fails")
-
-
-def wait_until(done: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not done():
-        assert time.monotonic() < deadline, "the condition never became true"
-        time.sleep(0.001)
 
 
 # This machine
@@ -205,14 +197,10 @@ def test_machine_memory_is_read_on_macos(mac):
 
 def test_unreadable_footprint_gives_none(mac):
     """Resident memory is not a substitute: it lacks compressed and GPU memory."""
-    mac.setattr(probe, "rusage", raises)
-    assert probe.process_bytes() is None
-    assert probe.machine().held_bytes == 0
-
-
-def test_footprint_of_0_gives_none(mac):
-    mac.setattr(probe, "rusage", lambda: bytes(512))
-    assert probe.process_bytes() is None
+    for rusage in (raises, lambda: bytes(512)):
+        mac.setattr(probe, "rusage", rusage)
+        assert probe.process_bytes() is None
+        assert probe.machine().held_bytes == 0
 
 
 def test_unreadable_peak_falls_back_to_resident_memory(mac):
@@ -308,83 +296,66 @@ def test_invalid_meminfo_gives_none(tmp_path, meminfo):
     assert (found.available_bytes, found.pressure) == (None, None)
 
 
-def test_container_limit_is_read_from_cgroup_version_2(tmp_path):
-    write(tmp_path / "fs", group_2(4 * GIB, 3 * GIB, inactive=GIB))
-    assert probe.limited_groups(proc_of(tmp_path), tmp_path / "fs") == [Group(4 * GIB, 2 * GIB)]
+GROUPS = {  # files of groups, the groups of the process, and the limited ones
+    "version 2": ({"": group_2(4 * GIB, 3 * GIB, GIB)}, "0::/", [Group(4 * GIB, 2 * GIB)]),
+    "version 1": (
+        {"memory/docker/a1": group_1(4 * GIB, 3 * GIB, GIB)},
+        "9:cpu:/docker/a1\n4:hugetlb,memory:/docker/a1\n0::/",
+        [Group(4 * GIB, 2 * GIB)],
+    ),
+    "a path of the host, as without a namespace": (
+        {"memory": group_1(4 * GIB, GIB)}, "4:memory:/docker/a1", [Group(4 * GIB, GIB)],
+    ),
+    # Weights that are streamed repeatedly are active file cache.
+    "file cache, version 1": (
+        {"memory": group_1(8 * GIB, 7 * GIB, GIB, 4 * GIB)}, "4:memory:/",
+        [Group(8 * GIB, 2 * GIB)],
+    ),
+    "file cache, version 2": (
+        {"": group_2(8 * GIB, 7 * GIB, GIB, 4 * GIB)}, "0::/", [Group(8 * GIB, 2 * GIB)],
+    ),
+    "no limit, version 1": ({"memory": group_1(9223372036854771712, GIB)}, "4:memory:/", []),
+    "no limit, version 2": ({"": group_2("max", GIB)}, "0::/", []),
+    "memory.high": (
+        {"": {**group_2(8 * GIB, GIB), "memory.high": 6 * GIB}}, "0::/", [Group(6 * GIB, GIB)],
+    ),
+    "unreadable use": ({"": {"memory.max": 4 * GIB}}, "0::/", [Group(4 * GIB, None)]),
+    "from the innermost to the root, and not above": (
+        {"a/b": group_2(6 * GIB, GIB), "a": group_2("max", GIB), "": group_2(4 * GIB, 3 * GIB),
+         "..": group_2(GIB)},
+        "0::/a/b",
+        [Group(6 * GIB, GIB), Group(4 * GIB, 3 * GIB)],
+    ),
+}  # fmt: skip
 
 
-def test_container_limit_is_read_from_cgroup_version_1(tmp_path):
-    write(tmp_path / "fs/memory/docker/a1", group_1(4 * GIB, 3 * GIB, inactive=GIB))
-    proc = proc_of(tmp_path, groups="9:cpu:/docker/a1\n4:hugetlb,memory:/docker/a1\n0::/")
-    assert probe.limited_groups(proc, tmp_path / "fs") == [Group(4 * GIB, 2 * GIB)]
-
-
-def test_root_group_is_used_if_the_path_is_the_hosts(tmp_path):
-    """Without a cgroup namespace, the container shows the path on its host."""
-    write(tmp_path / "fs/memory", group_1(4 * GIB, GIB))
-    proc = proc_of(tmp_path, groups="4:memory:/docker/a1")
-    assert probe.limited_groups(proc, tmp_path / "fs") == [Group(4 * GIB, GIB)]
-
-
-@pytest.mark.parametrize("make", [group_1, group_2])
-def test_file_cache_does_not_count_as_used_memory(tmp_path, make):
-    """Neither inactive nor active: weights that are streamed repeatedly are active file cache."""
-    folder = tmp_path / ("fs/memory" if make is group_1 else "fs")
-    write(folder, make(8 * GIB, 7 * GIB, inactive=GIB, active=4 * GIB))
-    proc = proc_of(tmp_path, groups="4:memory:/" if make is group_1 else "0::/")
-    assert probe.limited_groups(proc, tmp_path / "fs") == [Group(8 * GIB, 2 * GIB)]
+@pytest.mark.parametrize("name", GROUPS)
+def test_limited_groups_are_read_from_cgroups(tmp_path, name):
+    files, groups, expected = GROUPS[name]
+    for place, content in files.items():
+        write(tmp_path / "fs" / place, content)
+    assert probe.limited_groups(proc_of(tmp_path, groups=groups), tmp_path / "fs") == expected
 
 
 @pytest.mark.parametrize(
-    ("make", "unlimited", "groups"),
-    [(group_1, 9223372036854771712, "4:memory:/"), (group_2, "max", "0::/")],
+    ("available", "files", "expected"),
+    [
+        (20, {"a": group_2(4 * GIB, GIB), "": group_2(16 * GIB, 14 * GIB)}, (2, probe.NORMAL)),
+        (1, {"": group_2(4 * GIB, GIB)}, (1, probe.WARNING)),  # of the machine
+        (20, {"": group_2(4 * GIB, 4 * GIB)}, (0, probe.CRITICAL)),
+    ],
 )
-def test_group_without_a_limit_is_skipped(tmp_path, make, unlimited, groups):
-    write(tmp_path / "fs" / ("memory" if make is group_1 else ""), make(unlimited, GIB))
-    assert probe.limited_groups(proc_of(tmp_path, groups=groups), tmp_path / "fs") == []
-
-
-def test_groups_are_read_from_the_innermost_to_the_root(tmp_path):
-    write(tmp_path / "fs/a/b", group_2(6 * GIB, GIB))
-    write(tmp_path / "fs/a", group_2("max", GIB))
-    write(tmp_path / "fs", group_2(4 * GIB, 3 * GIB))
-    write(tmp_path, group_2(GIB))  # above the root: not a group
-    proc = proc_of(tmp_path, groups="0::/a/b")
-    expected = [Group(6 * GIB, GIB), Group(4 * GIB, 3 * GIB)]
-    assert probe.limited_groups(proc, tmp_path / "fs") == expected
-
-
-def test_memory_high_counts_as_a_limit(tmp_path):
-    write(tmp_path / "fs", {**group_2(8 * GIB, GIB), "memory.high": 6 * GIB})
-    assert probe.limited_groups(proc_of(tmp_path), tmp_path / "fs") == [Group(6 * GIB, GIB)]
-
-
-def test_group_with_unreadable_use_still_has_a_limit(tmp_path):
-    write(tmp_path / "fs", {"memory.max": 4 * GIB})
-    assert probe.limited_groups(proc_of(tmp_path), tmp_path / "fs") == [Group(4 * GIB, None)]
+def test_free_memory_is_the_minimum_over_the_machine_and_the_groups(
+    tmp_path, available, files, expected
+):
+    for place, content in files.items():
+        write(tmp_path / "fs" / place, content)
+    found = probe.linux_system(proc_of(tmp_path, available * GIB, "0::/a"), tmp_path / "fs")
+    assert (found.available_bytes / GIB, found.pressure) == expected
 
 
 def test_system_without_cgroups_has_no_groups(tmp_path):
     assert probe.limited_groups(tmp_path, tmp_path) == []
-
-
-def test_free_memory_is_the_minimum_over_the_groups(tmp_path):
-    write(tmp_path / "fs/a", group_2(4 * GIB, GIB))
-    write(tmp_path / "fs", group_2(16 * GIB, 14 * GIB))
-    found = probe.linux_system(proc_of(tmp_path, groups="0::/a"), tmp_path / "fs")
-    assert (found.available_bytes, found.pressure) == (2 * GIB, probe.NORMAL)
-
-
-def test_free_memory_of_the_machine_may_be_the_minimum(tmp_path):
-    write(tmp_path / "fs", group_2(4 * GIB, GIB))
-    found = probe.linux_system(proc_of(tmp_path, available=GIB), tmp_path / "fs")
-    assert (found.available_bytes, found.pressure) == (GIB, probe.WARNING)
-
-
-def test_full_container_is_under_critical_pressure(tmp_path):
-    write(tmp_path / "fs", group_2(4 * GIB, 4 * GIB))
-    found = probe.linux_system(proc_of(tmp_path), tmp_path / "fs")
-    assert (found.available_bytes, found.pressure) == (0, probe.CRITICAL)
 
 
 def test_machine_reports_the_smallest_container_limit(tmp_path, monkeypatch):
@@ -422,18 +393,12 @@ def show(gauges: dict[str, int], sampler: Sampler, **values: int) -> None:
     sampler.look()
 
 
-def test_sampler_keeps_the_maximum_of_each_gauge(gauges):
+def test_sampler_keeps_the_maximum_of_each_gauge_until_it_is_asked(gauges):
     sampler = Sampler()
     show(gauges, sampler, process=50)
     show(gauges, sampler, process=20, active=30, cache=5)
     show(gauges, sampler, process=10, active=4)
     assert sampler.highest() == Highest(process_bytes=50, mlx_bytes=35)
-
-
-def test_sampler_resets_the_maximum_after_each_call(gauges):
-    sampler = Sampler()
-    show(gauges, sampler, process=50)
-    sampler.highest()
     show(gauges, sampler, process=20)
     assert sampler.highest().process_bytes == 20
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import make_model
+from tests.conftest import make_model, peak_of
 from your_ai.engine.weights import open_model, prepare_for_generation
 from your_ai.generation.rollouts import RolloutPrompt, complete, sampler_of
 from your_ai.memory.estimate_generation import RolloutSizes, rollout_phases
@@ -40,11 +40,12 @@ def measured(folder: Path, wave: int, sizes: RolloutSizes, streams: bool) -> int
     ]
     gc.collect()
     mx.clear_cache()
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    for _ in range(3):  # where the machine is busy, MLX gets late to its largest buffers
-        list(complete(network, prompts, sampler_of(1.0), (), sizes.new_tokens, wave))
-    return mx.get_peak_memory() - before
+
+    def run() -> None:
+        for _ in range(3):  # where the machine is busy, MLX gets late to its largest buffers
+            list(complete(network, prompts, sampler_of(1.0), (), sizes.new_tokens, wave))
+
+    return peak_of(run)
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,9 @@ from your_ai.files import packaged
 
 MB = 10**6
 LARGE = {
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "vocab_size": 768,
-    "torch_dtype": "float16",
-}
+    "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 768, "torch_dtype": "float16",
+}  # fmt: skip
 
 
 def make_large(folder: Path, bits: int | None = None, blocks: int = 12) -> Path:

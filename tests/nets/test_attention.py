@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import generate_step
 
-from tests.conftest import SMALL, load_base, make_model
+from tests.conftest import SMALL, load_base, make_model, peak_of
 from your_ai.config import TrainConfig
 from your_ai.nets import attention as blockwise
 from your_ai.nets import model
@@ -207,10 +207,7 @@ def test_memory_is_less_than_that_of_one_array_of_scores(compiled, masked):
     if compiled:
         step = mx.compile(step)
     mx.eval(q, k, v, masked)
-    held = mx.get_active_memory()
-    mx.reset_peak_memory()
-    mx.eval(step(q, k, v))
-    assert mx.get_peak_memory() - held < tokens**2 * 4 / 2
+    assert peak_of(lambda: step(q, k, v)) < tokens**2 * 4 / 2
 
 
 # -- in the models of mlx-lm --------------------------------------------------------------
@@ -369,12 +366,6 @@ def test_wanted_depends_on_device_version_length_and_mask(
     expected, device, version, tokens, segments, window
 ):
     assert needs_blocks(device, version, tokens, segments, window) is expected
-
-
-def test_detects_mlx_version_and_device():
-    assert blockwise.mlx_version() >= (0, 32, 0)
-    assert len(blockwise.mlx_version()) == 3
-    assert blockwise.device() in ("cpu", "metal", "cuda")
 
 
 @pytest.mark.parametrize("window", [None, 6])

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.dora import DoRALinear
 
+from tests.conftest import peak_of
 from tests.engine.test_fused import relative_error
 from your_ai.engine import dequantized
 from your_ai.engine.dequantized import dequantize_on_the_cpu
@@ -211,10 +212,7 @@ def test_no_dense_weight_is_allocated(monkeypatch, kind, compiled):
     def held(function: Callable[[], list[mx.array]]) -> int:
         mx.eval(layer.parameters(), x)
         gc.collect()
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        mx.eval(function())
-        return mx.get_peak_memory() - before
+        return peak_of(function)
 
     assert held(lambda: [row_norms(layer.linear)]) < 5 << 20
     layers = [("layer", layer)]

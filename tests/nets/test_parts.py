@@ -61,8 +61,7 @@ def test_block_index_that_is_read_changes_the_structure():
 
 
 @pytest.mark.parametrize(
-    ("architecture", "kinds"),
-    [("llama", 1), ("gemma2", 1), ("gemma3_text", 2), ("qwen3_moe", 1)],
+    ("architecture", "kinds"), [("llama", 1), ("gemma2", 1), ("gemma3_text", 2), ("qwen3_moe", 1)]
 )
 def test_number_of_block_structures_per_architecture(tmp_path, architecture, kinds):
     folder = make_model(tmp_path / "m", architecture, num_hidden_layers=7)

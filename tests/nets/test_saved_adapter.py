@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from tests.conftest import TINY, chat, load_base, make_model, train, write_rows
+from tests.conftest import TINY, chat, flip, load_base, make_model, train, working_in, write_rows
 from your_ai.config import build
 from your_ai.errors import UserError
 from your_ai.files import sha256
@@ -26,9 +26,7 @@ def trained(tmp_path_factory, tiny_model):
     data = write_rows(root / "train.jsonl", [chat(f"Ask {i}", "Yes") for i in range(4)])
     settings = {"model": str(tiny_model), "data": str(data), "run": "r", "max_steps": 3}
     settings |= {"batch_size": 2, "learning_rate": 0.05, "lora_layers": 2, "lora_rank": 4}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(root)
-        patch.setenv("YOUR_AI_HOME", str(root / "home"))
+    with working_in(root):
         train(build({**settings, "save_every": 1, "samples": 0, "supervise": False}, "test"))
     return root / "runs" / "r"
 
@@ -74,10 +72,7 @@ def test_run_without_adapter_and_checkpoint_says_how_to_finish(run):
 
 
 def test_damaged_adapter_is_refused(run):
-    path = run.adapter / checkpoint.ADAPTERS
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    flip(run.adapter / checkpoint.ADAPTERS, -1)
     with pytest.raises(UserError, match=r"its checksum is wrong.*--checkpoint step-000003"):
         open_trained("r")
 
@@ -147,22 +142,6 @@ def test_put_layers_changes_nothing_until_set_arrays(run):
     assert not mx.allclose(network(tokens), before, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"fine_tune_type": "full"},
-        {"lora_parameters": {}},
-        {"lora_parameters": None},
-        {"num_layers": "many"},
-    ],
-)
-def test_unsupported_adapter_settings_are_refused(run, change):
-    path = run.adapter / checkpoint.ADAPTER_CONFIG
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(UserError):
-        saved_adapter.read_adapter(run.adapter)
-
-
 def test_folder_without_an_adapter_is_refused(tmp_path):
     with pytest.raises(UserError, match="is not an adapter"):
         saved_adapter.read_adapter(tmp_path)
@@ -173,12 +152,6 @@ def test_missing_base_model_is_named_in_the_error(run, tmp_path):
     run.write_config(config)
     with pytest.raises(UserError, match="gone"):
         open_trained("r")
-
-
-def test_layers_are_grouped_by_path_in_the_model(run):
-    layers = open_trained("r").adapter.layers
-    assert all(set(parts) == {"lora_a", "lora_b"} for parts in layers.values())
-    assert "model.layers.2.self_attn.q_proj" in layers
 
 
 # -- adapters from other tools
@@ -195,26 +168,19 @@ def change(folder, where, **settings):
 @pytest.mark.parametrize(
     ("where", "key", "value"),
     [
-        ("lora_parameters", "rank", 10**12),
-        ("lora_parameters", "rank", 0),
-        ("lora_parameters", "rank", 4.0),
-        ("lora_parameters", "rank", "4"),
-        ("lora_parameters", "rank", True),
-        ("lora_parameters", "rank", None),
-        ("lora_parameters", "scale", math.nan),
-        ("lora_parameters", "scale", math.inf),
-        ("lora_parameters", "scale", "2"),
-        ("lora_parameters", "dropout", -math.inf),
-        ("lora_parameters", "keys", "q_proj"),
-        ("lora_parameters", "keys", [1]),
-        ("config", "lora_parameters", [1]),
-        ("config", "num_layers", 1.5),
-        ("config", "num_layers", 10**30),
-        ("config", "fine_tune_type", "x\x1b" * 5000),
-        ("config", "step", "3"),
+        ("lora_parameters", "rank", 10**12), ("lora_parameters", "rank", 0),
+        ("lora_parameters", "rank", 4.0), ("lora_parameters", "rank", "4"),
+        ("lora_parameters", "rank", True), ("lora_parameters", "rank", None),
+        ("lora_parameters", "scale", math.nan), ("lora_parameters", "scale", math.inf),
+        ("lora_parameters", "scale", "2"), ("lora_parameters", "dropout", -math.inf),
+        ("lora_parameters", "keys", "q_proj"), ("lora_parameters", "keys", [1]),
+        ("config", "lora_parameters", [1]), ("config", "lora_parameters", None),
+        ("config", "num_layers", 1.5), ("config", "num_layers", "many"),
+        ("config", "num_layers", 10**30), ("config", "fine_tune_type", "full"),
+        ("config", "fine_tune_type", "x\x1b" * 5000), ("config", "step", "3"),
         ("config", "step", -1),
     ],
-)
+)  # fmt: skip
 def test_impossible_adapter_values_are_refused(run, where, key, value):
     change(run.adapter, where, **{key: value})
     with pytest.raises(UserError, match=key) as caught:

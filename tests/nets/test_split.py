@@ -20,9 +20,9 @@ PATHS = {
     "gemma3": ("language_model", "model"),
     "lfm2": ("model",),
     "qwen3_next": ("model",),
-    "gpt_neox": None,
-    "gemma3n": None,  # its trunk returns logits
-    "afm7": None,  # its blocks are in two lists
+    "gpt_neox": (),
+    "gemma3n": (),  # its trunk returns logits
+    "afm7": (),  # its blocks are in two lists
 }
 
 
@@ -31,8 +31,8 @@ def test_the_trunk_judged_by_shapes_is_the_one_whose_logits_are_the_models(tmp_p
     network, _ = load_network(write_model(tmp_path / "m", model_type), mx.float32)
     halves = split(network)
     assert trunk_path(network) == PATHS[model_type]
-    assert halves.path == (PATHS[model_type] or ())
-    assert halves.hidden == (PATHS[model_type] is not None)
+    assert halves.path == PATHS[model_type]
+    assert halves.hidden == bool(PATHS[model_type])
 
 
 @pytest.mark.parametrize("architecture", [name for name in EXTRA if name != "qwen3_moe"])

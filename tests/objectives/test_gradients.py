@@ -15,7 +15,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 from tests.conftest import TINY, make_model
-from tests.engine.test_fused import relative_error
+from tests.engine.test_fused import assert_gradients
 from tests.objectives.plain import Arrays, plain_gradients, plain_model
 from your_ai.config import TrainConfig
 from your_ai.data.batches import make_schedule
@@ -243,8 +243,7 @@ def computed(name: str, made: Made, way: Way) -> tuple[list[float], Arrays]:
         accumulate(engine, weighed, 1 / denominator, 0, whole := HeldGradients())
         baseline = with_baseline(engine, batches)
         found = accumulate(engine, baseline, 1 / denominator, 0, total)
-        for path, grad in whole.arrays.items():
-            assert relative_error(total.arrays[path], grad) < TOLERANCE, path
+        assert_gradients(total.arrays, whole.arrays)
         assert found.means() == pytest.approx(sums.means(), rel=1e-4, abs=1e-5)
         losses = [sums.loss, found.loss]
     elif way.split and objective.rows_together > 1:
@@ -269,6 +268,4 @@ def test_loss_and_gradients_are_those_of_a_plain_reading(made, monkeypatch, obje
     losses, grads = computed(objective, made(name), WAYS[way])
     expected_loss, expected_grads = made(name).expected(objective)
     assert losses == pytest.approx([expected_loss] * len(losses), rel=TOLERANCE)
-    assert grads.keys() == expected_grads.keys()
-    for path, grad in grads.items():
-        assert relative_error(grad, expected_grads[path]) < TOLERANCE, path
+    assert_gradients(grads, expected_grads)

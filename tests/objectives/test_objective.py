@@ -2,66 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx.optimizers import SGD
 
-from tests.conftest import load_base, write_rows
-from tests.engine.test_fused import chat, load, relative_error
-from your_ai.data.batches import Batch, make_schedule
-from your_ai.data.encode import Encoder
-from your_ai.data.examples import Examples, RowCounts, load_examples
-from your_ai.engine.build import build_engine
-from your_ai.nets import losses, model
+from tests.engine.test_fused import relative_error
+from your_ai.data.batches import make_schedule
+from your_ai.data.examples import Examples, RowCounts
+from your_ai.nets import losses
 from your_ai.objectives.dpo import DPO
-from your_ai.objectives.objective import Objective, Scores, Targets
-from your_ai.objectives.sft import SUPERVISED
-
-PAIRS = [
-    chat("Short question", "Short answer"),
-    chat("Short question", "An answer that is rejected"),
-    chat("A much longer question " * 3, "An answer " * 4),
-    chat("A much longer question " * 3, "No"),
-    chat("One more", "Yes"),
-    chat("One more", "Perhaps, " * 6),
-]
-DROPOUT_SEED = 3
-
-
-def encode(tokenizer, folder: Path) -> Examples:
-    path = write_rows(folder / "train.jsonl", PAIRS)
-    return load_examples(path, Encoder(tokenizer), "tokenizer", 256, "error", folder / "cache")
-
-
-def with_reference(batch: Batch, engine) -> Batch:
-    found, _ = engine.score(batch)
-    return batch.with_columns({"reference": -np.array(found)})
-
-
-def reference_engine(network: nn.Module):
-    return build_engine(network, model.DropoutKeys([None]), "fused").engine
-
-
-def test_update_lowers_the_loss_and_raises_the_margins(tiny_model, tmp_path):
-    network, tokenizer, adapters = load(tiny_model)
-    examples = encode(tokenizer, tmp_path)
-    engine = build_engine(network, adapters.dropout_keys, "staged", objective=DPO()).engine
-    base, _ = load_base(tiny_model, mx.float32)
-    (batch,) = make_schedule(examples, 6, 6, 0, rows_together=2).batches_of(0)
-    batch = with_reference(batch, reference_engine(base))
-    before, grads = engine.gradients(batch, 1 / 3, DROPOUT_SEED)
-    SGD(learning_rate=0.05).update(network, grads)
-    after = engine.loss(batch)
-    assert after.loss.item() < before.loss.item()
-    margins = [sums.metrics["rewards/margins"][0].item() for sums in (before, after)]
-    assert margins[1] > margins[0]
-
+from your_ai.objectives.objective import Scores, Targets
 
 # -- heads: linear, or any function
 
@@ -94,18 +46,6 @@ def test_chunked_head_gives_the_gradient_of_full_logits(monkeypatch):
     loss, grad = mx.value_and_grad(in_chunks)(hidden)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert relative_error(grad, 0.5 * expected_grad) < 1e-5
-
-
-def test_weights_are_the_derivatives_of_the_loss():
-    _, targets, _ = case()
-    scores = -mx.random.uniform(shape=targets.tokens.shape)
-    for objective in (DPO(), SUPERVISED):
-
-        def loss(scores: mx.array, objective: Objective = objective) -> mx.array:
-            return objective.weigh(Scores(scores), targets).loss
-
-        weights = objective.weigh(Scores(scores), targets).weights
-        assert mx.allclose(weights, -mx.grad(loss)(scores), atol=1e-6)
 
 
 # -- batches

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import chat, train, write_rows
+from tests.conftest import chat, train, working_in, write_rows
 from tests.hub.conftest import account, hub, no_hub  # noqa: F401
 from your_ai.config import build
 from your_ai.publish.contents import Contents
@@ -30,9 +30,7 @@ def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunF
         "lora_rank": 4, "learning_rate": 1e-2, "supervise": False, "samples": 1,
         "exact_match": True,
     }  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(home)
-        patch.setenv("YOUR_AI_HOME", str(home / "home"))
+    with working_in(home):
         return RunFolder(train(build(settings, "test")).path.absolute())
 
 

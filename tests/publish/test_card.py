@@ -32,7 +32,6 @@ from your_ai.publish.card import (
     rewards_text,
     split,
     up_to,
-    without_module,
 )
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
@@ -361,14 +360,6 @@ def test_the_card_of_every_objective_names_its_method_and_paper(tmp_path, object
     assert ("pairs of answers" in text) == (objective in ("dpo", "ipo", "simpo", "orpo"))
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("cellar:score", "score"), ("contains:e", "contains:e"), ("length:3", "length:3")],
-)
-def test_only_names_of_functions_lose_their_module(name, text):
-    assert without_module(name) == text
-
-
 def test_the_card_of_a_folder_names_the_rewards_without_modules(tmp_path):
     rewards = ("exact_match", "patients:score=0.5", "regex:a|b=-1")
     text = exported(tmp_path, "peft", objective=GRPO, reward=rewards)
@@ -379,12 +370,7 @@ def test_the_card_of_a_folder_names_the_rewards_without_modules(tmp_path):
 
 
 NEW = card(SUBJECT)
-OWN = "Describe your data here"
 texts = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\r"))
-
-
-def test_an_unedited_card_stays_the_same():
-    assert merged(NEW, NEW) == (NEW, "")
 
 
 @given(texts)
@@ -392,12 +378,6 @@ def test_the_section_of_the_user_is_kept(text):
     begin, end = NEW.index(BEGIN) + len(BEGIN), NEW.index(END)
     old = NEW[:begin] + text + NEW[end:]
     assert merged(old, NEW) == (old, "")
-
-
-def test_the_section_of_the_user_is_kept_in_a_newer_card():
-    old = NEW.replace(OWN, "My data").replace("lora_rank", "old_rank")
-    kept, _ = merged(old, NEW)
-    assert kept == NEW.replace(OWN, "My data")
 
 
 def test_line_ends_of_a_web_page_do_not_count_as_an_edit():

@@ -116,14 +116,6 @@ def test_an_edit_outside_of_the_section_gives_a_note(hub, account, page):
     assert "were replaced" in push(page, REPO, AGAIN).notes[0]
 
 
-def test_a_card_that_was_not_made_here_stays_unchanged(hub, account, page):
-    hub.repos[REPO] = Repo({CARD: b"# Mine alone\r\n"})
-    done = push(page, REPO, AGAIN)
-    assert hub.repos[REPO].files[CARD] == b"# Mine alone\r\n"
-    assert WEIGHTS in hub.repos[REPO].files
-    assert "and stays" in done.notes[0]
-
-
 def test_a_warning_of_the_hub_about_the_card_becomes_a_note(hub, account, contents):
     contents.files[CARD] = b"# No metadata"
     assert "empty or missing yaml metadata" in push(contents, REPO, AGAIN).notes[0]
@@ -291,13 +283,6 @@ def test_an_account_without_write_access_is_refused_before_training(
 def test_a_fine_grained_token_is_accepted(hub, account):
     hub.accounts["right"] = Account("someone", role="fineGrained")
     assert check_account("a-team/mine") == ""
-
-
-@pytest.mark.parametrize("token", ["wrong", ""])
-def test_a_missing_or_wrong_token_is_refused_before_training(hub, account, monkeypatch, token):
-    monkeypatch.setenv("HF_TOKEN", token)
-    with pytest.raises(UserError, match="hf auth login"):
-        check_account(REPO)
 
 
 @pytest.mark.parametrize("fault", [Fault(statuses=[503]), Fault(hangs_at=0)])

@@ -9,14 +9,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tests.hub.server import Server
+
 Answer = Callable[["Answerer"], None]
-
-
-class Server(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, *arguments: object) -> None:
-        """Ignore clients that disconnected."""
 
 
 class Answerer(http.server.BaseHTTPRequestHandler):

@@ -82,11 +82,6 @@ def test_a_quota_that_is_used_up_does_not_pass(client, server):
     assert not error.is_transient
 
 
-def test_retry_after_is_read(client, server):
-    fault = faults.status(429, retry_after="7.5")
-    assert failed(client, server, fault).retry_after_s == 7.5
-
-
 @pytest.mark.parametrize("name", ["temperature", "response_format"])
 def test_a_parameter_that_the_server_refuses_is_left_out_from_then_on(client, server, name):
     server.odd = [faults.status(400, f"Unsupported value: '{name}'"), *[faults.says("x")] * 2]
@@ -113,18 +108,10 @@ def test_garbage_and_cuts_may_pass(client, server, fault, message):
     assert str(error).startswith(message)
 
 
-def test_a_reply_that_does_not_come_is_given_up(server):
+@pytest.mark.parametrize("fault", [faults.hang, faults.drip(200), faults.drip(500)])
+def test_a_reply_that_does_not_come_or_never_ends_is_given_up(server, fault):
     client = ChatClient("fake", server.url, timeout_s=0.15)
-    error = failed(client, server, faults.hang)
-    assert (str(error), error.is_transient) == ("no reply within 0.15 s, --judge-timeout-s", True)
-    server.go_on.set()
-    client.close()
-
-
-@pytest.mark.parametrize("code", [200, 500])
-def test_a_reply_that_never_ends_is_given_up(server, code):
-    client = ChatClient("fake", server.url, timeout_s=0.15)
-    error = failed(client, server, faults.drip(code))
+    error = failed(client, server, fault)
     assert (str(error), error.is_transient) == ("no reply within 0.15 s, --judge-timeout-s", True)
     server.go_on.set()
     client.close()

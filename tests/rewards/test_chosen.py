@@ -126,12 +126,6 @@ def test_prompts_that_no_reward_applies_to_do_not_end_a_run():
         assert found.totals == [None] * 4
 
 
-def test_a_reward_that_training_cannot_compute_with_is_refused():
-    rewards = make("m:f", f=returns(1e16, 1.0))
-    with pytest.raises(UserError, match="weighted sum of the rewards is too large"):
-        rewarded(rewards, group("a", "b"))
-
-
 def test_the_third_call_in_a_row_that_raises_ends_the_run():
     faults_of = iter([fails, fails, returns(1), fails, fails, fails])
     rewards = make("m:f", f=lambda **given: next(faults_of)(**given))
@@ -158,9 +152,10 @@ def test_a_wrong_result_of_a_function_is_an_error_at_once():
         rewarded(make("m:f", f=returns(1, 2)), group("a"))
 
 
-def test_a_sum_that_is_too_large_is_an_error():
-    rewards = make("m:f=10", "exact_match", f=returns(1e308))
-    with pytest.raises(UserError, match=r"^t.jsonl:1: step 7: the weighted sum .*m:f 1e.308"):
+@pytest.mark.parametrize("reward", [1e16, 1e308])
+def test_a_sum_that_is_too_large_is_an_error(reward):
+    rewards = make("m:f=10", "exact_match", f=returns(reward))
+    with pytest.raises(UserError, match=r"^t.jsonl:1: step 7: the weighted sum .*m:f 1e.(16|308)"):
         rewarded(rewards, group("a"))
 
 

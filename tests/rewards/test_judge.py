@@ -10,15 +10,7 @@ import pytest
 from tests.rewards import server as faults
 from tests.rewards.rollouts import rollout
 from your_ai.errors import UserError
-from your_ai.rewards.judge import (
-    ATTEMPTS,
-    PATIENCE_S,
-    Clock,
-    Graded,
-    Judge,
-    JudgeSettings,
-    delay_s,
-)
+from your_ai.rewards.judge import ATTEMPTS, PATIENCE_S, Clock, Graded, Judge, JudgeSettings, delay_s
 
 RUBRIC = """
 criteria: [{name: a}, {name: b, scale: [0, 5]}]

@@ -5,12 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from your_ai.errors import UserError
-from your_ai.rewards.names import (
-    FUNCTION,
-    WeightedName,
-    needs_expected,
-    parse_rewards,
-)
+from your_ai.rewards.names import FUNCTION, WeightedName, needs_expected, parse_rewards
 
 WITHOUT_MARKS = st.text(st.characters(blacklist_characters="\\()[]{}")).map(str.strip)
 

@@ -66,10 +66,7 @@ def mac(monkeypatch: pytest.MonkeyPatch) -> None:
             " -InternalBattery-0 (id=1)\t40%; charging; 1:00 remaining present: true\n",
             ("UPS", 40),
         ),
-        (
-            "Now drawing from 'UPS Power'\n -Back-UPS ES 700 (id=1)\t87%; discharging\n",
-            ("UPS", 87),
-        ),
+        ("Now drawing from 'UPS Power'\n -Back-UPS ES 700 (id=1)\t87%; discharging\n", ("UPS", 87)),
         ("Now drawing from 'Battery Power'\n -InternalBattery-0\t163%; x\n", ("battery", None)),
         ("Now drawing from 'Solar Power'\n", (None, None)),
         (" -InternalBattery-0 (id=1)\t63%; discharging\n", (None, None)),
@@ -87,17 +84,11 @@ KEY = "com.apple.system.thermalpressurelevel"
 @pytest.mark.parametrize(
     ("output", "expected"),
     [
-        (f"{KEY} 0\n", "nominal"),
-        (f"{KEY} 1\n", "fair"),
-        (f"{KEY} 2\n", "serious"),
-        (f"{KEY} 3\n", "critical"),
-        (f"{KEY} 4\n", "critical"),
-        (f"{KEY} 5\n", None),
-        (f"{KEY} 18446744073709551615\n", None),
-        (f"{KEY}: Failed with code 9\n", None),
-        ("", None),
+        (f"{KEY} 0\n", "nominal"), (f"{KEY} 1\n", "fair"), (f"{KEY} 2\n", "serious"),
+        (f"{KEY} 3\n", "critical"), (f"{KEY} 4\n", "critical"), (f"{KEY} 5\n", None),
+        (f"{KEY} 18446744073709551615\n", None), (f"{KEY}: Failed with code 9\n", None), ("", None),
     ],
-)
+)  # fmt: skip
 def test_thermal_pressure_level(output, expected):
     assert thermal_in(output) == expected
 

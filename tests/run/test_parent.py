@@ -49,35 +49,28 @@ def orphaned(kind: str) -> tuple[int, list[str]]:
     return child.returncode, output.splitlines()
 
 
-def test_an_orphan_gets_sigterm():
-    assert orphaned("saving") == (7, ["saved"])
+@pytest.mark.parametrize(
+    ("kind", "status", "said"),
+    [
+        ("saving", 7, ["saved"]),
+        ("plain", -signal.SIGTERM, []),
+        ("deaf", 128 + signal.SIGTERM, ["heard"]),  # after the grace time
+    ],
+)
+def test_an_orphan_gets_sigterm_and_ends(kind, status, said):
+    assert orphaned(kind) == (status, said)
 
 
-def test_an_orphan_without_a_handler_ends():
-    assert orphaned("plain") == (-signal.SIGTERM, [])
-
-
-def test_an_orphan_that_ignores_sigterm_exits_after_the_grace_time():
-    assert orphaned("deaf") == (128 + signal.SIGTERM, ["heard"])
-
-
-def test_a_custom_callback_is_called_when_the_parent_dies():
+@pytest.mark.parametrize("released", [False, True])
+def test_a_custom_callback_is_called_when_the_parent_of_a_child_not_released_ends(released):
     reader, writer = os.pipe()
     gone = threading.Event()
     watch_parent(reader, gone.set)
     assert not gone.wait(0.05)
+    if released:
+        os.write(writer, RELEASE)
     os.close(writer)
-    assert gone.wait(PATIENCE_S)
-    os.close(reader)
-
-
-def test_a_released_child_continues_when_the_parent_ends():
-    reader, writer = os.pipe()
-    gone = threading.Event()
-    watch_parent(reader, gone.set)
-    os.write(writer, RELEASE)
-    os.close(writer)
-    assert not gone.wait(0.2)
+    assert gone.wait(0.2 if released else PATIENCE_S) != released
     os.close(reader)
 
 

@@ -9,7 +9,6 @@ import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,21 +49,12 @@ def records(draw, names: list[str], scored: bool) -> RolloutRecord:
     scores = st.lists(NUMBERS, min_size=len(tokens), max_size=len(tokens))
     scores = scores if scored else st.none()
     return RolloutRecord(
-        row=draw(st.integers(0, 2**40)),
-        sample=draw(st.integers(0, 63)),
-        where=draw(TEXTS),
-        question=draw(TEXTS),
-        expected=draw(st.none() | TEXTS),
-        completion=draw(TEXTS),
-        tokens=tokens,
-        stopped=draw(st.booleans()),
-        rewards={name: draw(REWARDS) for name in names},
-        reward=draw(REWARDS),
-        advantage=draw(NUMBERS),
-        reply=draw(st.none() | TEXTS),
-        old=draw(scores),
-        reference=draw(scores),
-    )
+        row=draw(st.integers(0, 2**40)), sample=draw(st.integers(0, 63)), where=draw(TEXTS),
+        question=draw(TEXTS), expected=draw(st.none() | TEXTS), completion=draw(TEXTS),
+        tokens=tokens, stopped=draw(st.booleans()), rewards={name: draw(REWARDS) for name in names},
+        reward=draw(REWARDS), advantage=draw(NUMBERS), reply=draw(st.none() | TEXTS),
+        old=draw(scores), reference=draw(scores),
+    )  # fmt: skip
 
 
 def write(path: Path, *contents: object) -> Path:
@@ -88,20 +78,6 @@ def test_what_is_written_is_read_back(tmp_path_factory, found):
     path = rollout_file(tmp_path_factory.getbasetemp(), 1)
     write_rollouts(path, found)
     assert read_rollouts(path) == found
-
-
-def test_any_character_may_be_in_a_text(path):
-    found = [replace(RECORD, completion=ODD, question=ODD, expected=ODD, reply=ODD)] * 2
-    write_rollouts(path, found)
-    assert read_rollouts(path) == found
-
-
-def test_log_probabilities_are_read_back_to_the_last_bit(path):
-    scores = -np.random.default_rng(0).exponential(3, 1000).astype(np.float32)
-    tokens = list(range(1000))
-    write_rollouts(path, [replace(RECORD, tokens=tokens, old=scores.tolist())])
-    (found,) = read_rollouts(path)
-    np.testing.assert_array_equal(np.array(found.old, np.float32), scores)
 
 
 def test_equal_rollouts_are_equal_bytes(tmp_path):
@@ -170,43 +146,18 @@ def test_a_changed_byte_is_refused_or_changes_nothing(path):
 @pytest.mark.parametrize(
     "change",
     [
-        {"row": "3"},
-        {"row": -1},
-        {"row": 1.5},
-        {"row": True},
-        {"sample": None},
-        {"sample": -1},
-        {"where": 1},
-        {"question": None},
-        {"expected": 4},
-        {"completion": ["Because."]},
-        {"tokens": []},
-        {"tokens": "abc"},
-        {"tokens": [1.0]},
-        {"tokens": [True]},
-        {"tokens": [-1]},
-        {"tokens": [2**31]},
-        {"stopped": "yes"},
-        {"rewards": None},
-        {"rewards": []},
-        {"rewards": [["exact_match", 1]]},
-        {"rewards": {"exact_match": "1"}},
-        {"rewards": {"exact_match": float("nan")}},
-        {"reward": "1"},
-        {"reward": True},
-        {"reward": float("inf")},
-        {"advantage": None},
-        {"advantage": float("nan")},
-        {"reply": 1},
-        {"old": 1},
-        {"old": "abc"},
-        {"old": [1.0]},
-        {"old": [1.0, None, 1.0]},
-        {"reference": {"a": 1, "b": 2, "c": 3}},
-        {"reference": [0.0, 0.0, True]},
+        {"row": "3"}, {"row": -1}, {"row": 1.5}, {"row": True}, {"sample": None}, {"sample": -1},
+        {"where": 1}, {"question": None}, {"expected": 4}, {"completion": ["Because."]},
+        {"tokens": []}, {"tokens": "abc"}, {"tokens": [1.0]}, {"tokens": [True]}, {"tokens": [-1]},
+        {"tokens": [2**31]}, {"stopped": "yes"}, {"rewards": None}, {"rewards": []},
+        {"rewards": [["exact_match", 1]]}, {"rewards": {"exact_match": "1"}},
+        {"rewards": {"exact_match": float("nan")}}, {"reward": "1"}, {"reward": True},
+        {"reward": float("inf")}, {"advantage": None}, {"advantage": float("nan")}, {"reply": 1},
+        {"old": 1}, {"old": "abc"}, {"old": [1.0]}, {"old": [1.0, None, 1.0]},
+        {"reference": {"a": 1, "b": 2, "c": 3}}, {"reference": [0.0, 0.0, True]},
     ],
     ids=repr,
-)
+)  # fmt: skip
 def test_fields_of_wrong_types_are_refused(tmp_path, change):
     assert read_rollouts(write(tmp_path / "r.gz", asdict(RECORD) | change)) is None
 

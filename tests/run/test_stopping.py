@@ -6,10 +6,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
+from tests.conftest import wait_until
 from your_ai.run import stopping
 from your_ai.run.stopping import SIGNALS, Interrupted, Stop, stop_signals
 
@@ -24,13 +24,6 @@ def send(number: int) -> None:
 def send_and_wait(number: int) -> None:
     send(number)
     time.sleep(PATIENCE_S)  # cut short by the signal's handler
-
-
-def wait_until(done: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not done():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.001)
 
 
 def handlers() -> list[object]:

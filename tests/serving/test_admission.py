@@ -30,32 +30,16 @@ def test_valid_requests_pass():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("prompt", ["a"]),
-        ("temperature", float("nan")),
-        ("top_p", float("inf")),
-        ("max_tokens", 10**30),
-        ("repetition_penalty", -(10**30)),
-        ("stop", 3),
-        ("stop", [3]),
-        ("stop", {"a": "b"}),
-        ("logit_bias", [1]),
-        ("logit_bias", {"10": 1}),
-        ("logit_bias", {"-1": 1}),
-        ("logit_bias", {"1": "x"}),
-        ("logit_bias", {"1": float("nan")}),
-        ("logit_bias", {"1": None}),
-        ("presence_context_size", 10**30),
-        ("chat_template_kwargs", {"return_tensors": "np"}),
-        ("top_k", 10),
-        ("xtc_threshold", 0.51),
-        ("n", 2),
-        ("seed", -1),
-        ("seed", 1 << 64),
-        ("chat_template_kwargs", 3),
-        ("chat_template_kwargs", {"chat_template": ""}),
-        ("stream_options", 3),
+        ("prompt", ["a"]), ("temperature", float("nan")), ("top_p", float("inf")),
+        ("max_tokens", 10**30), ("repetition_penalty", -(10**30)), ("stop", 3), ("stop", [3]),
+        ("stop", {"a": "b"}), ("logit_bias", [1]), ("logit_bias", {"10": 1}),
+        ("logit_bias", {"-1": 1}), ("logit_bias", {"1": "x"}), ("logit_bias", {"1": float("nan")}),
+        ("logit_bias", {"1": None}), ("presence_context_size", 10**30),
+        ("chat_template_kwargs", {"return_tensors": "np"}), ("top_k", 10), ("xtc_threshold", 0.51),
+        ("n", 2), ("seed", -1), ("seed", 1 << 64), ("chat_template_kwargs", 3),
+        ("chat_template_kwargs", {"chat_template": ""}), ("stream_options", 3),
     ],
-)
+)  # fmt: skip
 def test_field_that_would_end_the_server_is_named(name, value):
     with pytest.raises(ValueError, match=f"^{name} "):
         check(GOOD | {name: value}, 10)
@@ -135,19 +119,12 @@ def test_null_fields_count_as_missing():
 @pytest.mark.parametrize(
     "data",
     [
-        b"",
-        b"[]",
-        b"\xff",
-        b"{",
-        b'{"a": 1, "a": 1}',
-        b'{"a": NaN}',
-        b'{"a": ' + b"9" * 5000 + b"}",
-        b'{"a": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
-        b'{"a": [' + b"[]," * VALUES + b"1]}",
-        b'{"a": ["' + b'","' * 4 * VALUES + b'"]}',
+        b"", b"[]", b"\xff", b"{", b'{"a": 1, "a": 1}', b'{"a": NaN}',
+        b'{"a": ' + b"9" * 5000 + b"}", b'{"a": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+        b'{"a": [' + b"[]," * VALUES + b"1]}", b'{"a": ["' + b'","' * 4 * VALUES + b'"]}',
     ],
     ids=lambda data: data[:20],
-)
+)  # fmt: skip
 def test_invalid_bodies_are_refused(data):
     with pytest.raises(ValueError, match=r"."):
         parse(data)

@@ -5,11 +5,9 @@ import contextlib
 import http.client
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import h11
 import pytest
@@ -20,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tests.conftest import wait_until
 from your_ai.serving import web
 from your_ai.serving.web import Gate, Origins, RequestRefused, WebServer
 
@@ -41,20 +40,12 @@ def test_allowed_origins(origin):
         *("http://chat.example:8080", "http://localhost.evil.example", "https://localhost.evil"),
         *("http://127.0.0.1.evil.example", "http://127.0.0.1@evil.example", "localhost", "", "*"),
         *("http://localhost:80@evil.example", "http://evil.example#http://localhost", None, "null"),
-        *(
-            "http://localhost@evil.example",
-            "http://user@localhost",
-            "http://localhost\\@evil.example",
-        ),
+        *("http://localhost@evil.example", "http://user@localhost"),
+        *("http://localhost\\@evil.example", "ftp://localhost"),
         *("http://evil.example\\@localhost", "http://[::1", "http://[::1].evil.example", "file://"),
         *("http://[::1]evil.example", "http://[::ffff:127.0.0.1]", "http://[::1%25lo]"),
         *("http://localhost.", "http://localhost/", "http://localhost:", "http://localhost:x"),
-        *(
-            "http://localhost:99999",
-            "http://localhost\n",
-            "http://\uff4cocalhost",
-            "ftp://localhost",
-        ),
+        *("http://localhost:99999", "http://localhost\n", "http://\uff4cocalhost"),
         *("http://127.1", "http://0x7f.0.0.1", "http://0177.0.0.1", "http://2130706433"),
         *("http://0x7f000001", "http://017700000001"),
     ],
@@ -124,13 +115,6 @@ def test_any_bytes_give_a_head_that_h11_reads_alike_or_are_refused(data):
 
 
 # A server
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 async def size(request: Request) -> Response:
@@ -224,8 +208,8 @@ def test_a_client_that_does_not_read_loses_its_connection(server, monkeypatch):
     monkeypatch.setattr(web, "ANSWER_S", 0.2)
     with connect(server) as connection:
         connection.sendall(b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        wait_for(lambda: len(server.server.server_state.tasks) == 1)
-        wait_for(lambda: len(server.server.server_state.tasks) == 0)
+        wait_until(lambda: len(server.server.server_state.tasks) == 1)
+        wait_until(lambda: len(server.server.server_state.tasks) == 0)
 
 
 def test_a_client_that_leaves_at_once_is_no_error(server, caplog):
@@ -233,7 +217,7 @@ def test_a_client_that_leaves_at_once_is_no_error(server, caplog):
         with connect(server) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.sendall(post(3) + b"abc")
-    wait_for(lambda: not server.server.server_state.tasks)
+    wait_until(lambda: not server.server.server_state.tasks)
     assert answer(server, post(3) + b"abc") == (200, "3")
     assert caplog.text == ""
 
@@ -242,21 +226,21 @@ def test_large_bodies_share_one_allowance(server, monkeypatch):
     monkeypatch.setattr(web, "BODIES_BYTES", 10)
     with connect(server) as first:
         first.sendall(post(6))
-        wait_for(lambda: len(server.server.server_state.connections) == 1)
+        wait_until(lambda: len(server.server.server_state.connections) == 1)
         time.sleep(0.1)
         assert answer(server, post(6))[0] == 503
         assert answer(server, post(4) + b"abcd") == (200, "4")
-    wait_for(lambda: not server.server.server_state.connections)
+    wait_until(lambda: not server.server.server_state.connections)
     assert answer(server, post(10) + b"a" * 10) == (200, "10")
 
 
 def test_too_many_connections_are_refused(server):
     held = [connect(server) for _ in range(web.CONNECTIONS)]
-    wait_for(lambda: len(server.server.server_state.connections) == web.CONNECTIONS)
+    wait_until(lambda: len(server.server.server_state.connections) == web.CONNECTIONS)
     assert answer(server, post(3) + b"abc")[0] == 503
     for connection in held:
         connection.close()
-    wait_for(lambda: not server.server.server_state.connections)
+    wait_until(lambda: not server.server.server_state.connections)
     assert answer(server, post(3) + b"abc") == (200, "3")
 
 
@@ -267,7 +251,7 @@ def test_stop_ends_all_connections_and_the_thread(monkeypatch):
     server = WebServer(web.listen("127.0.0.1", 0), [Route("/endless", endless)], gate)
     idle, stuck = connect(server), connect(server)
     stuck.sendall(b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    wait_for(lambda: len(server.server.server_state.tasks) == 1)
+    wait_until(lambda: len(server.server.server_state.tasks) == 1)
     server.stop()
     assert threading.active_count() == before
     assert idle.recv(1) == b""
@@ -275,12 +259,3 @@ def test_stop_ends_all_connections_and_the_thread(monkeypatch):
         connection.close()
     with pytest.raises(ConnectionRefusedError):
         connect(server)
-
-
-def test_training_loads_no_web_server():
-    code = (
-        "import sys, your_ai.training.process, your_ai.session.supervisor, your_ai.session.attach\n"
-        "sys.exit(','.join(m for m in ('starlette', 'uvicorn') if m in sys.modules) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import chat, events_of, train_once, write_rows, write_site
+from tests.conftest import chat, events_of, train_once, wait_until, write_rows, write_site
 from tests.fault.processes import ENDLESS, call, started, wait_for
 from tests.terminal import CLOSED, OPENED, on_terminal
 from your_ai.config import to_yaml
@@ -52,13 +52,6 @@ def your_ai(*arguments: str) -> subprocess.CompletedProcess:
         [sys.executable, "-m", "your_ai", *arguments],
         capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
-
-
-def wait_until(done) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not done():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)
 
 
 def test_keys_on_a_terminal_pause_save_and_detach(arguments, run):

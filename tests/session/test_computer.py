@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.conftest import events_of
+from tests.conftest import events_of, wait_until
 from your_ai.config import TrainConfig
 from your_ai.errors import RunError
 from your_ai.run import events, folder, host
@@ -24,7 +24,6 @@ from your_ai.run.stopping import Interrupted
 from your_ai.session import computer
 from your_ai.session.computer import changes_text, is_news, looked_after, notified, with_known
 
-PATIENCE_S = 20.0
 FINISHED = events.Finished(step=1200, reason="done", adapter="a", seconds=3723.0)
 
 # Like caffeinate -is -w PID: it ends after that process. It writes who it is and whom it watches.
@@ -70,13 +69,6 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     monkeypatch.setattr(host, "show_notification", lambda *texts: found.append(texts))
     return found
-
-
-def wait_until(done: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not done():
-        assert time.monotonic() < deadline, "the condition never became true"
-        time.sleep(0.01)
 
 
 def trainers() -> set[int]:

@@ -221,10 +221,7 @@ def test_sync_copies_what_the_other_ranks_read(tmp_path):
     rows = tmp_path / "rows.csv"
     rows.write_text("prompt,completion\n" + "a,b\n" * 30)
     settings = {"hosts": ("a", "b"), "sync": "all", "data": str(rows), "model": "o/m"}
-    for place, copied in (
-        ("models--o--m/snapshots/1f", "models--o--m"),
-        ("models/m", "models/m"),
-    ):
+    for place, copied in (("models--o--m/snapshots/1f", "models--o--m"), ("models/m", "models/m")):
         (tmp_path / place).mkdir(parents=True)
         found = paths_to_sync(build(settings, "test"), tmp_path / place)
         assert found == [str(rows), str(tmp_path / copied)]

@@ -37,16 +37,11 @@ from your_ai.session.supervisor import Life, after_death, with_ranks
 @pytest.mark.parametrize(
     ("statuses", "killed", "cause"),
     [
-        ([DONE, DONE], set(), 0),
-        ([DONE, 1], set(), 0),
-        ([PEER_LOST, -9], set(), 1),
-        ([PEER_LOST, PEER_LOST, OUT_OF_MEMORY], set(), 2),
-        ([PEER_LOST, -9], {1}, 0),
-        ([-9, PEER_LOST], {0}, 1),
-        ([USER, USER], set(), 0),
-        ([-9, -9], {0, 1}, 0),
+        ([DONE, DONE], set(), 0), ([DONE, 1], set(), 0), ([PEER_LOST, -9], set(), 1),
+        ([PEER_LOST, PEER_LOST, OUT_OF_MEMORY], set(), 2), ([PEER_LOST, -9], {1}, 0),
+        ([-9, PEER_LOST], {0}, 1), ([USER, USER], set(), 0), ([-9, -9], {0, 1}, 0),
     ],
-)
+)  # fmt: skip
 def test_the_rank_that_ended_by_itself_is_the_cause(statuses, killed, cause):
     assert cause_of(statuses, killed) == cause
 

@@ -12,14 +12,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import events_of
+from tests.conftest import events_of, wait_until
 from tests.dashboard import frames
 from your_ai.errors import RunError, UserError
 from your_ai.run import events, host
@@ -165,12 +165,6 @@ def log_of(run: RunFolder) -> str:
     return (run.path / "process.log").read_text()
 
 
-def test_run_that_finishes_is_done(run):
-    assert supervised(run, "start(); finish()") == DONE
-    assert levels(run) == [0]
-    assert events_of(run, events.Died) == []
-
-
 def test_default_command_is_the_training_module(run):
     """That module refuses a folder without a config."""
     with pytest.raises((UserError, RunError)):
@@ -282,12 +276,6 @@ def test_other_deaths_among_the_faults_give_up_at_the_third(run):
     with pytest.raises(Lost, match="3 deaths in a row"):
         supervised(run, *lives)
     assert levels(run) == [0, 0, 0]
-
-
-def test_death_before_the_first_checkpoint_restarts(run):
-    assert supervised(run, "die()", "finish()") == DONE
-    (died,) = events_of(run, events.Died)
-    assert died.reason == "killed by SIGKILL before its first step; restarting"
 
 
 def test_death_after_a_resume_continues_from_the_resumed_step(run):
@@ -492,13 +480,6 @@ def running(run: RunFolder, *lives: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def wait_until(done: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not done():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.005)
-
-
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_first_signal_lets_the_child_finish(run, number):
     with running(run, "SLOW = False" + TRAIN) as process:
@@ -569,11 +550,6 @@ def test_child_ends_when_the_supervisor_is_killed(run):
         process.kill()
         wait_until(gone)
     assert len(events_of(run, events.Finished)) == 1
-
-
-def test_supervisor_does_not_import_mlx():
-    code = "import sys, your_ai.session.supervisor; sys.exit('mlx' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def sample(number: int, **gauges: int) -> events.Step:

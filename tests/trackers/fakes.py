@@ -104,12 +104,7 @@ class SummaryWriter:
         note("tensorboardX", "finish")
 """
 
-SOURCES = {
-    "faketracker": COMMON,
-    "wandb": WANDB,
-    "swanlab": SWANLAB,
-    "tensorboardX": TENSORBOARDX,
-}
+SOURCES = {"faketracker": COMMON, "wandb": WANDB, "swanlab": SWANLAB, "tensorboardX": TENSORBOARDX}
 
 
 OFTEN = "from your_ai.trackers import upload\nupload.POLL_S = 0.1\n"

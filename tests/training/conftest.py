@@ -21,15 +21,9 @@ def rewarded(configure: Callable[..., TrainConfig], own_folder: Path) -> Callabl
 
     def make(**settings: Any) -> TrainConfig:
         first = {
-            "data": str(data),
-            "valid": "none",
-            "objective": "grpo",
-            "reward": ["length:3"],
-            "rollouts": 3,
-            "prompts_per_step": 2,
-            "max_new_tokens": 6,
-            "max_steps": 3,
-        }
+            "data": str(data), "valid": "none", "objective": "grpo", "reward": ["length:3"],
+            "rollouts": 3, "prompts_per_step": 2, "max_new_tokens": 6, "max_steps": 3,
+        }  # fmt: skip
         return configure(**{**first, **settings})
 
     return make

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.conftest import events_of, train
+from tests.conftest import events_of, peak_of, train
 from tests.data.test_batches import make_examples
 from your_ai.config import TrainConfig
 from your_ai.data.batches import make_schedule
@@ -303,16 +303,13 @@ def test_the_memory_of_a_reduction_is_estimated(tmp_path, plan, megabytes):
 
     ranks.collect = collect
     mx.clear_cache()
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    ranks.step_sums(Totals(), gradients, parameters, [1])
-    peak = mx.get_peak_memory() - before
+    peak = peak_of(lambda: ranks.step_sums(Totals(), gradients, parameters, [1]))
 
     hidden = size // 64
     facts = ModelFacts(
         kinds=(BlockFacts({"self_attn.q_proj": (hidden, hidden)}, 0),), order=(0,) * 4,
         hidden=hidden, vocabulary=0, heads=1, float_bytes=4, vocabulary_bytes=0, rest_bytes=0,
-        disk_bytes=0, quantized=False,
+        quantized=False,
     )  # fmt: skip
     training = Training(blocks=4, rank=64, targets=("q_proj",))
     needed = reduction_bytes(facts, training, plan)

@@ -31,8 +31,7 @@ def train_from(source, configure, **settings):
 
 
 @pytest.mark.parametrize(
-    ("plan", "use_dora"),
-    [("fused", False), ("streamed", False), ("staged", True)],
+    ("plan", "use_dora"), [("fused", False), ("streamed", False), ("staged", True)]
 )
 def test_two_steps_from_two_steps_are_four_steps(configure, plan, use_dora):
     adapted = {"use_dora": use_dora, "lora_targets": ("q_proj", "mlp.up_proj")}

@@ -21,7 +21,7 @@ from tests.conftest import (
     write_rows,
 )
 from your_ai.memory import governor, plan, probe
-from your_ai.memory.governor import KINDS, LARGE, MemoryAction, Observation, Watch
+from your_ai.memory.governor import LARGE, MemoryAction, Observation, Watch
 from your_ai.memory.probe import Highest
 from your_ai.memory.sample import MemorySample
 from your_ai.memory.workload import Workload
@@ -29,20 +29,15 @@ from your_ai.run import events, folder
 from your_ai.run.events import EventLog
 from your_ai.run.folder import RunFolder
 from your_ai.training import memory_actions, planned, prepare, steps
-from your_ai.training.memory_actions import Governor, Replan, action_event
+from your_ai.training.memory_actions import Governor, action_event
 
 pytestmark = pytest.mark.memory
 
 MB, GB = 10**6, 10**9
 SAMPLE = MemorySample(
-    active_bytes=100 * MB,
-    peak_bytes=150 * MB,
-    cache_bytes=10 * MB,
-    process_bytes=300 * MB,
-    available_bytes=8 * GB,
-    swap_bytes=0,
-    pressure=1,
-)
+    active_bytes=100 * MB, peak_bytes=150 * MB, cache_bytes=10 * MB, process_bytes=300 * MB,
+    available_bytes=8 * GB, swap_bytes=0, pressure=1,
+)  # fmt: skip
 
 
 class Sampler:
@@ -282,15 +277,6 @@ def test_action_event_reports_0_bytes_for_an_unreadable_gauge():
     assert action.read_bytes == 0
 
 
-def test_replan_contains_its_cause_and_step():
-    replan = Replan(MemoryAction(kind="restart", cause="memory grows"), 3, Watch())
-    assert (str(replan), replan.action.kind, replan.step) == ("memory grows", "restart", 3)
-
-
-def test_cheap_actions_are_exactly_the_handled_ones():
-    assert set(KINDS) - set(LARGE) == {"clear_cache", "drop_compiled", "reload_lora"}
-
-
 # -- gauges that fail or show wrong values
 
 
@@ -393,14 +379,6 @@ def test_failing_gauges_give_one_notice_and_do_not_end_the_run(
     assert losses_of(run) == whole_losses
 
 
-def test_cache_is_cleared_every_step_if_no_gauge_works(quick, monkeypatch):
-    run = folder.create(quick(clear_cache_every=0))
-    resumed(monkeypatch, run, failures=[without_process, without_mlx])
-    actions = events_of(run, events.Action)
-    assert [(a.step, a.kind) for a in actions] == [(n, "clear_cache") for n in range(1, 5)]
-    assert all(action.cause.startswith(BLIND) for action in actions)
-
-
 def test_step_events_contain_none_for_unreadable_gauges(quick, monkeypatch):
     run = folder.create(quick())
     resumed(monkeypatch, run, failures=[without_process])
@@ -443,29 +421,6 @@ def test_rising_pressure_takes_the_actions_in_order(quick, monkeypatch):
     ]
     assert [event.level for event in events_of(run, events.Planned)] == [0, 1]
     assert [event.step for event in events_of(run, events.Step)] == list(range(1, 10))
-
-
-def test_critical_pressure_takes_the_cheap_actions_together(quick, monkeypatch):
-    run = folder.create(quick())
-    resumed(monkeypatch, run, 1, 4, 4)
-    assert [(action.step, action.kind) for action in actions_of(run)] == [
-        (2, "clear_cache"),
-        (2, "reload_lora"),
-        (3, "smaller_plan"),
-    ]
-
-
-def test_pressure_does_not_change_the_losses(quick, monkeypatch):
-    whole = train(quick(run="whole", max_steps=7))
-    run = folder.create(quick(max_steps=7))
-    resumed(monkeypatch, run, 2, 2, 4, 4, 4, 4)
-    assert losses_of(run) == pytest.approx(losses_of(whole), rel=1e-5)
-
-
-def test_unknown_pressure_causes_no_action(quick, monkeypatch):
-    run = folder.create(quick())
-    resumed(monkeypatch, run, *[None] * 4)
-    assert actions_of(run) == []
 
 
 def test_notices_are_not_repeated_under_the_next_plan(quick, monkeypatch):

@@ -22,6 +22,7 @@ from tests.conftest import (
     train_once,
     write_rows,
 )
+from tests.training import test_preferences as preferences
 from your_ai.errors import UserError
 from your_ai.evaluation.reward_model import load_reward_model
 from your_ai.nets.saved_adapter import open_trained
@@ -32,15 +33,7 @@ from your_ai.training import prepare as preparing
 from your_ai.training import reward_models
 from your_ai.training.memory_actions import Governor
 
-PAIRS = [
-    {
-        "prompt": f"Question {i} " * (1 + i % 3),
-        "chosen": f"Yes {i}",
-        "rejected": "No " * (1 + i % 4),
-        "margin": 0.1 * (i % 2),
-    }
-    for i in range(12)
-]
+PAIRS = [{**pair, "margin": 0.1 * (i % 2)} for i, pair in enumerate(preferences.PAIRS)]
 SCORED = [
     {"prompt": f"Question {i // 2}", "completion": ("Yes", "No")[i % 2], "score": 3.0 * (i % 2)}
     for i in range(12)

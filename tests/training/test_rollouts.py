@@ -308,22 +308,6 @@ def test_bad_input_is_one_line(capsys, tiny_model, own_folder, settings, wanted)
     assert wanted.lower() in error.lower()
 
 
-def test_rows_without_prompts_are_refused_with_their_place(capsys, tiny_model, own_folder):
-    write_rows(own_folder / "prompts.jsonl", [{"prompt": "a"}, {"text": "b"}])
-    error = refused(
-        capsys, "--model", tiny_model, "--data", "prompts.jsonl", "--valid", "none",
-        "--objective", "grpo", "--reward", "length:3",
-    )  # fmt: skip
-    assert "prompts.jsonl:2" in error
-    assert "has no prompt" in error
-
-
-def test_a_function_that_raises_stops_the_run_after_three_calls(rewarded, own_folder):
-    (own_folder / "raising.py").write_text("def f(**_):\n    raise ValueError('no')\n")
-    with pytest.raises(UserError, match=r"raising:f: step \d+: .*prompts.jsonl.*ValueError: no"):
-        train(rewarded(reward=["raising:f"]))
-
-
 def test_the_plan_shows_the_peak_of_each_phase(capsys, tiny_model, own_folder):
     write_rows(own_folder / "prompts.jsonl", [{"prompt": "a"}])
     assert (

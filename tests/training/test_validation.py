@@ -32,7 +32,7 @@ from your_ai.run.folder import RunFolder
 from your_ai.run.stopping import Stop
 from your_ai.training import validation
 from your_ai.training.process import train_until_done
-from your_ai.training.validation import after_validation, is_enough
+from your_ai.training.validation import after_validation
 
 # Of the validations, in order; step 4 is the best. Repeated steps take theirs again.
 LOSSES = {2: 3.0, 4: 1.0, 6: 2.0, 8: math.nan, 10: 1.0}
@@ -289,9 +289,3 @@ def test_only_a_lower_finite_loss_is_better(loss):
     assert first.best_step == (7 if math.isfinite(loss) else None)
     better = after_validation(state, 1.999)
     assert better == TrainState(step=7, best_loss=1.999, best_step=7)
-
-
-def test_patience_of_0_is_never_enough():
-    assert not is_enough(TrainConfig(), TrainState(without_better=100))
-    assert is_enough(TrainConfig(patience=3), TrainState(without_better=3))
-    assert not is_enough(TrainConfig(patience=4), TrainState(without_better=3))

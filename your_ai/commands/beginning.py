@@ -15,7 +15,7 @@ import typer
 from your_ai.commands.options import columns_of, joined, rows_read, text_of
 from your_ai.config import AUTO, DEMO, DEMO_DATA, GRPO, SFT, SOFT, TrainConfig, build, coerce, flag
 from your_ai.data.column_hints import MEANINGS, UnknownColumns, likely_columns, names_pair, roles_of
-from your_ai.errors import UserError
+from your_ai.errors import UserError, named_errors
 from your_ai.gates.console import ask, echo, echo_error
 from your_ai.gates.text import counted, nearest, shortened, shown
 
@@ -203,10 +203,8 @@ def check_place(path: Path, force: bool) -> None:
 def write(path: Path, text: str) -> None:
     from your_ai.files import replace_text
 
-    try:
+    with named_errors(path, "written"):
         replace_text(path, text)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def answered(

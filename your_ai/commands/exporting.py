@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from your_ai.commands.options import (
-    echo_note,
-    opened,
-    run_or_newest,
-    show_bytes,
-    with_options,
-)
+from your_ai.commands.options import echo_note, opened, run_or_newest, show_bytes, with_options
 from your_ai.config import flag
 from your_ai.config.requests import ExportRequest, PushRequest
 from your_ai.errors import UserError
@@ -90,13 +84,14 @@ def write(trained: Trained, target: Path, request: ExportRequest) -> list[str]:
         from your_ai.export import gguf_quantize
 
         kind = dtype or DEFAULT_KIND
-        way = chosen_way(kind, request)
+        way = chosen_way(trained, kind, request)
         steps = gguf_quantize.write_model(trained, target, kind, way, max_memory)
         show_bytes("exporting", steps, open_console())
     else:
-        from your_ai.export import gguf
+        from your_ai.export import gguf_convert
 
-        gguf.write_adapter(trained, target)
+        script = chosen_script(trained, request, gguf_convert.OF_ADAPTERS)
+        show_bytes("exporting", gguf_convert.write_adapter(trained, target, script), open_console())
     return [str(target)]
 
 
@@ -104,7 +99,13 @@ def write_for_ollama(trained: Trained, target: Path, request: ExportRequest) -> 
     from your_ai.export import ollama
 
     export = ollama.decide(
-        trained, request.kind, DEFAULT_KIND, request.llama_quantize, request.adapter_for
+        trained,
+        request.kind,
+        DEFAULT_KIND,
+        request.llama_quantize,
+        request.adapter_for,
+        request.converter,
+        request.llama_cpp,
     )
     for note in export.notes:
         echo_note(note)
@@ -128,28 +129,33 @@ def write_for_lm_studio(trained: Trained, target: Path, request: ExportRequest) 
         show_resumable(steps, lambda: fused_weights.work_of(target).interrupted_message)
         return
     name = gguf_folder.model_file(trained.folder.name, kind)
-    way = chosen_way(kind, request)
+    way = chosen_way(trained, kind, request)
     steps = gguf_folder.write_model(
         trained, target, name, kind, way, request.max_memory, request.force
     )
     show_bytes("exporting", steps, open_console())
 
 
-def chosen_way(kind: str, request: ExportRequest) -> Way:
+def chosen_way(trained: Trained, kind: str, request: ExportRequest) -> Way:
     """Choose how the GGUF file is made; a line on stderr says it where there is a choice."""
-    from your_ai.export import gguf, gguf_quantize
+    from your_ai.export import gguf, gguf_convert, gguf_quantize
 
     gguf.require_library()
-    way = gguf_quantize.way_of(kind, request.llama_quantize)
+    script = chosen_script(trained, request, gguf_convert.OF_MODELS)
+    way = gguf_quantize.way_of(kind, request.llama_quantize, script)
     tell_way(kind, way)
     return way
 
 
-def tell_way(kind: str, way: Way) -> None:
-    from your_ai.export.gguf_quantize import TOOL_KINDS
+def chosen_script(trained: Trained, request: ExportRequest, name: str) -> Path | None:
+    from your_ai.export import gguf_convert
 
-    if kind in TOOL_KINDS:
-        echo_error(f"{kind}: {way.text}")
+    return gguf_convert.script_for(trained.base, request.converter, request.llama_cpp, name)
+
+
+def tell_way(kind: str, way: Way) -> None:
+    for text in way.texts(kind):
+        echo_error(text)
 
 
 def show_resumable(steps: Iterator[WriteProgress], interrupted: Callable[[], str]) -> None:
@@ -167,8 +173,7 @@ def import_adapter(
         typer.Argument(help="The folder or file of a PEFT or mlx-lm adapter.", metavar="FOLDER"),
     ],
     model: Annotated[
-        str | None,
-        typer.Option(help="Base model; default: the one named in the adapter."),
+        str | None, typer.Option(help="Base model; default: the one named in the adapter.")
     ] = None,
     run: Annotated[
         str | None, typer.Option(help="Name of the run; default: made of model and time.")

@@ -125,16 +125,14 @@ def merge(
         ),
     ] = "linear",
     density: Annotated[
-        float | None,
-        typer.Option(help="The share of each adapter that ties keeps. [default: 0.5]"),
+        float | None, typer.Option(help="The share of each adapter that ties keeps. [default: 0.5]")
     ] = None,
     rank: Annotated[
         int | None,
         typer.Option(help="Rank of the result, which may lose a part; default: the sum of ranks."),
     ] = None,
     model: Annotated[
-        str | None,
-        typer.Option(help="Base model; default: the one that the first adapter names."),
+        str | None, typer.Option(help="Base model; default: the one that the first adapter names.")
     ] = None,
 ) -> None:
     """Merge LoRA adapters of one base model into a new run."""

@@ -18,7 +18,7 @@ from your_ai.commands.options import (
     run_or_newest,
     with_options,
 )
-from your_ai.config.requests import COLUMNS, ChatRequest, GenerateRequest, RunLike
+from your_ai.config.requests import COLUMNS, ChatRequest, GenerateRequest
 from your_ai.errors import UserError
 from your_ai.gates.console import echo, echo_json
 from your_ai.gates.paths import unreadable_text
@@ -69,7 +69,9 @@ def generate(
 
     sampling = generation.sampling_of(request)
     samples.check_num_samples(num_samples, sampling)
-    name = which_run(request.run, named)
+    if request.run is not None and named is not None and request.run != named:
+        raise UserError(f"--run {named}: RUN says {request.run}; give one of them")
+    name = run_or_newest(request.run if request.run is not None else named)
     config = folders.find(name).read_config()
     form, note = generation.form_of_prompts(config, request.system)
     given = gather(prompt, prompts, columns_of(columns), config)
@@ -94,12 +96,6 @@ def generate(
             show_all(answerer, asked, fitted, num_samples, as_json)
     except BrokenPipeError:  # the reader has seen enough
         raise typer.Exit(0) from None
-
-
-def which_run(run: RunLike, named: str | None) -> str:
-    if run is not None and named is not None and run != named:
-        raise UserError(f"--run {named}: RUN says {run}; give one of them")
-    return run_or_newest(run if run is not None else named)
 
 
 def gather(
@@ -214,4 +210,5 @@ def chat(request: ChatRequest) -> None:
         echo_note(each)
     conversation = chatting.Conversation(form.system, tools=form.tools)
     talker.check(conversation)
-    talking.talk(talker, conversation, talking.banner(trained))
+    greeting = f"{trained.folder.name}, step {trained.adapter.step}; {talking.HINT}"
+    talking.talk(talker, conversation, greeting)

@@ -91,10 +91,7 @@ def bar(console: Console) -> Iterator[Show]:
             if at.note:
                 console.print(at.note, markup=False, highlight=False)
             bars.update(
-                task,
-                description=doing(at),
-                completed=at.done_bytes,
-                total=at.total_bytes or None,
+                task, description=doing(at), completed=at.done_bytes, total=at.total_bytes or None
             )
 
         yield shown
@@ -169,7 +166,6 @@ def fetch_dataset(name: str, console: Console) -> Path:
 def fetch_datasets(data: str, console: Console, yes: bool) -> None:
     """Download the datasets in --data that are missing, after asking the user."""
     from your_ai.data import hub_datasets, sources
-    from your_ai.gates.text import size_text
 
     for name in sources.names_in(data):
         if not name.startswith(hub_datasets.PREFIX):
@@ -206,6 +202,14 @@ def find_or_fetch(name: str, console: Console, yes: bool) -> Path:
 @app.callback(invoke_without_command=True)
 def models(
     context: typer.Context,
+    online: Annotated[
+        bool,
+        typer.Option(
+            "--online",
+            help="Ask the hub instead for the quantized models of mlx-community, and say which "
+            "are new since the last time.",
+        ),
+    ] = False,
     as_json: JsonList = False,
 ) -> None:
     """List local and known models, and whether this machine can train them."""
@@ -213,9 +217,20 @@ def models(
         return
     from your_ai.doctor import model_list
 
+    if online:
+        from your_ai.hub.online import online_models
+
+        found = online_models()
+        if as_json:
+            echo_json([dataclasses.asdict(model) for model in found])
+        else:
+            echo_error(model_list.news(found))
+            open_console().print(model_list.online_table(found))
+        return
+
     rows = model_list.model_rows()
     if as_json:
-        echo_json(model_list.models_json(rows))
+        echo_json([dataclasses.asdict(row) for row in rows])
     else:
         console = open_console()
         console.print(model_list.models_table(rows, console.width))
@@ -245,7 +260,6 @@ def rm(
     yes: Unasked = False,
 ) -> None:
     """Remove models, or the files of an interrupted download."""
-    from your_ai.gates.text import size_text
     from your_ai.hub.local import folder_to_remove, remove_model
 
     folders = [folder_to_remove(name) for name in names]  # before any of them is removed

@@ -68,10 +68,7 @@ def report(request: ReportRequest) -> None:
 
 
 @app.callback()
-def runs(
-    context: typer.Context,
-    as_json: JsonList = False,
-) -> None:
+def runs(context: typer.Context, as_json: JsonList = False) -> None:
     """List the runs in ./runs, newest first."""
     from your_ai.session import run_list
 

@@ -77,23 +77,17 @@ def mcp(
         typer.Option("--allow-code", help="Allow rewards and metrics that are Python functions."),
     ] = False,
     allow_network: Annotated[
-        bool,
-        typer.Option("--allow-network", help="Allow judges, trackers and pushing to the hub."),
+        bool, typer.Option("--allow-network", help="Allow judges, trackers and pushing to the hub.")
     ] = False,
 ) -> None:
     """Serve training to agents over stdio, with the Model Context Protocol (docs/agents.md)."""
     from your_ai.serving.mcp_gate import Permissions
 
-    check_installed()
+    try:
+        if importlib.util.find_spec("mcp.server.mcpserver") is None:
+            raise UserError(MISSING)  # another version of the SDK
+    except ModuleNotFoundError as error:
+        raise UserError(MISSING) from error
     from your_ai.serving.mcp_server import serve
 
     serve(folder, Permissions(code=allow_code, network=allow_network))
-
-
-def check_installed() -> None:
-    """Raise UserError if the SDK is missing, or has another interface."""
-    try:
-        if importlib.util.find_spec("mcp.server.mcpserver") is None:
-            raise UserError(MISSING)
-    except ModuleNotFoundError as error:
-        raise UserError(MISSING) from error

@@ -20,7 +20,6 @@ from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo, echo_error, open_console
 from your_ai.gates.text import counted, printable
 from your_ai.generation.chat import COMMANDS, ChatSession, Conversation, Responses, parse
-from your_ai.nets.saved_adapter import Trained
 
 WIDE = 72  # columns; a terminal this wide shows two answers side by side
 FRAMES_S = 0.1
@@ -67,8 +66,6 @@ class Interrupts:
 
 @dataclass(frozen=True)
 class Screen:
-    """The console on which answers are shown."""
-
     console: Console
     interactive: bool
     """Whether a user types and reads, rather than a program."""
@@ -89,10 +86,6 @@ class Screen:
     def write(self, text: str) -> None:
         echo(text, nl=False)
         sys.stdout.flush()
-
-
-def banner(trained: Trained) -> str:
-    return f"{trained.folder.name}, step {trained.adapter.step}; {HINT}"
 
 
 def talk(talker: ChatSession, conversation: Conversation, greeting: str) -> None:

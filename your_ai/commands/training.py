@@ -85,19 +85,17 @@ def train(
         if done := already_finished(folder, settings):
             echo_note(done)
             raise typer.Exit()
-        fetch_data(settings, console, yes)
-        settings = check(settings, detach)
-        find_or_fetch(settings.model, console, yes)
     else:
         settings = new_run.resolve(flags, config, on_note=echo_note)
-        fetch_data(settings, console, yes)
-        settings = check(settings, detach)
-        find_or_fetch(settings.model, console, yes)
+    fetch_data(settings, console, yes)
+    settings = check(settings, detach)
+    find_or_fetch(settings.model, console, yes)
+    new = resume is None
+    if new:
         folder = new_run.create(settings, echo_note)
         if settings.model == DEMO and settings.data in DEMO_NOTES and not as_json:
             note = DEMO_NOTE.format(note=DEMO_NOTES[settings.data])
             console.print(note, markup=False)
-    new = resume is None
     from your_ai.session import attach
 
     raise typer.Exit(
@@ -152,8 +150,7 @@ def plan(
         ),
     ] = None,
     bits: Annotated[
-        int | None,
-        typer.Option(help="Bits the shape is quantized to: 4 or 8; 0 = not quantized."),
+        int | None, typer.Option(help="Bits the shape is quantized to: 4 or 8; 0 = not quantized.")
     ] = None,
     seq_len: Annotated[
         int | None, typer.Option(help="Tokens in every row, instead of the data.")

@@ -40,8 +40,7 @@ REFUSED = {  # settings that a tune cannot have, with the reason
 def tune(
     config: FileOfSettings = None,
     trials: Annotated[
-        int | None,
-        typer.Option(help=f"Number of trials in all. [default: {TRIALS}]", metavar="N"),
+        int | None, typer.Option(help=f"Number of trials in all. [default: {TRIALS}]", metavar="N")
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the tune; default: made of model, data and time.")
@@ -64,7 +63,10 @@ def tune(
     **flags: Any,
 ) -> None:
     """Find a learning rate, rank, layers and schedule: train trials, keep the best adapter."""
-    require_optuna()
+    if importlib.util.find_spec("optuna") is None:
+        raise UserError(
+            "tune needs the package optuna; in the checkout of your_ai, run: pip install '.[tune]'"
+        )
     from your_ai.session import tuning
 
     console = open_console()
@@ -99,14 +101,6 @@ def tune(
         echo_error(f"stopped; continue with: your_ai tune --resume {folder.reference}")
         raise typer.Exit(128 + received)
     finish(folder, rows, console, as_json)
-
-
-def require_optuna() -> None:
-    """Raise UserError if optuna is not installed."""
-    if importlib.util.find_spec("optuna") is None:
-        raise UserError(
-            "tune needs the package optuna; in the checkout of your_ai, run: pip install '.[tune]'"
-        )
 
 
 def check_numbers(trials: int | None, timeout: float | None) -> None:

@@ -42,25 +42,9 @@ def check(config: TrainConfig) -> None:
         value = getattr(config, name)
         if kind in (str, tuple[str, ...]):
             check_texts(name, (value,) if kind is str else value)
-    if isinstance(config.lora_layers, int) and not 1 <= config.lora_layers <= LARGEST:
-        number = quoted(config.lora_layers)
-        raise UserError(f"--lora-layers {number}: must be at least 1, or all for every block")
-    if not config.lora_targets:
-        raise UserError("--lora-targets: is empty; try q_proj or all-linear")
-    if ALL_LINEAR in config.lora_targets and len(config.lora_targets) > 1:
-        raise UserError("--lora-targets: all-linear includes every other name; give it alone")
-    kind = OPTIMIZERS[config.optimizer]
-    if config.optimizer_bits == 8 and kind.work_in_8_bits is None:
-        raise UserError(
-            f"--optimizer-bits 8: --optimizer {config.optimizer} keeps no states of the size of "
-            "the adapters; use it without --optimizer-bits"
-        )
-    if config.weight_decay and not kind.decays:
-        raise UserError(
-            f"--weight-decay: --optimizer {config.optimizer} does not support it; use adamw"
-        )
+    check_adapters(config)
+    check_optimizer(config)
     check_objective(config)
-    check_adam(config)
     check_schedule(config)
     if config.prefix_cache_folder and config.prefix_cache != "disk":
         raise UserError("--prefix-cache-folder: is only used with --prefix-cache disk")
@@ -73,6 +57,34 @@ def check(config: TrainConfig) -> None:
         )
     if config.spill and config.plan == "fused":
         raise UserError("--spill: --plan fused has nothing to offload; use --plan staged")
+
+
+def check_adapters(config: TrainConfig) -> None:
+    """Raise UserError for layers that no model has."""
+    if isinstance(config.lora_layers, int) and not 1 <= config.lora_layers <= LARGEST:
+        number = quoted(config.lora_layers)
+        raise UserError(f"--lora-layers {number}: must be at least 1, or all for every block")
+    if not config.lora_targets:
+        raise UserError("--lora-targets: is empty; try q_proj or all-linear")
+    if ALL_LINEAR in config.lora_targets and len(config.lora_targets) > 1:
+        raise UserError("--lora-targets: all-linear includes every other name; give it alone")
+
+
+def check_optimizer(config: TrainConfig) -> None:
+    """Raise UserError for settings that the optimizer does not use."""
+    kind = OPTIMIZERS[config.optimizer]
+    if config.optimizer_bits == 8 and kind.work_in_8_bits is None:
+        raise UserError(
+            f"--optimizer-bits 8: --optimizer {config.optimizer} keeps no states of the size of "
+            "the adapters; use it without --optimizer-bits"
+        )
+    if config.weight_decay and not kind.decays:
+        raise UserError(
+            f"--weight-decay: --optimizer {config.optimizer} does not support it; use adamw"
+        )
+    for name in ("adam_beta1", "adam_beta2", "adam_epsilon", "adam_bias_correction"):
+        if not kind.has_betas and not has_default(config, name):
+            raise UserError(f"{flag(name)}: --optimizer {config.optimizer} does not use it")
 
 
 def check_ranks(config: TrainConfig) -> None:
@@ -124,12 +136,6 @@ def check_best_metric(config: TrainConfig) -> None:
             f"--best-metric {found}: not supported with --objective {config.objective}; use loss, "
             "accuracy or margin"
         )
-
-
-def check_adam(config: TrainConfig) -> None:
-    for name in ("adam_beta1", "adam_beta2", "adam_epsilon", "adam_bias_correction"):
-        if not OPTIMIZERS[config.optimizer].has_betas and not has_default(config, name):
-            raise UserError(f"{flag(name)}: --optimizer {config.optimizer} does not use it")
 
 
 def check_schedule(config: TrainConfig) -> None:

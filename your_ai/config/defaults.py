@@ -91,7 +91,6 @@ def rows_per_step(config: TrainConfig, rows: int) -> int:
 
 
 def epochs_for(config: TrainConfig, rows: int, validated: bool = True) -> int:
-    """Epochs for so many training rows."""
     checked = validated and config.keep_best and config.objective == SFT
     trained, most = REPEATED if checked else REPEATED_UNCHECKED
     return min(most, -(-trained // max(1, rows)))

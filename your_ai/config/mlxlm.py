@@ -142,10 +142,7 @@ FEATURES = {
     "text_feature": ("text", "text"),
 }
 KEYS = (*DEFAULTS, "hf_dataset", *FEATURES)
-DATASET_KEYS = (
-    *("path", "name", "config", "train_split", "valid_split", "test_split"),
-    *FEATURES,
-)
+DATASET_KEYS = (*("path", "name", "config", "train_split", "valid_split", "test_split"), *FEATURES)
 TRAIN_ROWS, VALID_ROWS = "train[:80%]", "train[-10%:]"  # of hf_dataset, by mlx-lm's default
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -184,8 +181,6 @@ ALWAYS = (
 
 @dataclass(frozen=True)
 class Translation:
-    """Our settings for a file of mlx-lm."""
-
     settings: dict[str, Any]
     notes: tuple[str, ...]
     """What each key became, which defaults are mlx-lm's, and what differs; a line each."""
@@ -279,7 +274,8 @@ def translated(given: Mapping[str, Any], source: str) -> Translation:
         if named:
             became.append(f"{', '.join(named)}: {as_flags(found)}")
         else:
-            defaults.append(as_flags({n: v for n, v in found.items() if not is_our_default(n, v)}))
+            ours = [n for n, v in found.items() if n in FIELDS and FIELDS[n].default == v]
+            defaults.append(as_flags({n: v for n, v in found.items() if n not in ours}))
     if file.has("resume_adapter_file"):  # what the file does not say, the adapter does
         for key, names in OF_THE_ADAPTER.items():
             for name in names if not file.has(key) else ():
@@ -312,10 +308,6 @@ def is_true(file: MlxlmFile, key: str) -> bool:
     if not isinstance(value, bool):
         raise file.error(key, f"expected true or false, found {quoted(value)}")
     return value
-
-
-def is_our_default(name: str, value: Any) -> bool:
-    return name in FIELDS and FIELDS[name].default == value
 
 
 def as_flags(settings: Mapping[str, Any]) -> str:
@@ -582,10 +574,7 @@ def folder_rows(file: MlxlmFile, folder: Path) -> dict[str, Any]:
         return {"data": str(folder), "valid": FOLDER}
     file.notes.append(f"data: only train.jsonl and valid.jsonl of {folder} are read, as by mlx-lm")
     valid = folder / "valid.jsonl"
-    return {
-        "data": str(folder / "train.jsonl"),
-        "valid": str(valid) if valid.is_file() else NONE,
-    }
+    return {"data": str(folder / "train.jsonl"), "valid": str(valid) if valid.is_file() else NONE}
 
 
 def hub_rows(file: MlxlmFile) -> dict[str, Any]:

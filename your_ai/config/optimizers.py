@@ -7,7 +7,7 @@ A new one is a name and an entry here. Its states and its temporary arrays are m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 OptimizerName = Literal["adamw", "adam", "sgd", "adafactor", "muon", "lion"]
@@ -15,8 +15,6 @@ OptimizerName = Literal["adamw", "adam", "sgd", "adafactor", "muon", "lion"]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerKind:
-    """An optimizer of MLX."""
-
     class_name: str
     """In mlx.optimizers."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -46,30 +44,21 @@ class OptimizerKind:
     """The weight decay that it has there without a setting."""
 
 
+ADAMW = OptimizerKind(
+    class_name="AdamW",
+    has_betas=True,
+    states=2,
+    signed=("m",),
+    squares=("v",),
+    work=3,
+    work_in_bfloat16=4.5,
+    work_in_8_bits=(26, 6),
+    mlxlm_decay=0.01,
+)
 # In the order of mlx-lm's messages.
 OPTIMIZERS: dict[str, OptimizerKind] = {
-    "adam": OptimizerKind(
-        class_name="Adam",
-        has_betas=True,
-        decays=False,
-        states=2,
-        signed=("m",),
-        squares=("v",),
-        work=3,
-        work_in_bfloat16=4.5,
-        work_in_8_bits=(26, 6),
-    ),
-    "adamw": OptimizerKind(
-        class_name="AdamW",
-        has_betas=True,
-        states=2,
-        signed=("m",),
-        squares=("v",),
-        work=3,
-        work_in_bfloat16=4.5,
-        work_in_8_bits=(26, 6),
-        mlxlm_decay=0.01,
-    ),
+    "adam": replace(ADAMW, class_name="Adam", decays=False, mlxlm_decay=0.0),
+    "adamw": ADAMW,
     "sgd": OptimizerKind(
         class_name="SGD",
         options={"momentum": 0.0, "dampening": 0.0, "nesterov": False},

@@ -29,14 +29,7 @@ from your_ai.config.names import (
     flag,
 )
 from your_ai.config.setting import check_used
-from your_ai.config.settings import (
-    ABOUT,
-    ADAPTER_SETTINGS,
-    ADDED,
-    FIELDS,
-    TrainConfig,
-    is_used,
-)
+from your_ai.config.settings import ABOUT, ADAPTER_SETTINGS, ADDED, FIELDS, TrainConfig, is_used
 from your_ai.config.values import as_number, coerce
 from your_ai.errors import UserError
 from your_ai.files import packaged
@@ -412,7 +405,6 @@ def explained(name: str) -> str:
 
 
 def default_of(name: str, objective: str) -> Any:
-    """The default of a setting for an objective."""
     if name == "learning_rate" and objective != SFT:
         return LEARNING_RATES.get(objective, PREFERENCE_LEARNING_RATE)
     return FIELDS[name].default

@@ -342,6 +342,16 @@ class ExportRequest:
     llama_quantize: Path | None = setting(
         None, "llama.cpp's program llama-quantize; default: the one on PATH."
     )
+    converter: Literal["auto", "llama.cpp"] = setting(
+        "auto",
+        "What makes a GGUF file: llama.cpp for its own scripts; auto takes them only for "
+        "architectures that your_ai does not write itself.",
+    )
+    llama_cpp: Path | None = setting(
+        None,
+        "A checkout of llama.cpp with its scripts convert_*_to_gguf.py; default: those on PATH, or "
+        "Homebrew's.",
+    )
     adapter_for: str | None = setting(
         None,
         "With --to ollama: write only the adapter, for this model of Ollama (or .gguf file), which "
@@ -381,6 +391,9 @@ class ExportRequest:
                 )
         if self.llama_quantize is not None and (to == "hf" or dtype in (None, "mlx")):
             raise UserError("--llama-quantize: also give a --dtype that it makes, such as q4_k_m")
+        for name, asked in (("converter", self.converter != "auto"), ("llama_cpp", self.llama_cpp)):
+            if asked and (to not in ("gguf", "ollama", "lmstudio") or dtype == "mlx"):
+                raise UserError(f"{flag(name)}: --to {to} writes no GGUF file here; leave it out")
         if dtype is not None and dtype not in DTYPES[to]:
             raise UserError(f"--dtype {dtype}: --to {to} takes {', '.join(DTYPES[to])}")
 

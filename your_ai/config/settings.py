@@ -15,16 +15,7 @@ from typing import ClassVar, Literal
 
 from your_ai.config.adapter_facts import DORA, LORA, AdapterFacts
 from your_ai.config.checks import check
-from your_ai.config.names import (
-    AUTO,
-    FOLDER,
-    GENERATING,
-    GRPO,
-    LOSS,
-    REWARD,
-    SFT,
-    SOFT,
-)
+from your_ai.config.names import AUTO, FOLDER, GENERATING, GRPO, LOSS, REWARD, SFT, SOFT
 from your_ai.config.optimizers import OptimizerName
 from your_ai.config.setting import ALWAYS, LARGEST, Bounds, Tool, changeable, setting, settings_of
 
@@ -101,9 +92,7 @@ class DataSettings:
         False, "Pack short rows into one sequence; attention stays within each row.", in_card=True
     )
     mask_prompt: bool = setting(
-        True,
-        "Train on the completions only, in rows that have prompts.",
-        in_card=True,
+        True, "Train on the completions only, in rows that have prompts.", in_card=True
     )
 
 
@@ -323,10 +312,7 @@ class OptimizationSettings:
         in_card=True,
     )
     seed: int = setting(
-        0,
-        "Seed of all random choices.",
-        bounds=Bounds(0, (1 << 64) - 1),
-        in_card=True,
+        0, "Seed of all random choices.", bounds=Bounds(0, (1 << 64) - 1), in_card=True
     )
 
 

@@ -33,8 +33,6 @@ StackPart = tuple[int, str, str, str]  # bytes, glyph, style and name of a part 
 
 @dataclass(frozen=True)
 class MemorySizes:
-    """The sizes that the gauge shows of a run."""
-
     process: int | None
     highest: int | None
     """The peak of the process since the run was started or resumed last."""

@@ -243,7 +243,9 @@ class Follower:
         phase, state = self.phase, self.state
         if phase is None or phase.text != state.doing or state.doing_at is None:
             return
-        line = view.phase_line(phase, state)
+        line = f"{phase.text} ..."
+        if state.steps:
+            line = f"step {state.at + phase.in_step}/{state.steps}: {line}"
         if now - state.doing_at >= PHASE_AFTER_S and line not in self.told_phases:
             self.told_phases.add(line)
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -281,7 +283,8 @@ class Follower:
         """Restore the terminal during a run; the process ends right after this."""
         self.close()
         if self.style != "json":
-            self.console.print(view.leaving_text(run), markup=False, soft_wrap=True)
+            how = f"continue from the last checkpoint: your_ai train --resume {run}"
+            self.console.print(f"stopped immediately; {how}", markup=False, soft_wrap=True)
 
 
 def keys_now(keys: str, state: ViewState) -> str:

@@ -59,14 +59,10 @@ class FoldedAction:
         return counted(self.count, "time") if self.count > 1 else ""
 
 
-def folded_once(action: Action) -> FoldedAction:
-    freed = action.before_bytes - action.after_bytes
-    return FoldedAction(action, action.step, 1, freed, action.read_bytes, action.seconds)
-
-
 def with_action(folded: tuple[FoldedAction, ...], action: Action) -> tuple[FoldedAction, ...]:
     """Add an action to the lines, which are in the order of their latest action."""
-    new = folded_once(action)
+    freed = action.before_bytes - action.after_bytes
+    new = FoldedAction(action, action.step, 1, freed, action.read_bytes, action.seconds)
     for old in folded:
         if (old.last.kind, old.last.cause) == (action.kind, action.cause):
             new = FoldedAction(

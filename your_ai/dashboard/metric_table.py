@@ -142,13 +142,13 @@ def metric_rows(metrics: Mapping[str, float]) -> dict[str, list[tuple[str, str]]
     rows: dict[str, list[tuple[str, str]]] = {"policy": [], "rollouts": [], "judge": []}
     rows["metrics"] = []
     for name, value in metrics.items():
-        look = LOOKS.get(name)
+        look, is_reward = LOOKS.get(name), name.startswith(NAMED) and name.endswith((MEAN, STD))
         if look is not None:
             if look.row:
                 rows[look.row].append((look.name, look.text(value)))
         elif name.startswith(JUDGE):
             rows["judge"].append((name.removeprefix(JUDGE).replace("_", " "), plain(value)))
-        elif not name.startswith((SECONDS, PEAK_BYTES)) and not is_named(name):
+        elif not name.startswith((SECONDS, PEAK_BYTES)) and not is_reward:
             rows["metrics"].append((name, f"{value:.4g}"))
     order = [look.name for look in LOOKS.values()]
     for label in ("policy", "rollouts"):
@@ -159,11 +159,6 @@ def metric_rows(metrics: Mapping[str, float]) -> dict[str, list[tuple[str, str]]
 def is_charted(name: str) -> bool:
     """Say whether a report draws a metric among others; the reward has a chart of its own."""
     return name != REWARD and not name.startswith((SECONDS, PEAK_BYTES, JUDGE))
-
-
-def is_named(name: str) -> bool:
-    """Return whether a metric is the mean or the spread of a named reward."""
-    return name.startswith(NAMED) and name.endswith((MEAN, STD))
 
 
 def phase_seconds(step: events.Step) -> dict[str, float]:

@@ -19,21 +19,9 @@ from typing import TYPE_CHECKING
 from your_ai.config import FIELDS, TrainConfig, as_text, has_default, is_used
 from your_ai.dashboard.chart_page import chart_html
 from your_ai.dashboard.charts import CHARTS, DARK, LIGHT
-from your_ai.dashboard.history import (
-    RunHistory,
-    ending,
-    finite,
-    held,
-    plan_changes,
-    read_history,
-)
+from your_ai.dashboard.history import RunHistory, ending, finite, held, plan_changes, read_history
 from your_ai.dashboard.measures import folded_actions, match_share
-from your_ai.dashboard.metric_table import (
-    is_rewarded,
-    other_values,
-    phases_of,
-    plain,
-)
+from your_ai.dashboard.metric_table import is_rewarded, other_values, phases_of, plain
 from your_ai.dashboard.view import (
     duration,
     result_lines,
@@ -73,8 +61,6 @@ class RolloutSample:
 
 @dataclass(frozen=True, kw_only=True)
 class ShownSetting:
-    """A setting of a run, and its default."""
-
     name: str
     value: str
     default: str

@@ -195,7 +195,6 @@ def evaluated(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
 
 
 def sections_of(runs: Sequence[ComparedRun]) -> dict[str, dict[str, list[str]]]:
-    """The tables of the comparison by their titles."""
     return {
         DIFFERING: differing(runs),
         "Results": results(runs),
@@ -204,7 +203,6 @@ def sections_of(runs: Sequence[ComparedRun]) -> dict[str, dict[str, list[str]]]:
 
 
 def shared_curves(runs: Sequence[ComparedRun]) -> list[str]:
-    """The curves that can be drawn over each other."""
     drawn = [run for run in runs if run.curves]
     names = list(dict.fromkeys(name for run in drawn for name in run.curves))
     same = one_objective(runs)
@@ -320,7 +318,6 @@ def write_comparison(runs: Sequence[ComparedRun], out: Path) -> None:
 
 
 def comparison_chart(runs: Sequence[ComparedRun], name: str) -> Chart:
-    """A chart with a curve of each run."""
     looks = itertools.cycle(itertools.product(DASHES, COLORS))
     curves = []
     for number, (run, (dashes, color)) in enumerate(zip(runs, looks, strict=False), start=1):

@@ -135,7 +135,9 @@ def screen(
     narrow = width < NARROW
     glyphs = UNICODE if unicode else ASCII
     page = Page(max(1, width if narrow else width - 2), max(1, height), narrow, glyphs)
-    bottom = [warning_rows(page, state, now), key_rows(page, keys)]
+    bottom = [warning_rows(page, state, now)]
+    if keys := printable(page, keys).strip():
+        bottom.append([ScreenRow("keys", cut(page, [(keys, DIM)], page.width))])
     groups = [
         [ScreenRow("header", header(page, state, name, now))],
         [*memory_rows(page, state), *rank_rows(page, state)],
@@ -578,11 +580,6 @@ def late(state: ViewState, now: float) -> list[str]:
     if not waited_s > max(LATE_S, LATE * usual_s):
         return []
     return [f"no step for {span(waited_s)}; a step usually takes {short_span(usual_s)}"]
-
-
-def key_rows(page: Page, keys: str) -> list[ScreenRow]:
-    text = printable(page, keys).strip()
-    return [ScreenRow("keys", cut(page, [(text, DIM)], page.width))] if text else []
 
 
 def brief(value: float) -> str:

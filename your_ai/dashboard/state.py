@@ -403,6 +403,16 @@ def changes_of(state: ViewState, event: events.Event) -> dict[str, Any]:
     if kind in AFTER:
         return AFTER[kind](state, event)
     match event:
+        case events.Notice():
+            others = tuple(text for text in state.notices if text != event.text)
+            return {"notices": (*others, event.text)[-KEPT:]}
+        case events.Action():
+            actions = with_action(state.actions, event)[-KEPT:]
+            gone = {"loaded": False, "gauges": None, "replanned": event.cause}
+            return {"actions": actions} | (gone if event.kind in REPLANS else {})
+        case events.Checkpoint():
+            means = {**state.means_at, event.step: (state.loss_mean, state.reward_mean)}
+            return {"checkpoint": event, "means_at": dict(list(means.items())[-KEPT_MEANS:])}
         case events.Gauges():
             return with_gauges(state, event, event.process_bytes)
         case events.Died():
@@ -422,22 +432,6 @@ def changes_of(state: ViewState, event: events.Event) -> dict[str, Any]:
         case events.Finished():
             return {"finished": event, "paused": False, "stopping": False}
     return FLAGS.get(kind, {})
-
-
-def after_notice(state: ViewState, event: events.Notice) -> dict[str, Any]:
-    others = tuple(text for text in state.notices if text != event.text)
-    return {"notices": (*others, event.text)[-KEPT:]}
-
-
-def after_action(state: ViewState, event: events.Action) -> dict[str, Any]:
-    actions = with_action(state.actions, event)[-KEPT:]
-    gone = {"loaded": False, "gauges": None, "replanned": event.cause}
-    return {"actions": actions} | (gone if event.kind in REPLANS else {})
-
-
-def after_checkpoint(state: ViewState, event: events.Checkpoint) -> dict[str, Any]:
-    means = {**state.means_at, event.step: (state.loss_mean, state.reward_mean)}
-    return {"checkpoint": event, "means_at": dict(list(means.items())[-KEPT_MEANS:])}
 
 
 def after_start(state: ViewState, event: events.Started) -> dict[str, Any]:
@@ -519,12 +513,9 @@ def after_validation(state: ViewState, event: events.Validation) -> dict[str, An
 
 
 AFTER: dict[type[events.Event], Callable[[ViewState, Any], dict[str, Any]]] = {
-    events.Notice: after_notice,
-    events.Action: after_action,
     events.Started: after_start,
     events.Step: after_step,
     events.Validation: after_validation,
-    events.Checkpoint: after_checkpoint,
 }
 
 

@@ -62,7 +62,8 @@ def advice_line(state: ViewState, run: str) -> str:
     last, best, after = state.validation, state.best_validation, state.samples_after
     if last is not None and (last.reward is not None or ACCURACIES in last.metrics):
         return ""
-    pairs = [] if after is None else expected_pairs(after)
+    texts = () if after is None else zip(after.answers, after.expected, strict=False)
+    pairs = [(answer.strip(), wanted.strip()) for answer, wanted in texts if wanted.strip()]
     if pairs and all(answer == wanted for answer, wanted in pairs):
         return ""
     overfits = last is not None and best is not None and falls(last.loss, best.loss)
@@ -95,12 +96,6 @@ def fall_text(state: ViewState) -> str:
 def falls(before: float, after: float) -> bool:
     """Return whether a loss is clearly lower than before; False for what is not finite."""
     return math.isfinite(before) and before - after > max(FALLING * abs(before), NOTICED)
-
-
-def expected_pairs(after: events.Samples) -> list[tuple[str, str]]:
-    """The answers and the expected ones, where there is one."""
-    pairs = zip(after.answers, after.expected, strict=False)
-    return [(answer.strip(), wanted.strip()) for answer, wanted in pairs if wanted.strip()]
 
 
 def is_wrong(pair: tuple[str, str]) -> bool:
@@ -230,13 +225,6 @@ def event_line(event: Event, state: ViewState) -> str | None:
     return None
 
 
-def phase_line(phase: events.Phase, state: ViewState) -> str:
-    """The line for a phase that lasts long."""
-    if not state.steps:
-        return f"{phase.text} ..."
-    return f"step {state.at + phase.in_step}/{state.steps}: {phase.text} ..."
-
-
 def summary(state: ViewState, run: str, events_shown: bool = True) -> list[RenderableType]:
     """Return the summary of a run that has ended; the exact match comes last.
 
@@ -256,7 +244,9 @@ def summary(state: ViewState, run: str, events_shown: bool = True) -> list[Rende
         parts.append(preference)
     elif not state.barely_learned and (advice := advice_line(state, run)):
         parts.append(advice)
-    parts.append(f"adapter: {finished.adapter}{which_adapter(finished)}")
+    step = finished.adapter_step
+    which = "" if step in (None, finished.step) else f" (of step {step}, the best)"
+    parts.append(f"adapter: {finished.adapter}{which}")
     parts += [next_line(state, run), *reward_lines(state), *judge_lines(state)]
     if state.match_after is not None:
         parts.append(match_text(state.match_before, state.match_after))
@@ -365,18 +355,8 @@ def judge_lines(state: ViewState) -> list[str]:
     return [f"judge: {', '.join(parts)}"]
 
 
-def which_adapter(finished: events.Finished) -> str:
-    """Say which step an adapter is of, if it is not of the last."""
-    step = finished.adapter_step
-    return "" if step in (None, finished.step) else f" (of step {step}, the best)"
-
-
 def resuming(run: str) -> str:
     return f"  your_ai train --resume {run}"
-
-
-def leaving_text(run: str) -> str:
-    return f"stopped immediately; continue from the last checkpoint: your_ai train --resume {run}"
 
 
 def match_text(

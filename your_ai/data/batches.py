@@ -234,7 +234,6 @@ def group_lengths(lengths: np.ndarray, rows_together: int) -> np.ndarray:
 
 
 def members(groups: np.ndarray, rows_together: int) -> np.ndarray:
-    """The rows of these groups, in order."""
     return (groups[:, None] * rows_together + np.arange(rows_together)).reshape(-1)
 
 
@@ -293,7 +292,7 @@ def micro_batches(
 ) -> Iterator[Batch]:
     """Split `rows`, sorted by group with the longest first, into padded batches.
 
-    ids: the indices of `rows` to take, in ascending order; by default all.
+    ids: the indices of `rows` to take, in this order; by default all.
 
     The size of a batch is `rows_at` of the padded length of its first group, rounded down to whole
     groups, but at least one group.
@@ -326,12 +325,7 @@ def split_batches(
     for place in range(rows_together):
         part = ids[place::rows_together]
         order = part[np.argsort(-examples.lengths[rows[part]], kind="stable")]
-        start = 0
-        while start < len(order):
-            count = max(1, rows_at(padded_length(examples, rows[order[start : start + 1]], edges)))
-            taken = order[start : start + count]
-            yield make_batch(examples, rows[taken], count, edges, taken)
-            start += count
+        yield from micro_batches(examples, rows, rows_at, edges, ids=order)
 
 
 def in_order_of_length(

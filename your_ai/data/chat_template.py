@@ -182,7 +182,8 @@ class ChatTemplate:
             options["date_string"] = TEMPLATE_DATE.strftime("%d %b %Y")
         if "strftime_now" in self.source:
             template = self.tokenizer.get_chat_template(tools=tools)
-            options["chat_template"] = STRFTIME_NOW.sub(fixed_date, template)
+            dated = STRFTIME_NOW.sub(lambda call: repr(TEMPLATE_DATE.strftime(call[2])), template)
+            options["chat_template"] = dated
         return options
 
     # How it takes messages
@@ -328,11 +329,6 @@ class ChatTemplate:
     def wrote(self, text: str) -> str | None:
         """A special token of the template that is in a text; None if there is none."""
         return next((token for token in self.special_tokens if token in text), None)
-
-
-def fixed_date(call: re.Match[str]) -> str:
-    """The replacement for a call of `strftime_now(format)` in a template."""
-    return repr(TEMPLATE_DATE.strftime(call[2]))
 
 
 def with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:

@@ -253,9 +253,7 @@ def guess(
     is_label = kind == "labels" and "label" in by_name
     label = {"label": by_name.pop("label")} if is_label else {}
     hint = f"say what they are with {columns_option(kind, record, answer_only)}"
-    found = columns_named(by_name)
-    if found["messages"] and is_other_text(record[found["messages"]]):
-        found["messages"] = None
+    found = usual_columns(record, by_name)
 
     def refused(reason: str, keys: str = "columns") -> UnknownColumns:
         text = f"{where}: {reason}; {keys}: {listed(record)}; {hint}"
@@ -268,8 +266,10 @@ def guess(
         return {**roles, **further_input(by_name, roles)}
     if any(name in by_name for name in PAIR):
         return guessed_pair(by_name, found["prompt"], where, record, hint)
-    if reason := missing_columns(kind, by_name, record):
-        raise refused(reason)
+    if kind == "pairs" and names_pair(record):
+        raise refused("has no columns chosen and rejected")
+    if kind == "rated" and SCORE not in by_name:
+        raise refused(f"{SCORE} is missing")
     roles = complete_roles(found, ({"completion"},) if answer_only else COMPLETE)
     if not roles and label and found["prompt"]:
         raise refused("completion is missing")
@@ -280,24 +280,16 @@ def guess(
     return {**roles, **label, **further_input(by_name, roles), **system}
 
 
-def missing_columns(kind: str, by_name: Mapping[str, str], record: Mapping[str, Any]) -> str:
-    """Say why rows of a kind cannot be made of a record that is no pair; empty if they can."""
-    if kind == "pairs" and names_pair(record):
-        return "has no columns chosen and rejected"
-    return f"{SCORE} is missing" if kind == "rated" and SCORE not in by_name else ""
-
-
-def is_other_text(value: Any) -> bool:
-    """Return whether a value is a text that is no list as JSON."""
-    return isinstance(value, str) and bool(value.strip()) and not JSON_LIST.match(value)
-
-
-def columns_named(by_name: Mapping[str, str]) -> dict[str, str | None]:
-    """The column of each role that has the most telling of its usual names, or None."""
-    return {
+def usual_columns(record: Mapping[str, Any], by_name: Mapping[str, str]) -> dict[str, str | None]:
+    """The column of each role that has a usual name. by_name: plain name -> column."""
+    found = {
         role: next((by_name[known] for known in usual if known in by_name), None)
         for role, usual in NAMES.items()
     }
+    messages = record[found["messages"]] if found["messages"] else None
+    if isinstance(messages, str) and messages.strip() and not JSON_LIST.match(messages):
+        found["messages"] = None  # a text that is no list as JSON
+    return found
 
 
 def complete_roles(found: Mapping[str, str | None], choices: Sequence[set[str]]) -> dict[str, str]:
@@ -354,11 +346,6 @@ def lacks_prompt(record: Mapping[str, Any]) -> bool:
     return texts and not looks_like_messages(record[PAIR[0]]) and bool(names & {*NAMES["prompt"]})
 
 
-def lacks_label(record: Mapping[str, Any]) -> bool:
-    """Return whether the label of an answer is in a column whose name is in another case."""
-    return kind_of(record) == "answers" and "label" in {*map(plain, record)} - {*record}
-
-
 def listed(names: Collection[str]) -> str:
     return shortened(", ".join(names)) or "none"
 
@@ -371,6 +358,11 @@ def as_text(value: Any, column: str, where: str) -> str:
         return str(value)
     found = kind_in_words(value)
     raise UserError(f"{where}: column {shortened(column)}: expected text, found {found}")
+
+
+def lacks_label(record: Mapping[str, Any]) -> bool:
+    """Return whether the label of an answer is in a column whose name is in another case."""
+    return kind_of(record) == "answers" and "label" in {*map(plain, record)} - {*record}
 
 
 def cell_text(value: Any) -> Any:

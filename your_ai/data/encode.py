@@ -274,17 +274,14 @@ class Encoder:
             return str(answer["content"])
         text = self.template.render(chat.messages, chat.tools, where)
         start, end = self.answers.turn_span(text, chat, len(chat.messages) - 1, where) or (0, 0)
-        return self._without_end(text[start:end])
+        text = text[start:end].rstrip()
+        ends = (end for end in self.end_tokens if text.endswith(end))
+        return text.removesuffix(max(ends, key=len, default=""))
 
     def expected_of(self, question: Question, where: str) -> str | None:
         """The expected answer of a question as the model is to write it; None without one."""
         expected = question.expected
         return self.expected(expected, where) if isinstance(expected, Chat) else expected
-
-    def _without_end(self, text: str) -> str:
-        text = text.rstrip()
-        ends = (end for end in self.end_tokens if text.endswith(end))
-        return text.removesuffix(max(ends, key=len, default=""))
 
     def _prompt_of_question(self, question: Question, where: str) -> SamplePrompt:
         chat, expected = self._as_chat(question), self.expected_of(question, where) or ""

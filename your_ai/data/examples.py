@@ -58,6 +58,15 @@ class RowCounts:
     tokens: int = 0
     trained_tokens: int = 0
 
+    def cut_text(self, limit: str) -> str:
+        """Count the rows longer than a limit, and say what was done; empty if none were."""
+        count = self.truncated + self.split
+        if not count:
+            return ""
+        verb, done = "was" if count == 1 else "were", "truncated" if self.truncated else "split"
+        rows = f"{count:,} of {counted(self.rows, 'row')}"
+        return f"{rows} {verb} longer than {limit} and {verb} {done}"
+
 
 @dataclass(frozen=True)
 class Examples:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from your_ai.data.hub_datasets import SPLIT_NAMES, split_named, split_of
 from your_ai.data.records import SUFFIXES, suffix_of, without_compression
-from your_ai.errors import UserError
+from your_ai.errors import UserError, named_errors
 from your_ai.gates.text import shortened
 from your_ai.gates.untrusted import read_json
 
@@ -23,15 +23,13 @@ NUMBER = re.compile(r"\d+")
 
 def data_files(folder: Path) -> list[Path]:
     """The data files below a folder, in order of their names; hidden ones do not count."""
-    try:
+    with named_errors(folder, "read"):
         found = [
             Path(place, name)
             for place, folders, names in os.walk(folder)
             for name in names
             if not any(part.startswith(".") for part in Path(place, name).relative_to(folder).parts)
         ]
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be read ({error.strerror})") from error
     named = sorted(path for path in found if suffix_of(path) in SUFFIXES)
     for path in named:
         if path.is_symlink() and not path.exists():

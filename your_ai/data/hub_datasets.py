@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from your_ai.data.records import SUFFIXES, without_compression
-from your_ai.errors import UserError
+from your_ai.errors import UserError, named_errors
 from your_ai.gates.text import shortened, shown, size_text
 from your_ai.gates.untrusted import is_hash, path_fault
 from your_ai.hub import download, remote
@@ -150,7 +150,7 @@ def downloading(given: str) -> Generator[DownloadProgress, None, Path]:
         if (target / RECORD).exists():  # another process has downloaded it
             return target
         folder = target.with_name(f"{INCOMPLETE}{target.name}")
-        with download.writing(folder):
+        with named_errors(folder, "written"):
             download.unlink_links(folder, folder / PARTS)
             (folder / PARTS).mkdir(parents=True, exist_ok=True)
         at = replace(at, files=len(listing.files), total_bytes=listing.size_bytes)
@@ -159,7 +159,7 @@ def downloading(given: str) -> Generator[DownloadProgress, None, Path]:
         for file in listing.files:
             if not download.place_in(folder, file.name).exists():
                 at = yield from download.fetch(at, listing, file, folder, asked)
-        with download.writing(folder):
+        with named_errors(folder, "written"):
             download.move(listing, folder, target, asked)
     size = size_text(listing.size_bytes)
     yield replace(

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from your_ai.config import TrainConfig
-from your_ai.errors import UserError
+from your_ai.errors import UserError, named_errors
 from your_ai.gates.text import counted, shortened
+from your_ai.gates.untrusted import is_deeper
 
 MAX_DEPTH = 64  # nesting of objects and lists; JSON schemas of tools have about 20 levels
 BLOCK_BYTES = 1 << 20
@@ -71,11 +72,8 @@ def read_lines(path: Path, limit: RowLimit) -> Iterator[tuple[str, bytes]]:
 
     Raises UserError if the file cannot be read or a line is too long.
     """
-    try:
-        with path.open("rb") as file:
-            yield from lines_of(file, path, limit)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    with named_errors(path, "read"), path.open("rb") as file:
+        yield from lines_of(file, path, limit)
 
 
 def lines_of(file: BinaryIO, path: Path, limit: RowLimit) -> Iterator[tuple[str, bytes]]:
@@ -109,21 +107,18 @@ def checked_sha256(path: Path, limit: RowLimit) -> str:
     """
     digest = hashlib.sha256()
     lines = length = 0
-    try:
-        with path.open("rb") as file:
-            while block := file.read(BLOCK_BYTES):
-                digest.update(block)
-                start = 0
-                while (end := block.find(b"\n", start)) >= 0:
-                    length += end - start
-                    if length > limit.row_bytes:
-                        raise limit.too_long(f"{path}:{lines + 1}")
-                    start, length, lines = end + 1, 0, lines + 1
-                length += len(block) - start
+    with named_errors(path, "read"), path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+            start = 0
+            while (end := block.find(b"\n", start)) >= 0:
+                length += end - start
                 if length > limit.row_bytes:
                     raise limit.too_long(f"{path}:{lines + 1}")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+                start, length, lines = end + 1, 0, lines + 1
+            length += len(block) - start
+            if length > limit.row_bytes:
+                raise limit.too_long(f"{path}:{lines + 1}")
     return digest.hexdigest()
 
 
@@ -160,20 +155,8 @@ def read_json(text: str, label: str, hint: str = "") -> Any:
 
 def check_depth(text: str, value: Any, label: str) -> None:
     """Raise UserError if a value, parsed from `text`, is nested too deeply."""
-    if text.count("[") + text.count("{") > MAX_DEPTH and depth_of(value) > MAX_DEPTH:
+    if text.count("[") + text.count("{") > MAX_DEPTH and is_deeper(value, MAX_DEPTH):
         raise UserError(f"{label}: is nested too deeply; the maximum is {MAX_DEPTH} levels")
-
-
-def depth_of(value: Any) -> int:
-    """The nesting depth of objects and lists, counted up to MAX_DEPTH + 1."""
-    level, depth = [value], 0
-    while depth <= MAX_DEPTH:
-        level = [v for v in level if isinstance(v, dict | list)]
-        if not level:
-            break
-        level = [i for v in level for i in (v.values() if isinstance(v, dict) else v)]
-        depth += 1
-    return depth
 
 
 def decode_line(line: bytes, where: str) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from your_ai.data.rows import (
     question_turns,
 )
 from your_ai.data.turns import ASSISTANT, REASONING, parse_tools
-from your_ai.errors import UserError
+from your_ai.errors import UserError, named_errors
 from your_ai.gates.text import shortened
 from your_ai.gates.untrusted import is_number
 
@@ -72,7 +72,8 @@ def parse_prompts(row: dict[str, Any], where: str) -> Row:
             f"{where}: has no prompt; keys found: {keys}; expected prompt (text or messages), or "
             "messages"
         )
-    text = content.prompt if isinstance(content.prompt, str) else last_question(content.prompt)
+    asked = content.prompt
+    text = asked if isinstance(asked, str) else str(asked.messages[-1]["content"])
     if not text.strip():
         raise UserError(f"{where}: prompt: is empty")
     return Row(where, content, weight)
@@ -100,7 +101,6 @@ def expected_of(row: dict[str, Any]) -> str | None:
 
 
 def question_of(content: Any, where: str) -> Question:
-    """The question of a row with an answer."""
     if isinstance(content, Pair):
         return Question(content.prompt, content.completion)
     assert isinstance(content, Chat)
@@ -119,10 +119,6 @@ def without_answer(turns: list[dict[str, Any]], where: str) -> list[dict[str, An
     if not asked:
         raise UserError(f"{where}: prompt: has only messages of the assistant")
     return asked
-
-
-def last_question(chat: Chat) -> str:
-    return str(chat.messages[-1]["content"])
 
 
 @dataclass
@@ -210,8 +206,5 @@ def stamp_of(file: BinaryIO) -> tuple[int, ...]:
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
     """A file of rows. Raises UserError if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            yield file
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    with named_errors(path, "read"), path.open("rb") as file:
+        yield file

@@ -21,6 +21,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from decimal import Decimal
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,7 +35,7 @@ from your_ai.data.lines import (
     lines_of,
     unique,
 )
-from your_ai.errors import UserError
+from your_ai.errors import UserError, named_errors
 from your_ai.gates.text import counted, quoted, shortened
 
 # Open files that may be compressed; their content decides, not their names
@@ -78,10 +79,8 @@ def opener_of(path: Path) -> Callable[[Path], BinaryIO] | None:
 
 def is_compressed(path: Path) -> bool:
     """Raises UserError if the file cannot be read."""
-    try:
+    with named_errors(path, "read"):
         return opener_of(path) is not None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 @contextlib.contextmanager
@@ -149,7 +148,7 @@ def form_of(path: Path) -> str:
         return "json" if by_name != "jsonl" and holds_rows(head) else "jsonl"
     if by_name in ("csv", "tsv", "text"):
         return by_name
-    if looks_like_csv(text_of(head)):
+    if any(fields_of_two_rows(text_of(head), delimiter) for delimiter in DELIMITERS):
         if by_name is None:
             return "csv"
         raise UserError(f"{path}: this looks like CSV; rename it to end in .csv")
@@ -195,11 +194,6 @@ def holds_rows(head: bytes) -> bool:
         return False
     lines = [line for line in head.splitlines() if line.strip()]
     return not (len(lines) > 1 and is_json_line(head))
-
-
-def looks_like_csv(text: str) -> bool:
-    """Return whether the first two rows have the same number of fields, and more than one."""
-    return any(fields_of_two_rows(text, delimiter) for delimiter in DELIMITERS)
 
 
 def fields_of_two_rows(text: str, delimiter: str) -> bool:
@@ -410,10 +404,6 @@ def checked_names(cells: list[str], where: str) -> list[str]:
     return names
 
 
-def read_tsv(path: Path, limit: RowLimit) -> Iterator[Record]:
-    return read_csv(path, limit, "\t")
-
-
 def read_parquet(path: Path, limit: RowLimit) -> Iterator[Record]:
     import pyarrow as pa
     import pyarrow.parquet
@@ -572,7 +562,7 @@ READERS: dict[str, Callable[[Path, RowLimit], Iterator[Record]]] = {
     "jsonl": read_jsonl,
     "json": read_json,
     "csv": read_csv,
-    "tsv": read_tsv,
+    "tsv": partial(read_csv, delimiter="\t"),
     "parquet": read_parquet,
     "arrow": read_arrow,
     "text": read_text,

@@ -292,15 +292,11 @@ def alpaca_prompt(row: dict[str, Any], where: str) -> str:
     return prompt
 
 
-def parse_text(row: dict[str, Any], where: str) -> Text:
-    return Text(text_field(row, "text", where))
-
-
 # The first format whose keys are all present is used: Alpaca rows often have a `text` as well.
-FORMATS = {
+FORMATS: dict[tuple[str, ...], Callable[[dict[str, Any], str], Chat | Pair | Text]] = {
     ("messages",): parse_messages,
     ("conversations",): parse_messages,
     ("prompt", "completion"): parse_pair,
     ("instruction", "output"): parse_alpaca,
-    ("text",): parse_text,
+    ("text",): lambda row, where: Text(text_field(row, "text", where)),
 }

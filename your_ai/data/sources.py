@@ -33,7 +33,7 @@ from your_ai.data.lines import ORIGIN, RowLimit, read_first_row
 from your_ai.data.preferences import form_of_rated, of_one_form, parser_of
 from your_ai.data.records import SUFFIXES, form_of, is_compressed, read_records, suffix_of
 from your_ai.data.rows import ParseRow, read_rows
-from your_ai.errors import UserError
+from your_ai.errors import UserError, named_errors
 from your_ai.files import atomic_folder, packaged, read_text, sha256
 from your_ai.gates.paths import missing_text
 from your_ai.gates.text import counted, shortened
@@ -277,17 +277,12 @@ def validation_sources(name: str) -> list[Source]:
             part_of_dataset(part, rows or SplitRows("valid"), "valid", label)
             for part, rows in parts
         ]
-    return [validation_source(name, label)]
-
-
-def validation_source(name: str, label: str) -> Source:
-    """A file, or all data files in a folder."""
     path = find_path(name, label)
     if path.is_file():
-        return Source({"valid": (path,)}, path.parent)
+        return [Source({"valid": (path,)}, path.parent)]
     if files := tuple(data_files(path)):
         splits = {"valid": files}
-        return Source(splits, path, notes=notes_on(path, files, splits))
+        return [Source(splits, path, notes=notes_on(path, files, splits))]
     raise UserError(f"{label}: the folder has no data; give a file")
 
 
@@ -404,11 +399,9 @@ def key_of(sources: list[Source], config: TrainConfig, holds_out: bool) -> str:
 
 def checksum(path: Path) -> str:
     """The sha256 of a file, computed again only if it has changed. Raises UserError."""
-    try:
+    with named_errors(path, "read"):
         status = path.stat()
         return known_checksum(path, status.st_size, status.st_mtime_ns, status.st_ino)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 @lru_cache(maxsize=256)

@@ -192,18 +192,16 @@ class SplitSurvey:
 
     def quantiles(self) -> list[int]:
         """The least length, the median, the 95th percentile, and the largest; empty if no rows."""
-        lengths = np.frombuffer(self.lengths, np.int64)
-        return (
-            np.quantile(lengths, list(QUANTILES.values())).astype(int).tolist()
-            if len(lengths)
-            else []
-        )
+        if not self.lengths:
+            return []
+        found = np.quantile(np.frombuffer(self.lengths, np.int64), list(QUANTILES.values()))
+        return list(map(int, found))
 
     def histogram(self) -> list[tuple[int, int, int]]:
         """(from, below, rows) of lengths, in at most BINS bins whose width is a power of two."""
-        lengths = np.frombuffer(self.lengths, np.int64)
-        if not len(lengths):
+        if not self.lengths:
             return []
+        lengths = np.frombuffer(self.lengths, np.int64)
         least, most = int(lengths.min()), int(lengths.max())
         width = 1
         while most // width - least // width >= BINS:
@@ -316,7 +314,6 @@ def count(
 
 
 def characters_of(content: Any) -> int:
-    """The characters of all texts of a row."""
     if isinstance(content, Question):
         content = content.prompt if isinstance(content.prompt, Chat) else Text(content.prompt)
     if isinstance(content, Pair):
@@ -350,9 +347,7 @@ def as_json(found: Survey, config: TrainConfig) -> dict[str, Any]:
                 "refused": split.refused,
                 "problem": split.problem,
                 "too_long": split.too_long,
-                "lengths": dict(
-                    zip(("least", "median", "p95", "most"), split.quantiles(), strict=False)
-                ),
+                "lengths": dict(zip(QUANTILES, split.quantiles(), strict=False)),
                 "histogram": split.histogram(),
                 "total": sum(split.lengths),
                 "trained_tokens": split.trained_tokens,

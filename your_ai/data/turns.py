@@ -85,9 +85,10 @@ def messages_in(turn: Any) -> list[Any]:
 def parse_message(message: Any, where: str) -> dict[str, Any]:
     """Convert a message to the form of this module. Raises UserError."""
     given = dict(message) if isinstance(message, dict) else {}
-    role = pop_role(given)
-    if role is None:
+    role = given.pop(next((name for name in ROLE_NAMES if name in given), ""), None)
+    if not isinstance(role, str):
         raise UserError(f'{where}: expected an object with "role" and "content"{keys_of(message)}')
+    role = role_of(role)
     if len(given) == 1 and isinstance(given.get("content"), str) and role not in CALL_ROLES:
         return {"role": role, **given}
     content, part_calls = without_calls(given.pop(content_name(given), None))
@@ -98,27 +99,25 @@ def parse_message(message: Any, where: str) -> dict[str, Any]:
     reasoning = parse_reasoning(given, reasoning, where)
     calls = [*(parse_call(call, where) for call in part_calls), *parse_calls(given, where)]
     if role in CALL_ROLES:
-        role, content, calls = ASSISTANT, "", [*calls, *calls_in(content, where)]
+        calls += calls_in_text(content or "", where)
+        role, content = ASSISTANT, ""
     if content is None and not (calls or reasoning):
         raise UserError(f"{where}: content: expected text, found nothing{keys_of(message)}")
-    flags = ("weight", *TRAINED_FLAGS, *MASKED_FLAGS)
-    optional = {**given, REASONING[0]: reasoning, "tool_calls": calls}
-    parsed = {"role": role, "content": content or ""}
-    for key, value in optional.items():
-        if key not in flags and value not in (None, "", [], {}):
-            parsed[key] = value
     weight = parse_message_weight(message, where)
-    return parsed if weight is None else {**parsed, "weight": weight}
+    for name in ("weight", *TRAINED_FLAGS, *MASKED_FLAGS):
+        given.pop(name, None)
+    optional = {**given, REASONING[0]: reasoning, "tool_calls": calls, "weight": weight}
+    there = {key: value for key, value in optional.items() if value not in (None, "", [], {})}
+    return {"role": role, "content": content or "", **there}
 
 
-def pop_role(given: dict[str, Any]) -> str | None:
-    """Take the role out of a message's keys; None if it has no role that is text."""
-    role = given.pop(next((name for name in ROLE_NAMES if name in given), ""), None)
-    return role_of(role) if isinstance(role, str) else None
+def calls_in_text(text: str, where: str) -> list[dict[str, Any]]:
+    """The calls of a text that is one call, or a list of them, as JSON. Raises UserError."""
+    found = read_json(text, f"{where}: a call", "; expected a call as JSON")
+    return [parse_call(call, where) for call in (found if isinstance(found, list) else [found])]
 
 
 def content_name(message: dict[str, Any]) -> str:
-    """The key of a message's content."""
     return next((name for name in CONTENT_NAMES if message.get(name) is not None), "content")
 
 
@@ -292,12 +291,6 @@ def parse_calls(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     if parsed and single["function"] not in [call["function"] for call in parsed]:
         raise UserError(f"{where}: tool_calls and function_call differ; keep one of them")
     return parsed or [single]
-
-
-def calls_in(content: str | None, where: str) -> list[dict[str, Any]]:
-    """The calls in the content of a turn that is one: a call or a list of them, as JSON."""
-    found = read_json(content or "", f"{where}: a call", "; expected a call as JSON")
-    return [parse_call(call, where) for call in (found if isinstance(found, list) else [found])]
 
 
 def parse_call(call: Any, where: str) -> dict[str, Any]:

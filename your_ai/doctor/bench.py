@@ -22,18 +22,8 @@ import mlx.core as mx
 from rich.table import Table
 
 from your_ai.config import GRPO, coerce, nearest
-from your_ai.doctor.contest import (
-    OBJECTIVES,
-    Contest,
-)
-from your_ai.doctor.our_plans import (
-    LONGEST,
-    SHORT,
-    SHORT_ROWS,
-    OurSteps,
-    mlx_room,
-    prepare_ours,
-)
+from your_ai.doctor.contest import OBJECTIVES, Contest
+from your_ai.doctor.our_plans import LONGEST, SHORT, SHORT_ROWS, OurSteps, mlx_room, prepare_ours
 from your_ai.doctor.peers import PEERS, check_peers, run_peer
 from your_ai.doctor.shapes import SHAPES, make_shape
 from your_ai.errors import RunError, UserError
@@ -54,8 +44,6 @@ ROUNDS = 2  # all contenders in turn, so that a machine that slows down slows th
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRow:
-    """The measurements of one contender."""
-
     contender: str
     peak_mb: float
     """MLX's peak memory from the first step on, in ours with the computation of the reference."""
@@ -222,7 +210,6 @@ def compare_contenders(
 
 
 def run_alone(contest: Contest, contender: str) -> dict[str, Any]:
-    """Run one contender in its own process."""
     task = json.dumps({"contest": dataclasses.asdict(contest), "contender": contender})
     done = subprocess.run(
         python_module("your_ai.doctor.bench"),
@@ -270,7 +257,7 @@ def pairs_per_step(contest: Contest, contender: str) -> int:
 def run_contender(contest: Contest, contender: str) -> dict[str, Any]:
     """Return what one contender did, measured in this process."""
     ready: OurSteps | None = None
-    turns: list[tuple[float, float]] = []
+    turns: list[tuple[float, float]] = []  # seconds of a step of pairs, and of sft on its rows
     waits: list[float | None] = []
     if contender in PEERS:
         steps = run_peer(contest, contender)
@@ -281,8 +268,12 @@ def run_contender(contest: Contest, contender: str) -> dict[str, Any]:
             waits.append(ready.waited_s)
     losses, seconds, tokens = zip(*steps, strict=True)
     process_bytes = probe.process_peak()
-    if ready is not None and contest.rows_together > 1 and compares_with_rows(contest, contender):
-        turns = turns_with_rows(ready, contender)
+    # A limit has no room for both side by side; other plans train other rows, or in other updates.
+    is_alike = contest.max_memory is None and contender not in (*SHORT, "auto")
+    if ready is not None and contest.rows_together > 1 and is_alike:
+        alone = prepare_ours(contest.of_single_rows(), contender, beside=ready)
+        alone.step()  # compiles
+        turns = [(ready.step()[1], alone.step()[1]) for _ in range(contest.steps)]
     return {
         "peak_bytes": mx.get_peak_memory() if ready is None else ready.peak_bytes,
         "process_bytes": process_bytes,
@@ -293,18 +284,6 @@ def run_contender(contest: Contest, contender: str) -> dict[str, Any]:
         "waits": [seconds for seconds in waits[1:] if seconds is not None],
         "estimated_bytes": None if ready is None else ready.estimated_bytes,
     }
-
-
-def compares_with_rows(contest: Contest, contender: str) -> bool:
-    """Say whether both fit side by side, and a step trains the same rows in the same updates."""
-    return contest.max_memory is None and contender not in (*SHORT, "auto")
-
-
-def turns_with_rows(ready: OurSteps, contender: str) -> list[tuple[float, float]]:
-    """Seconds of a step of pairs and of one of sft on the same rows, in turn, `steps` times."""
-    alone = prepare_ours(ready.contest.of_single_rows(), contender, beside=ready)
-    alone.step()  # compiles
-    return [(ready.step()[1], alone.step()[1]) for _ in range(ready.contest.steps)]
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from your_ai.config import TrainConfig
 from your_ai.data.batches import Batch
 from your_ai.doctor import bench, our_plans
 from your_ai.doctor.contest import Contest, contest_batches, contest_tokens
-from your_ai.doctor.machine import SHARED, read_machine
+from your_ai.doctor.machine import SHARED, device, read_machine
 from your_ai.doctor.shapes import built_with_adapters, make_shape
 from your_ai.engine.protocol import Engine
 from your_ai.engine.reload import reload_adapted
@@ -42,11 +42,7 @@ from your_ai.run.checkpoint import ADAPTERS
 
 SHAPE, SHAPE_OF_A_GPU = "tiny", "small"  # the second is used only to measure speed
 BITS = 4
-TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)  # from the demo model
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")  # of the demo model
 PLANS = ("fused", "staged", "streamed")
 VARIANTS = ("spilled", "kept")  # of streamed and of staged, named as in `bench`
 WAYS = (*PLANS, "kept", "resident")  # plans that compute gradients in different ways
@@ -71,8 +67,6 @@ LossAndGradients = tuple[float, dict[str, mx.array]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a check."""
-
     ok: bool
     measured: str
     """The measurements in words."""
@@ -97,12 +91,6 @@ def make_model(folder: Path) -> Outcome:
     kind, dtype = device(), dtype_name(model.compute_dtype("auto"))
     figures = {"device": kind, "dtype": dtype, "folder": str(path), "bytes": size}
     return Outcome(True, f"{SHAPE}, {size / 1e6:.1f} MB, on {kind} in {dtype}", figures)
-
-
-def device() -> str:
-    if mx.default_device().type != mx.gpu:
-        return "cpu"
-    return "metal" if mx.metal.is_available() else "cuda"
 
 
 def dtype_name(dtype: mx.Dtype) -> str:
@@ -250,10 +238,9 @@ def describe_machine(folder: Path) -> Outcome:
     """Read what may be shared about this machine: no paths, no names of its owner."""
     found = read_machine()
     shared = {name: getattr(found, name) for name in SHARED}
-    shared |= {"blas": found.blas and Path(found.blas).parent.name}
-    shared |= {
-        "release": re.split(r"[^\d.]", found.release or "", maxsplit=1)[0]
-    }  # its owner may name a kernel
+    shared["blas"] = found.blas and Path(found.blas).parent.name
+    # Its owner may name a kernel.
+    shared["release"] = re.split(r"[^\d.]", found.release or "", maxsplit=1)[0]
     text = ", ".join(str(part) for part in (found.gpu or found.chip, found.device) if part)
     return Outcome(found.mlx_fault is None, found.mlx_fault or text, shared)
 

@@ -43,8 +43,6 @@ Level = Literal["ok", "note", "risk"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A fact about the machine, good or bad."""
-
     level: Level
     """ok, note (it could be better) or risk (a run may fail or be slow)."""
     what: str

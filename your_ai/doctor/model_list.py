@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -23,8 +22,9 @@ from your_ai.doctor.recommend import (
 )
 from your_ai.errors import UserError
 from your_ai.files import packaged
-from your_ai.gates.text import size_text
+from your_ai.gates.text import counted, size_text
 from your_ai.hub.local import Local, bits_of, local_models, size_of
+from your_ai.hub.online import OnlineModel
 from your_ai.hub.registry import Known, known
 from your_ai.memory.facts import facts_of
 
@@ -35,13 +35,12 @@ WORDS = {  # for recommend's tiers
     "light": "small adapters",
     "": "no",
 }
+MOST_SHOWN = 40
 STYLES = {"yes": "green", "no": "red"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRow:
-    """A local or known model."""
-
     name: str
     repo: str | None
     where: str
@@ -134,10 +133,6 @@ def fit_of_folder(folder: Path, room: MachineRoom) -> str | None:
     return WORDS[tier_of(workload, limit_bytes) or USUAL.name]
 
 
-def models_json(found: Sequence[ModelRow]) -> list[dict[str, Any]]:
-    return [asdict(row) for row in found]
-
-
 def models_table(found: Sequence[ModelRow], width: int = 80) -> Table:
     """Show the models. The column `trains` says whether training fits into the memory here."""
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
@@ -156,4 +151,33 @@ def models_table(found: Sequence[ModelRow], width: int = 80) -> Table:
         where = [Text(row.licence or "-"), *([Text(row.repo or "-")] if width > 100 else [])]
         size = size_text(row.size_bytes)
         drawn.add_row(Text(row.name), size, bits, row.where or "-", trains, *where)
+    return drawn
+
+
+def shown_online(found: Sequence[OnlineModel]) -> list[OnlineModel]:
+    """The new ones; if all are new or none is, the most downloaded ones."""
+    new = [model for model in found if model.is_new]
+    return new if 0 < len(new) < len(found) else list(found[:MOST_SHOWN])
+
+
+def news(found: Sequence[OnlineModel]) -> str:
+    """Say how many models of the hub are new: all of them at the first look."""
+    count = counted(len(found), "quantized model")
+    new = sum(model.is_new for model in found)
+    known_before = "not looked before" if new == len(found) else f"{new} new since the last look"
+    return f"{count} of mlx-community that mlx-lm can load; {known_before}"
+
+
+def online_table(found: Sequence[OnlineModel]) -> Table:
+    """Show models of the hub. The column `alias` is empty if `--model` takes the repo itself."""
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    drawn.add_column("repo", overflow="fold")
+    for head in ("alias", "architecture"):
+        drawn.add_column(head, no_wrap=True)
+    for head in ("bits", "downloads"):
+        drawn.add_column(head, justify="right", no_wrap=True)
+    for model in shown_online(found):
+        alias, kind = model.alias or "-", model.model_type
+        texts = [Text(text) for text in (model.repo, alias, kind, str(model.bits))]
+        drawn.add_row(*texts, f"{model.downloads:,}")
     return drawn

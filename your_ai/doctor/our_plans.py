@@ -52,7 +52,6 @@ from your_ai.memory.workload import NOTHING, DataSizes, Plan, Workload, workload
 from your_ai.objectives.chosen import needs_reference
 from your_ai.rewards.chosen import Rewards
 from your_ai.rewards.names import parse_rewards
-from your_ai.rewards.rollout import Rollout
 from your_ai.rng import derive_seed
 from your_ai.run import events
 from your_ai.run.checkpoint import TrainState
@@ -113,10 +112,6 @@ class RandomTokens:
 
 
 EVEN = "run:even"  # stands for the name of a reward
-
-
-def even_shares(rollouts: Sequence[Rollout]) -> list[float | None]:
-    return [contest_reward(rollout.ids[-rollout.tokens :]) for rollout in rollouts]
 
 
 @dataclass
@@ -327,7 +322,7 @@ def named_plan(contest: Contest, contender: str, adapted: int, blocks: int) -> P
 def contest_rewards() -> Rewards:
     """The reward of a completion: the share of even tokens."""
     rewards = Rewards(parse_rewards([EVEN]), {})
-    rewards.models[EVEN] = even_shares
+    rewards.models[EVEN] = lambda rollouts: [contest_reward(r.ids[-r.tokens :]) for r in rollouts]
     return rewards
 
 

@@ -91,8 +91,6 @@ class MachineRoom:
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """A model with settings that fit."""
-
     known: Known
     tier: str
     """One of TIERS."""

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -298,9 +298,7 @@ def unwritable(path: Path, error: OSError) -> UserError:
 
 
 def cleaned_line(line: ReportLine) -> ReportLine:
-    return ReportLine(
-        line.check, line.ok, cleaned(line.measured), line.seconds, cleaned(line.figures)
-    )
+    return replace(line, measured=cleaned(line.measured), figures=cleaned(line.figures))
 
 
 def cleaned(value: Any) -> Any:

@@ -13,7 +13,7 @@ import gc
 import math
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,11 +30,12 @@ from your_ai.data.examples import Examples, RowCounts
 from your_ai.engine.gradients import SpilledGradients
 from your_ai.engine.kept import Keeps
 from your_ai.engine.programs import Extras, trained_arrays
-from your_ai.engine.skeleton import SLICES, MadeWeights, engine_of, rows_of_vocabulary
+from your_ai.engine.skeleton import SLICES, FewRows, MadeWeights, engine_of, rows_of_vocabulary
 from your_ai.engine.staged import BatchRows, FusedAboveCache, Staged
 from your_ai.engine.tiles import TiledBlock
 from your_ai.engine.weights import FileTensor
-from your_ai.errors import suppress_model_errors
+from your_ai.errors import suppress_memory_errors, suppress_model_errors
+from your_ai.gates.untrusted import read_header
 from your_ai.memory import allocator, costs, probe
 from your_ai.memory.costs import (
     BlockCosts,
@@ -47,26 +48,36 @@ from your_ai.memory.costs import (
 )
 from your_ai.memory.facts import ModelFacts, head_step
 from your_ai.memory.guess import guessed
-from your_ai.memory.sizes import HEAD_ROWS, HEAD_SLICE_BYTES, TILED_FROM, tiles_of
+from your_ai.memory.sizes import (
+    HEAD_ROWS,
+    HEAD_SLICE_BYTES,
+    TILED_FROM,
+    tiles_of,
+)
 from your_ai.memory.workload import Workload
+from your_ai.nets.head import LinearHead, ScoreHead
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import TRIED_TOKENS
+from your_ai.nets.tiled_attention import Tile
 from your_ai.objectives.objective import Targets
 
-SHAPES = (Shape(1, 128), Shape(2, 128), Shape(1, 384), Shape(1, 1024))
-TILED_SIZES = (1536, 2048)  # N of rows that run on tiles
+# N at which blocks are measured: few tokens, and more of them where rows are longer.
+FEW_TOKENS, SOME_TOKENS, MOST_TOKENS = 128, 384, 1024
+USUAL_TOKENS = 512  # rows up to which more rows show more than longer ones
+TILED_TOKENS = 1536  # of a row that runs on tiles, if rows are as long
 MOST_READ_BYTES = 64 << 20  # of the files, to measure their speed
 # Of the parts of embeddings and heads that two skeletons have, and their copies.
 MADE_VOCABULARY_BYTES = 6 * SLICES * HEAD_SLICE_BYTES
-HEAD_SIZES = (128, 256, 512, 1024, 2048)  # N
+HEAD_SIZES = (128, 512, 1024, 2048)  # N
 LONG = 2048  # tokens of a row that shows which blocks attend within a window
 EVERYTHING = Keeps(True, True, True)
-# Peaks of large graphs depend on how far MLX's threads compute ahead: the largest of some counts.
-# The first time, kernels are compiled: the least time of some counts.
-REPEATS, VARYING_REPEATS = 2, 6
-ENOUGH_S, MOST_S = 0.6, 1.5  # after so long, two runs of a block are enough, or one
+GRAPH_BLOCKS = 3  # of a fused graph that is measured: the first saves more or less than others
+# Peaks depend on how far MLX's threads compute ahead, most in large graphs: the largest counts.
+REPEATS = 6
+ENOUGH_S, VARYING_S = (0.1, 0.4), (0.25, 0.5)  # after so long, one run is enough, or two
 BESIDE_BYTES = 10_000_000  # that graphs, and kernels while they are compiled, may take
 UNSURE, SURER = 1.25, 1.1  # factors on what may be needed, before and after something was measured
+TIGHT_BYTES = 1 << 30  # with less left, the C library keeps no freed buffers
 
 
 @dataclass
@@ -78,11 +89,18 @@ class Room:
     off: dict[str, float] = field(default_factory=dict)
     """Measured bytes over those guessed by phase, the largest so far."""
     was_enough: bool = True
+    is_tight: bool = False
+    """Whether the C library no longer keeps freed buffers, which takes time."""
 
     def has(self, needed_bytes: float, phase: str = "") -> bool:
         """Return whether this process may need so many bytes more, if that is a guess."""
         factor = max(1.0, self.off[phase]) * SURER if phase in self.off else UNSURE
         expected = needed_bytes * factor + BESIDE_BYTES
+        left = self.limit_bytes - (probe.process_bytes() or 0)
+        if not self.is_tight and left < max(TIGHT_BYTES, 2 * expected):
+            self.is_tight = True
+            allocator.return_freed_buffers()  # it keeps up to as much as was needed
+            allocator.free(collect=False)
         fits = (probe.process_bytes() or 0) + expected <= self.limit_bytes
         self.was_enough = self.was_enough and fits
         return fits
@@ -90,26 +108,6 @@ class Room:
     def learn(self, phase: str, measured: float, guess: float) -> None:
         if guess > 0:
             self.off[phase] = max(self.off.get(phase, 0.0), measured / guess)
-
-
-@dataclass(frozen=True)
-class MeasuredBlock:
-    """A block of one kind, in the engines whose programs are measured."""
-
-    staged: Staged
-    fused: FusedAboveCache
-    index: int
-    guess: BlockCosts
-    room: Room
-    packed: bool
-
-    def rows_of(self, engine: Staged, shape: Shape) -> BatchRows:
-        return engine.rows_of(batch_of(shape, self.packed), 0)
-
-    def states(self, shape: Shape, *places: int) -> list[mx.array]:
-        """Hidden states, (B, T, F) each: before the block for place 0, after it for 1."""
-        features = [self.staged.parts.features(self.index + place) for place in places]
-        return [mx.random.normal((*shape, f)).astype(self.staged.dtype) for f in features]
 
 
 class Cost(NamedTuple):
@@ -143,15 +141,20 @@ def measure_costs(
     block = max(kind.weights_bytes for kind in workload.facts.kinds)
     if not room.has(block + MADE_VOCABULARY_BYTES):
         return None
-    with suppress_model_errors(), no_cache():
-        staged = engine_of(network, config, Staged, score_head=score_head)
-        fused = engine_of(network, config, FusedAboveCache, score_head=score_head)
+    with suppress_model_errors(), suppress_memory_errors(), no_cache():
+        hidden = workload.facts.hidden
+        staged = engine_of(network, config, Staged, hidden, score_head=score_head)
+        fused = engine_of(network, config, FusedAboveCache, hidden, score_head=score_head)
         if staged is None or fused is None:
             return None
         heads: dict[str, dict[int, Cost]] = {}
-        if not score_head:
+        # Other heads work on the whole vocabulary, of which a skeleton has a part.
+        sliced = isinstance(staged.head, LinearHead | ScoreHead)
+        if sliced and not score_head:
             tell("measuring the head")
             heads = head_costs(staged, fused, workload, guess, room)
+        if isinstance(fused.head, LinearHead):  # graphs are measured without it
+            fused.head = replace(fused.head, rows=FewRows(fused.head.rows))
         of_heads = {name: head_curve(found, 0) for name, found in heads.items()}
         kinds: dict[tuple[Hashable, Hashable], int] = {}
         calls = staged.parts.calls(LONG)
@@ -162,25 +165,30 @@ def measure_costs(
             tell(f"measuring a block, kind {place + 1} of {len(kinds)}")
             index = names.index(name)
             own = guess.kinds[guess.order[index]]
-            subject = MeasuredBlock(staged, fused, index, own, room, workload.packed)
-            found.append(costs_of(subject, workload, of_heads.get(costs.FUSED)))
+            found.append(costs_of(staged, fused, index, own, room, workload, with_head=sliced))
         memory, times = zip(*found, strict=True)
         seconds = {name: head_curve(found, 1) for name, found in heads.items()}
         return MeasuredCosts(
             Costs(memory, order, of_heads),
             Costs(times, order, seconds),
-            seconds_to_read(tensors),
+            seconds_to_read(tensors, room),
             room.was_enough,
         )
     return None
 
 
-def seconds_to_read(tensors: Mapping[str, FileTensor]) -> float:
-    """The seconds in which a byte of a model's files is read, measured on one of them."""
-    large = [t for t in tensors.values() if t.nbytes <= MOST_READ_BYTES]
-    if not large:
+def seconds_to_read(tensors: Mapping[str, FileTensor], room: Room) -> float:
+    """The seconds in which a byte of a model's files is read, measured on one of them; 0 if there
+    is none."""
+    if not tensors:
         return 0.0
-    tensor = max(large, key=lambda t: t.nbytes)
+    file = next(iter(tensors.values())).file
+    sizes = {entry.name: entry.end - entry.start for entry in read_header(file)}
+    of_size = {sizes.get(t.name, 0): t for t in tensors.values() if t.file == file}
+    fitting = [size for size in of_size if 0 < size <= MOST_READ_BYTES and room.has(3 * size)]
+    if not fitting:
+        return 0.0
+    tensor = of_size[max(fitting)]
     tensor.rows(0, 1)
     began = time.perf_counter()
     tensor.rows(0, tensor.shape[0])
@@ -191,7 +199,6 @@ def seconds_to_read(tensors: Mapping[str, FileTensor]) -> float:
 @contextlib.contextmanager
 def no_cache() -> Iterator[None]:
     """Until the `with` block ends, MLX keeps no freed buffers, which would add to peaks."""
-    allocator.return_freed_buffers()
     allocator.free()
     before = mx.set_cache_limit(0)
     try:
@@ -211,12 +218,37 @@ def scores_of(workload: Workload) -> bool:
     return workload.forward or workload.scores or bool(workload.reward_models)
 
 
+def padded(tokens: int) -> int:
+    """The tokens of a row as batches are padded."""
+    return -(-tokens // MULTIPLE) * MULTIPLE
+
+
+def longest_rows(workload: Workload) -> Shape:
+    """The largest micro-batch of the run, padded as batches are."""
+    rows, longest = max(1, workload.batch_size), max(workload.lengths)
+    if workload.packed:  # texts are one row
+        rows, longest = 1, rows * longest
+    return Shape(rows, padded(longest))
+
+
 def shapes_for(workload: Workload) -> list[Shape]:
-    """The shapes at which blocks are measured: none is larger than a micro-batch of the run."""
-    longest = -(-max(workload.lengths) // MULTIPLE) * MULTIPLE  # as batches are padded
-    most_rows = 1 if workload.packed else max(1, workload.batch_size)
-    wanted = [Shape(min(s.rows, most_rows), min(s.tokens, longest)) for s in SHAPES]
-    return list(dict.fromkeys(wanted))
+    """The shapes at which blocks are measured: of one row as far as rows are that long, and none
+    larger than a micro-batch of the run. Two rows beside a long one show what pairs of tokens
+    need."""
+    rows, longest = longest_rows(workload)
+    if longest <= USUAL_TOKENS:
+        sizes = FEW_TOKENS, SOME_TOKENS, MOST_TOKENS
+        wanted = [Shape(min(rows, -(-size // longest)), min(size, longest)) for size in sizes]
+        return list(dict.fromkeys(wanted))
+    most = min(longest // (2 * MULTIPLE) * 2 * MULTIPLE, MOST_TOKENS)
+    pairs = [] if workload.packed else [Shape(2, most // 2)]
+    return [Shape(1, FEW_TOKENS), Shape(1, most), *pairs]
+
+
+def tiled_shape(workload: Workload) -> Shape:
+    """The fewest rows of the run that run on tiles: a tile has more tokens of each than of more."""
+    _, longest = longest_rows(workload)
+    return Shape(TILED_FROM // longest + 1, min(TILED_TOKENS, longest))
 
 
 def largest_size(workload: Workload) -> int:
@@ -229,19 +261,17 @@ def cost_of(
     run: Callable[[list[Any]], Any],
     *,
     varies: bool = False,
-    enough_s: float = ENOUGH_S,
-    most_s: float = MOST_S,
 ) -> Cost:
     """The peak of MLX's memory and the seconds while `run` computes.
 
     prepare: makes the arrays that a phase begins with, which `run` takes off the list. varies:
-        whether the peak depends on threads. enough_s, most_s: after so long, two runs are enough,
-        or one.
+        whether the peak depends on threads.
     """
+    most_s, enough_s = VARYING_S if varies else ENOUGH_S
     most, seconds, count, began = 0, math.inf, 0, time.perf_counter()
-    while count < (VARYING_REPEATS if varies else REPEATS):
+    while count < REPEATS:
         spent = time.perf_counter() - began
-        if (count and spent > most_s) or (count >= REPEATS and spent > enough_s):
+        if (count and spent > most_s) or (count > 1 and spent > enough_s):
             break
         given = prepare()
         mx.eval(given)
@@ -260,42 +290,48 @@ def cost_of(
 
 
 def costs_of(
-    subject: MeasuredBlock, workload: Workload, head: HeadCosts | None
-) -> tuple[BlockCosts, BlockCosts]:
-    """The bytes and the seconds of a block, of the phases that the run may have."""
-    weights = subject.staged.weights
-    assert isinstance(weights, MadeWeights)
-    subject.fused.weights = weights
-    with weights.of(subject.index):
-        arrays = subject.staged.arrays_at(subject.index)
-        own = trained_arrays(subject.staged.blocks[subject.index])
+    staged: Staged, fused: FusedAboveCache, index: int, guess: BlockCosts, room: Room,
+    workload: Workload, *, with_head: bool,
+) -> tuple[BlockCosts, BlockCosts]:  # fmt: skip
+    """The bytes and the seconds of a block, of the phases that the run may have; with_head: whether
+    the head can be measured with it."""
+    assert isinstance(staged.weights, MadeWeights)
+    fused.weights = staged.weights
+    with staged.weights.of(index):
+        arrays, own = staged.arrays_at(index), trained_arrays(staged.blocks[index])
         mx.eval(arrays, own)
-        measuring = BlockPhases(subject, arrays, own, shapes_for(workload))
-        tiles = subject.guess.tiles
+        block = MeasuredBlock(
+            staged, fused, index, guess, room, workload.packed, arrays, own, shapes_for(workload)
+        )
+        tile_tokens = guess.tile_tokens
         is_fused, is_staged = engines_of(workload)
         if is_staged:
-            measuring.forward_costs()
+            block.forward_costs()
         if is_staged and not workload.forward:
-            measuring.backward_costs()
-        if is_fused and not workload.forward:
-            measuring.graph_costs(head)
+            block.backward_costs()
+        if is_fused and with_head and not workload.forward:
+            block.graph_costs()
         if is_fused:
-            measuring.evaluation_costs()
+            block.evaluation_costs()
         if is_staged and largest_size(workload) > TILED_FROM:
-            most_rows = 1 if workload.packed else min(2, workload.batch_size)
-            for rows in range(1, most_rows + 1):
-                tiles = measuring.tile_costs(rows, largest_size(workload), workload.forward)
-        memory, seconds = measuring.memory, measuring.seconds
-        del arrays, own, measuring
+            tile_tokens = block.tile_costs(tiled_shape(workload), workload.forward)
+        memory, seconds = block.memory, block.seconds
+        del arrays, own, block
         gc.collect()
-    return BlockCosts(**memory, tiles=tiles), BlockCosts(**seconds, tiles=tiles)
+    found = (BlockCosts(**curves, tile_tokens=tile_tokens) for curves in (memory, seconds))
+    return next(found), next(found)
 
 
 @dataclass
-class BlockPhases:
-    """The phases of one block."""
+class MeasuredBlock:
+    """A block of one kind, in the engines whose programs are measured."""
 
-    subject: MeasuredBlock
+    staged: Staged
+    fused: FusedAboveCache
+    index: int
+    guess: BlockCosts
+    room: Room
+    packed: bool
     arrays: Arrays
     own: Arrays
     """Its trained arrays."""
@@ -305,54 +341,53 @@ class BlockPhases:
     """The curves that were found, by phase: bytes."""
     seconds: dict[str, CostCurve] = field(default_factory=dict)
 
-    def measure(
-        self, phase: str, cost_at: Callable[[Shape], Cost], shapes: Sequence[Shape] = ()
-    ) -> None:
+    def states(self, shape: Shape, *places: int) -> list[mx.array]:
+        """Hidden states, (B, T, F) each: before the block for place 0, after it for 1."""
+        features = [self.staged.parts.features(self.index + place) for place in places]
+        return [mx.random.normal((*shape, f)).astype(self.staged.dtype) for f in features]
+
+    def measure(self, phase: str, cost_at: Callable[[Shape], Cost]) -> None:
         """Find the curves of a phase through those shapes that fit, if any does."""
-        if found := self.points(phase, cost_at, shapes):
+        found: dict[Shape, Cost] = {}
+        for shape in self.shapes:
+            guess = bytes_of(self.guess, phase, *shape)
+            states = 3 * 4 * shape.size * self.staged.features
+            if self.room.has(guess + states, phase):
+                if not found:  # kernels are compiled
+                    cost_at(shape)
+                found[shape] = cost_at(shape)
+                self.room.learn(phase, found[shape].bytes, guess)
+        if found:
             self.memory[phase] = CostCurve.through({s: cost.bytes for s, cost in found.items()})
             self.seconds[phase] = CostCurve.through({s: cost.seconds for s, cost in found.items()})
 
-    def points(
-        self, phase: str, cost_at: Callable[[Shape], Cost], shapes: Sequence[Shape] = ()
-    ) -> dict[Shape, Cost]:
-        found: dict[Shape, Cost] = {}
-        room = self.subject.room
-        for shape in shapes or self.shapes:
-            guess = bytes_of(self.subject.guess, phase, *shape)
-            states = 3 * 4 * shape.size * self.subject.staged.features
-            if room.has(guess + states, phase):
-                found[shape] = cost_at(shape)
-                room.learn(phase, found[shape].bytes, guess)
-        return found
-
     def rows(self, shape: Shape) -> BatchRows:
         if shape not in self.batches:
-            self.batches[shape] = self.subject.rows_of(self.subject.staged, shape)
+            batch = batch_of(shape, self.packed)
+            self.batches[shape] = self.staged.rows_of(batch, 0)
         return self.batches[shape]
 
     def extras(self, shape: Shape) -> Extras:
-        extras = self.rows(shape).extras_of(self.subject.index)
+        extras = self.rows(shape).extras_of(self.index)
         mx.eval(extras)
         return extras
 
     def forward_costs(self) -> None:
         """Measure the forward pass of the block alone."""
-        self.measure("forward", partial(self.forward, self.subject.staged))
+        self.measure("forward", partial(self.forward, self.staged))
 
     def evaluation_costs(self) -> None:
         """Measure the block in a fused graph without gradients."""
-        self.measure("evaluated", partial(self.forward, self.subject.fused))
+        self.measure("evaluated", partial(self.forward, self.fused))
 
     def forward(self, engine: Staged, shape: Shape) -> Cost:
-        program = engine.programs.of(self.subject.index, self.rows(shape).shape)
+        program = engine.programs.of(self.index, self.rows(shape).shape)
         run, extras = partial(program.forward, self.arrays, self.own), self.extras(shape)
-        return cost_of(lambda: self.subject.states(shape, 0), lambda g: run(g.pop(), extras))
+        return cost_of(lambda: self.states(shape, 0), lambda g: run(g.pop(), extras))
 
     def backward_costs(self) -> None:
         """Measure the backward pass of the block alone."""
-        subject, arrays, own, index = self.subject, self.arrays, self.own, self.subject.index
-        staged = subject.staged
+        arrays, own, index, staged = self.arrays, self.own, self.index, self.staged
 
         def backward(shape: Shape) -> Cost:
             program, extras = staged.programs.of(index, self.rows(shape).shape), self.extras(shape)
@@ -361,20 +396,26 @@ class BlockPhases:
                 cotangent, hidden = given.pop(), given.pop()
                 return program.backward(arrays, own, hidden, extras, cotangent)
 
-            return cost_of(lambda: subject.states(shape, 0, 1), run)
+            return cost_of(lambda: self.states(shape, 0, 1), run)
 
         def kept_forward(shape: Shape) -> Cost:
             program = staged.programs.keeping(index, self.rows(shape).shape, EVERYTHING)
-            run, extras = partial(program.forward, arrays, own), self.extras(shape)
-            return cost_of(lambda: subject.states(shape, 0), lambda g: run(g.pop(), extras))
+            extras = self.extras(shape)
+
+            def run(given: list[Any]) -> Any:  # its input stays, as that of a trained block does
+                result, kept = program.forward(arrays, own, given[0], extras)
+                mx.eval(kept)
+                return result, kept
+
+            return cost_of(lambda: self.states(shape, 0), run)
 
         def kept_backward(shape: Shape) -> Cost:
             program = staged.programs.keeping(index, self.rows(shape).shape, EVERYTHING)
-            extras, (hidden,) = self.extras(shape), subject.states(shape, 0)
+            extras, (hidden,) = self.extras(shape), self.states(shape, 0)
 
             def prepare() -> list[Any]:
                 kept = program.forward(arrays, own, hidden, extras)[1]
-                return [*subject.states(shape, 0, 1), kept]
+                return [*self.states(shape, 0, 1), kept]
 
             def run(given: list[Any]) -> Any:
                 kept, cotangent, hidden = given.pop(), given.pop(), given.pop()
@@ -395,130 +436,125 @@ class BlockPhases:
         self.measure("kept_forward", kept_forward)
         self.measure("kept_backward", kept_backward)
         size = 2 * sum(array.nbytes for array in own.values())
-        stored = storing() if own and subject.room.has(size) else Cost(size, 0.0)
+        stored = storing() if own and self.room.has(size) else Cost(size, 0.0)
         self.memory["storing"] = CostCurve(stored.bytes)
         self.seconds["storing"] = CostCurve(stored.seconds)
 
-    def graph_costs(self, head: HeadCosts | None) -> None:
-        """Measure fused graphs: of one block, of two, and of one with the head."""
-        room = self.subject.room
-        found = self.points("working", partial(self.of_graph, 1))
-        one = {s: cost for s, cost in found.items() if room.has(2 * cost.bytes)}
-        if not one:
-            return
-        two = {shape: self.of_graph(2, shape) for shape in one}
-        scale = max(cost.bytes for cost in two.values())
-        saved = {s: max(0.0, two[s].bytes - one[s].bytes) for s in one}
-        working = {s: max(0.0, 2 * one[s].bytes - two[s].bytes) for s in one}
-        self.memory["saved"] = CostCurve.through(saved, scale)
-        self.memory["working"] = CostCurve.through(working, scale)
-        self.seconds["saved"] = CostCurve.through({s: two[s].seconds / 2 for s in two})
-        if head is None:
-            return
-        joined = {
-            s: max(0.0, self.with_head(s).bytes - saved[s] - head.at(s.size))
-            for s, cost in one.items()
-            if room.has(cost.bytes + head.at(s.size))
-        }
-        if joined:
-            self.memory["joined"] = CostCurve.through(joined, scale)
+    def graph_costs(self) -> None:
+        """Measure what one more such block saves in a fused graph, and a graph of GRAPH_BLOCKS.
 
-    def of_graph(self, count: int, shape: Shape) -> Cost:
-        """One graph of `count` such blocks, forward and backward, from a given cotangent."""
-        subject, fused = self.subject, self.subject.fused
-        program = fused.programs.of(subject.index, self.rows(shape).shape)
-        extras, names = self.extras(shape), list(self.own)
-
-        def loss(
-            trained: list[list[mx.array]], state: mx.array, arrays: Arrays, cotangent: Any
-        ) -> Any:
-            for values in trained:
-                state = program.run(arrays, dict(zip(names, values, strict=True)), state, extras)
-            return (state * cotangent).sum()
-
-        run = fused.graphs.compile(mx.grad(loss, argnums=(0, 1) if names else (1,)))
-        trained = [[array + 0 for array in self.own.values()] for _ in range(count)]
-        mx.eval(trained)
-        return cost_of(
-            lambda: subject.states(shape, 0, 1),
-            lambda given: run(trained, given.pop(0), self.arrays, given.pop()),
-            varies=True,
-        )
-
-    def with_head(self, shape: Shape) -> Cost:
-        """One graph of the block and the head."""
-        subject, fused = self.subject, self.subject.fused
-        fused.trained = range(subject.index, subject.index + 1)
-        rows, batch = self.rows(shape), batch_of(shape, subject.packed)
-        function = partial(fused.trained_gradients, rows.shape)
-        run = fused.graphs.compile(function, fused.state)
-        targets, scale = Targets.of(batch), mx.array(1.0, mx.float32)
-        rest = ([self.extras(shape)], targets, scale)
-        return cost_of(
-            lambda: subject.states(shape, 0),
-            lambda given: run([self.own], {}, [self.arrays], given.pop(), *rest),
-            varies=True,
-        )
-
-    def tile_costs(self, count: int, largest: int, forward_only: bool) -> bool:
-        """Measure the block on tiles of `count` rows; return whether it runs on them.
-
-        largest: N of the largest micro-batch of the run.
+        What is saved does not depend on threads, as peaks do. A block that passes on another state
+        than it gets cannot follow itself: it is guessed.
         """
-        subject, staged = self.subject, self.subject.staged
-        first, *longer = (Shape(count, size // count) for size in TILED_SIZES)
-        shape = self.rows(first).shape
-        if staged.tiled.of(subject.index, shape, self.arrays, self.own) is None:
-            return False
-        shapes = [first, *(shape for shape in longer if shape.size <= largest)]
+        parts = self.staged.parts
+        places = self.index, self.index + 1, len(parts.blocks)
+        if len({parts.features(place) for place in places}) > 1:
+            return
+        saved: dict[Shape, float] = {}
+        found: dict[Shape, Cost] = {}
+        gradients = sum(array.nbytes for array in self.own.values())
+        for shape in self.shapes:
+            guess = costs.graph_bytes(self.guess, GRAPH_BLOCKS, gradients, *shape)
+            if self.room.has(guess, "fused"):
+                one, two = (self.saved_bytes(count, shape) for count in (1, 2))
+                saved[shape] = max(0.0, two - one)
+                run = self.graph(GRAPH_BLOCKS, shape)
+                found[shape] = cost_of(partial(self.states, shape, 0), run, varies=True)
+                self.room.learn("fused", found[shape].bytes, guess)
+        if not found:
+            return
+        self.memory["saved"] = CostCurve.through(saved)
+        working = {
+            shape: max(0.0, cost.bytes - GRAPH_BLOCKS * max(gradients, saved[shape]))
+            for shape, cost in found.items()
+        }
+        self.memory["working"] = CostCurve.through(working, max(c.bytes for c in found.values()))
+        seconds = {shape: cost.seconds / GRAPH_BLOCKS for shape, cost in found.items()}
+        self.seconds["saved"] = CostCurve.through(seconds)
 
-        def parts(shape: Shape) -> TiledBlock:
-            found = staged.tiled.of(subject.index, self.rows(shape).shape, self.arrays, self.own)
-            assert found is not None
+    def graph(self, count: int, shape: Shape) -> Callable[[list[Any]], Any]:
+        """A graph of `count` such blocks, forward and backward, of the input in a list."""
+        fused = self.fused
+        fused.trained = [self.index] * count
+        rows, batch = self.rows(shape), batch_of(shape, self.packed)
+        run = fused.graphs.compile(partial(fused.trained_gradients, rows.shape), fused.state)
+        trained = [{name: array + 0 for name, array in self.own.items()} for _ in range(count)]
+        of_head = fused.head.trained if isinstance(fused.head, ScoreHead) else {}
+        scale = mx.array(1.0, mx.float32)
+        rest = [self.extras(shape)] * count, Targets.of(batch), scale
+        mx.eval(trained)
+
+        def run_graph(given: list[Any]) -> Any:
+            found = run(trained, of_head, [self.arrays] * count, given.pop(), *rest)
+            if isinstance(fused.head, ScoreHead):
+                fused.head.put(of_head)  # tracing replaced it with a placeholder
             return found
 
+        return run_graph
+
+    def saved_bytes(self, count: int, shape: Shape) -> int:
+        """Bytes that wait for the backward pass of such a graph once its loss is there."""
+        run, given = self.graph(count, shape), self.states(shape, 0)
+        mx.eval(given)
+        mx.synchronize()
+        before = mx.get_active_memory()
+        found = run(given)
+        mx.eval(found[0])  # the gradients are not computed, and keep what they need
+        mx.synchronize()
+        return mx.get_active_memory() - before
+
+    def tile_costs(self, shape: Shape, forward_only: bool) -> int:
+        """Measure the block on tiles of such rows; return the tokens of a tile, 0 if it does not
+        run on them."""
+        staged, rows, room = self.staged, self.rows(shape), self.room
+        block = staged.tiled.of(self.index, rows.shape, self.arrays, self.own)
+        if block is None:
+            return 0
+        extras, reach = self.extras(shape), rows.shape.max_segment_tokens
+        given = self.arrays, self.own
+
         def state_of(tile: slice) -> mx.array:
-            return mx.zeros((count, tile.stop - tile.start, staged.features), staged.dtype)
+            features = staged.parts.features(self.index)
+            return mx.zeros((shape.rows, tile.stop - tile.start, features), staged.dtype)
 
-        def forward(shape: Shape) -> Cost:
-            block, extras = parts(shape), self.extras(shape)
-            reach = self.rows(shape).shape.max_segment_tokens
+        def forward(block: TiledBlock, states: list[Any]) -> Any:
+            block.forward(*given, states, extras, reach)
+            return states
 
-            def run(given: list[Any]) -> Any:
-                block.forward(self.arrays, self.own, given, extras, reach)
-                return given
+        def backward(block: TiledBlock, states: list[Any]) -> Any:
+            inputs = MadeInputs(lambda place: state_of(block.tiles[place]), len(states))
+            return block.backward(*given, inputs, extras, reach, states, False), states
 
-            return cost_of(lambda: [state_of(tile) for tile in block.tiles], run, most_s=0.0)
-
-        def backward(shape: Shape) -> Cost:
-            block, extras = parts(shape), self.extras(shape)
-            reach = self.rows(shape).shape.max_segment_tokens
-
-            def run(given: list[Any]) -> Any:
-                inputs = MadeInputs(lambda place: state_of(block.tiles[place]), len(given))
-                return block.backward(
-                    self.arrays, self.own, inputs, extras, reach, given, False
-                ), given
-
-            return cost_of(lambda: [state_of(tile) for tile in block.tiles], run, most_s=0.0)
-
-        self.measure(costs.on_tiles("forward", count), forward, shapes)
-        if not forward_only:
-            self.measure(costs.on_tiles("backward", count), backward, shapes)
-        return True
+        first = block.tiles[0]
+        width = shape.rows * (first.stop - first.start)
+        keys = block.keys_of(*given, state_of(first), extras, Tile(first.start, first.stop))
+        numbers = sum(array.size for array in keys) / width
+        number = staged.dtype.size
+        held = {"forward": numbers * number, "backward": numbers * (number + 4)}  # of a token
+        for name, run in (("forward", forward), ("backward", backward)):
+            phase = f"tiled_{name}"
+            states = 4 * shape.size * staged.features
+            guess = states + costs.bytes_of(self.guess, phase, *shape)
+            if (name == "backward" and forward_only) or not room.has(guess, phase):
+                continue
+            run(replace(block, tiles=block.tiles[:2]), [state_of(t) for t in block.tiles[:2]])
+            cost = cost_of(lambda: [state_of(t) for t in block.tiles], partial(run, block))
+            room.learn(phase, cost.bytes, guess)
+            of_tile = max(0.0, cost.bytes - held[name] * shape.size)
+            self.memory[phase] = CostCurve(of_tile, held[name])
+            whole = self.seconds.get(name, CostCurve(of_token=1.0))  # as attention grows
+            self.seconds[phase] = whole.times(cost.seconds / whole.at(*shape))
+        return int(width)
 
 
 @dataclass
 class MadeInputs:
     """Inputs of the tiles of a block, made when they are taken, as if they were read from disk;
-    implements `spill.Inputs`."""
+    implements `spill.SavedInputs`."""
 
     make: Callable[[int], mx.array]
     left: int
     """How many were not taken."""
-
-    def append(self, array: mx.array) -> None:
-        raise NotImplementedError("the inputs are made")
 
     def pop(self) -> mx.array:
         self.left -= 1
@@ -528,9 +564,6 @@ class MadeInputs:
         array = self.make(self.left - 1 - count)
         mx.eval(array)
         return array
-
-    def clear(self) -> None:
-        self.left = 0
 
 
 def head_costs(
@@ -542,17 +575,17 @@ def head_costs(
     is_fused, is_staged = engines_of(workload)
     wanted: list[tuple[str, Staged, bool]] = []
     if not workload.forward:
-        wanted += [(costs.STAGED, staged, False)] * is_staged
-        wanted += [(costs.FUSED, fused, False)] * is_fused
+        wanted.append((costs.TRAINED, staged, False))
+        wanted += [(costs.FUSED_TRAINED, fused, False)] * is_fused
     if scores_of(workload):
         wanted += [(costs.STAGED_SCORES, staged, True)] * is_staged
         wanted += [(costs.FUSED_SCORES, fused, True)] * is_fused
     for name, engine, scores in wanted:
         measured: dict[int, Cost] = {}
         for size in HEAD_SIZES:
-            size = min(size, most)
-            is_cut = size > HEAD_ROWS and name == costs.STAGED and guess.is_tiled
-            if size > HEAD_ROWS and not is_cut:
+            size = padded(min(size, most))
+            is_cut = size > HEAD_ROWS and name == costs.TRAINED and guess.is_tiled
+            if size > HEAD_ROWS and not (is_cut or name == costs.FUSED_TRAINED):
                 continue
             expected = guess.heads[name].at(size)
             if size not in measured and room.has(expected, name):
@@ -586,7 +619,8 @@ def head_cost(engine: Staged, tokens: int, *, scores: bool) -> Cost:
     batch, scale = batch_of(shape, False), mx.array(1.0, mx.float32)
     rows, targets = engine.rows_of(batch, 0), Targets.of(batch)
     features = engine.parts.features(len(engine.blocks))
-    widths = [tile.stop - tile.start for tile in tiles_of(*shape)]
+    tiles = [slice(0, tokens)] if isinstance(engine, FusedAboveCache) else tiles_of(*shape)
+    widths = [tile.stop - tile.start for tile in tiles]
 
     def states() -> list[Any]:
         return [mx.random.normal((1, w, features)).astype(engine.dtype) for w in widths]
@@ -596,7 +630,7 @@ def head_cost(engine: Staged, tokens: int, *, scores: bool) -> Cost:
             return engine.losses_and_predictions(rows.shape, given.pop(), targets)
         return engine.at_head(batch, rows, given, scale)
 
-    return cost_of(states, run, varies=True, enough_s=MOST_S)  # it takes little
+    return cost_of(states, run)
 
 
 def batch_of(shape: Shape, packing: bool) -> Batch:

@@ -9,7 +9,7 @@ weight is read.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,19 +25,20 @@ from your_ai.engine.compiled import can_compile
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.programs import frozen_arrays
 from your_ai.engine.spill import Stack
-from your_ai.engine.staged import Staged
+from your_ai.engine.staged import Resident, Staged
 from your_ai.engine.weights import FileTensor, stream_vocabulary
 from your_ai.memory.facts import VOCABULARY
 from your_ai.memory.sizes import HEAD_SLICE_BYTES
 from your_ai.nets.adapter_kinds import compute_magnitudes, normed_layers, use_any_norms
-from your_ai.nets.head import put_score_head
+from your_ai.nets.head import HeadRows, HeadSlice, put_score_head
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import add_adapters
 from your_ai.nets.parts import put, skeleton
-from your_ai.nets.split import blocks_path, split_at, trunk_path
+from your_ai.nets.split import blocks_path, trunk_path
 from your_ai.objectives.sft import SUPERVISED
 
 SLICES = 6  # of the vocabulary: more need no more memory
+FEW_ROWS = 32  # of a head, where only blocks are measured
 SPREAD = 0.02  # standard deviation of made weights
 E = TypeVar("E", bound=Staged)
 
@@ -73,26 +74,36 @@ def random_like(array: mx.array, length: int | None = None) -> mx.array:
     if length is not None:
         shape = (min(length, shape[0]), *shape[1:])
     if mx.issubdtype(array.dtype, mx.floating):
-        return (SPREAD * mx.random.normal(shape)).astype(array.dtype)
+        return SPREAD * mx.random.normal(shape, array.dtype)
     return mx.zeros(shape, array.dtype)
 
 
-@dataclass
-class MadeWeights:
-    """The frozen arrays of the one block that runs, made; implements `staged.Weights`."""
+@dataclass(frozen=True)
+class FewRows:
+    """The first rows of a head, so that it takes next to nothing; implements `head.HeadRows`."""
 
-    blocks: list[nn.Module]
-    streamed: bool = False
+    rows: HeadRows
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        count, width = self.rows.shape
+        return min(FEW_ROWS, count), width
+
+    def part(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> HeadSlice:
+        return self.rows.part(start, stop, after)
+
+    def gather(self, tokens: mx.array) -> mx.array:
+        return self.rows.gather(tokens)
+
+
+@dataclass
+class MadeWeights(Resident):
+    """The frozen arrays of the one block that runs, made."""
+
     made: dict[int, Arrays] = field(default_factory=dict)
 
     def read(self, index: int) -> Arrays:
         return self.made[index]
-
-    def ahead(self, indices: Iterable[int]) -> None:
-        pass
-
-    def again(self, index: int, arrays: Arrays) -> None:
-        pass
 
     @contextlib.contextmanager
     def of(self, index: int) -> Iterator[None]:
@@ -101,7 +112,11 @@ class MadeWeights:
         lazy = {name: array for name, array in tree_flatten(block) if isinstance(array, mx.array)}
         parameters = dict(tree_flatten(block.parameters()))
         try:
-            put(block, {name: random_like(array) for name, array in parameters.items()})
+            made = {}
+            for name, array in parameters.items():
+                made[name] = random_like(array)
+                mx.eval(made[name])  # one at a time: they may be large in float32
+            put(block, made)
             compute_magnitudes(block)
             mx.eval(block)
             self.made[index] = frozen_arrays(block)
@@ -112,24 +127,23 @@ class MadeWeights:
 
 
 def engine_of(
-    network: nn.Module, config: TrainConfig, kind: type[E], *, score_head: bool = False
+    network: nn.Module, config: TrainConfig, kind: type[E], hidden: int, *, score_head: bool = False
 ) -> E | None:
     """An engine whose weights are `MadeWeights`, of a copy of a network whose weights are lazy.
 
     Every block has the adapters of `config`. A staged engine has its vocabulary in files, a fused
     one in memory. Nothing of `network` is evaluated, but for what is outside of blocks and
     vocabulary. None if the model cannot be split, or if its code reads values of arrays, which
-    would evaluate them.
+    would evaluate them. hidden: D.
     """
     network = skeleton(network)
-    path = trunk_path(network) if can_compile(network) else None
-    if path is None:
+    if not can_compile(network):
         return None
-    width = split_at(network, path).trunk(mx.zeros((1, 2), mx.int32)).shape[-1]
+    path = trunk_path(network)
     keys = add_adapters(network, config).dropout_keys
-    vocabulary = cut_vocabulary(network, rows_of_vocabulary(width))
+    vocabulary = cut_vocabulary(network, rows_of_vocabulary(hidden))
     if score_head:
-        put_score_head(network, width, config.seed)
+        put_score_head(network, hidden, config.seed)
     dequantize_on_the_cpu(network)
     if kind is Staged:
         stream_vocabulary(network, {name: made_tensor(name, a) for name, a in vocabulary.items()})

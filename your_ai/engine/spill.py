@@ -8,6 +8,7 @@ import json
 import math
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
@@ -15,23 +16,25 @@ import mlx.core as mx
 
 from your_ai.errors import RESUME, RunError
 from your_ai.files import read_into, remedy_of, write_at
-from your_ai.nets.mlx_types import memory_of
+from your_ai.nets.mlx_types import DTYPE_NAMES, memory_of
 
 COPIED_BYTES = 1 << 20  # of a file, at a time
 ALIGNMENT = 8  # of a safetensors header
-KINDS = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16", mx.uint8: "U8",
-         mx.uint32: "U32", mx.int32: "I32", mx.uint64: "U64"}  # fmt: skip
 
 
-class Inputs(Protocol):
-    """A stack of block inputs: a list, or one on disk."""
-
-    def append(self, array: mx.array) -> None: ...
+class SavedInputs(Protocol):
+    """A stack of block inputs, from which they are taken."""
 
     def pop(self) -> mx.array: ...
 
     def below_top(self, count: int) -> mx.array:
         """The array with `count` others above it; it stays on the stack."""
+
+
+class Inputs(SavedInputs, Protocol):
+    """The same while it is filled, too: a list, or one on disk."""
+
+    def append(self, array: mx.array) -> None: ...
 
     def clear(self) -> None: ...
 
@@ -151,6 +154,21 @@ class Place(NamedTuple):
         return self.dtype.size * math.prod(self.shape)
 
 
+def header_of(places: Mapping[str, Place]) -> bytes:
+    """The beginning of a safetensors file with arrays in these places after it."""
+    entries = {
+        name: {
+            "dtype": DTYPE_NAMES[place.dtype],
+            "shape": list(place.shape),
+            "data_offsets": [place.offset, place.offset + place.nbytes],
+        }
+        for name, place in places.items()
+    }
+    header = json.dumps({"__metadata__": {"format": "mlx"}, **entries}).encode()
+    header += b" " * (-len(header) % ALIGNMENT)
+    return len(header).to_bytes(8, "little") + header
+
+
 class NamedArrays:
     """Arrays by name in a file, one after the other; each keeps its place, shape and dtype.
 
@@ -179,18 +197,8 @@ class NamedArrays:
     def save(self, path: Path) -> None:
         """Write all arrays as a safetensors file, a part at a time. Raises OSError if it cannot be
         written."""
-        entries = {
-            name: {
-                "dtype": KINDS[place.dtype],
-                "shape": list(place.shape),
-                "data_offsets": [place.offset, place.offset + place.nbytes],
-            }
-            for name, place in self.places.items()
-        }
-        header = json.dumps({"__metadata__": {"format": "mlx"}, **entries}).encode()
-        header += b" " * (-len(header) % ALIGNMENT)
         with path.open("wb") as file:
-            file.write(len(header).to_bytes(8, "little") + header)
+            file.write(header_of(self.places))
             for start in range(0, self._bytes, COPIED_BYTES):
                 part = memoryview(bytearray(min(COPIED_BYTES, self._bytes - start)))
                 self._file.read_into(part, start)

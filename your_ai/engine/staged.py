@@ -86,7 +86,7 @@ class BatchRows(NamedTuple):
         return self.extras | self.context[index]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Resident:
     """Weights that stay in memory."""
 
@@ -147,7 +147,8 @@ class Staged:
         self.names = [names[id(block)] for block in model.layers]
         self.normed = [normed_layers(block) for block in self.blocks]
         self.first = first_trained(self.blocks)
-        self.frozen, self.trained = range(self.first), range(self.first, len(self.blocks))
+        self.frozen = range(self.first)
+        self.trained: Sequence[int] = range(self.first, len(self.blocks))
         self.keep(lambda rows, tokens: kept)
         self.reads_files = streams_vocabulary(model)
         self.has_dropout = any(isinstance(module, KeyedDropout) for module in model.modules())
@@ -403,7 +404,7 @@ class Staged:
         self,
         hidden: list[list[mx.array]],
         every: list[BatchRows],
-        which: range,
+        which: Sequence[int],
         saved: Inputs | None = None,
         kept: list[list[mx.array]] | None = None,
         keeps: Sequence[Keeps] = (),
@@ -417,7 +418,7 @@ class Staged:
         self.weights.ahead(which)
         for index in which:
             arrays = self.arrays_at(index)
-            self.weights.ahead(range(index + 1, which.stop))
+            self.weights.ahead(range(index + 1, which[-1] + 1))
             trained = trained_arrays(self.blocks[index])
             for tiles, rows in zip(hidden, every, strict=True):
                 extras = rows.extras_of(index)

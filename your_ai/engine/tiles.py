@@ -25,7 +25,7 @@ import mlx.nn as nn
 
 from your_ai.engine.compiled import Compile, Graphs, GraphShape
 from your_ai.engine.mlp import replace_mlps
-from your_ai.engine.spill import Inputs
+from your_ai.engine.spill import SavedInputs
 from your_ai.errors import suppress_model_errors
 from your_ai.memory.sizes import tiles_of
 from your_ai.nets.block_calls import Mask
@@ -184,7 +184,7 @@ class TiledBlock:
             mx.eval(hidden[own])
 
     def backward(
-        self, frozen: Arrays, trained: Arrays, inputs: Inputs, extras: Arrays, reach: Reach,
+        self, frozen: Arrays, trained: Arrays, inputs: SavedInputs, extras: Arrays, reach: Reach,
         cotangents: list[mx.array], lowest: bool,
     ) -> Arrays:  # fmt: skip
         """The gradients of the trained arrays. Replaces `cotangents`, of the output, with those of
@@ -195,7 +195,7 @@ class TiledBlock:
         values: list[mx.array] = []
         for own, tile in enumerate(tiles):
             hidden = inputs.below_top(len(tiles) - 1 - own)
-            k, v = self.program.keys(frozen, trained, hidden, self._inputs(extras, tile))
+            k, v = self.keys_of(frozen, trained, hidden, extras, tile)
             mx.eval(k, v)
             keys.append(k)
             values.append(v)
@@ -226,6 +226,12 @@ class TiledBlock:
             del given, found, of_hidden, rest, of_q, of_k, of_v
             mx.eval(total, cotangents[own])
         return {name: grad.astype(trained[name].dtype) for name, grad in total.items()}
+
+    def keys_of(
+        self, frozen: Arrays, trained: Arrays, hidden: mx.array, extras: Arrays, tile: Tile
+    ) -> tuple[mx.array, mx.array]:
+        """The keys and values of a tile, which are in memory until the last tile is done."""
+        return self.program.keys(frozen, trained, hidden, self._inputs(extras, tile))
 
     def _places(self, extras: Arrays) -> list[Tile]:
         segments = extras.get("segments")

@@ -11,12 +11,7 @@ from typing import Any
 import numpy as np
 
 from your_ai.errors import UserError
-from your_ai.gates.functions import (
-    UsersCodeFailed,
-    as_float,
-    load_function,
-    running_users_code,
-)
+from your_ai.gates.functions import UsersCodeFailed, as_float, load_function, running_users_code
 from your_ai.gates.text import quoted
 
 
@@ -37,21 +32,18 @@ class Metric:
 
         It fails if it raises, or returns anything but a finite number.
         """
+        label = f"{where}: {self.option} {self.name}"
         try:
             with running_users_code():
                 found = self.function(answer, expected, row)
         except UsersCodeFailed as error:
-            raise UserError(
-                f"{where}: {self.option} {self.name} raised {error}"
-            ) from error.__cause__
+            raise UserError(f"{label} raised {error}") from error.__cause__
         if not isinstance(found, (Real, np.bool_)):
             text = f"{type(found).__name__} {quoted(found, 80)}" if found is not None else "None"
-            raise UserError(f"{where}: {self.option} {self.name} returned {text}, not a number")
+            raise UserError(f"{label} returned {text}, not a number")
         number = as_float(found)
         if not math.isfinite(number):
-            raise UserError(
-                f"{where}: {self.option} {self.name} returned {number}, not a finite number"
-            )
+            raise UserError(f"{label} returned {number}, not a finite number")
         return number
 
 

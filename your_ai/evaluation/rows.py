@@ -337,19 +337,12 @@ def asked_and_answered(content: Chat | Pair | Text) -> tuple[str, str]:
 def cut_text(rows: EvaluationRows, config: TrainConfig) -> str:
     """The note about rows longer than the run's sequence length, or an empty text."""
     tally = rows.trained.examples.tally
-    if not tally.truncated and not tally.split:
+    cut = tally.cut_text(f"the run's --max-seq-length {config.max_seq_length}")
+    if not cut:
         return ""
-    count = tally.truncated + tally.split
-    verb = "was" if count == 1 else "were"
-    done = f"{verb} truncated" if tally.truncated else f"{verb} split"
-    text = (
-        f"{rows.files}: {count:,} of {counted(tally.rows, 'row')} {verb} longer than "
-        f"the run's --max-seq-length {config.max_seq_length} and {done}"
-    )
     left_out = tally.rows - len(rows)
-    if left_out:
-        text += f"; {counted(left_out, 'has', 'have')} nothing left to measure"
-    return text
+    rest = f"; {counted(left_out, 'has', 'have')} nothing left to measure" if left_out else ""
+    return f"{rows.files}: {cut}{rest}"
 
 
 def in_training_data(

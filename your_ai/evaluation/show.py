@@ -98,8 +98,9 @@ def evaluation_report(found: dict[str, Any], run: str) -> RenderableType:
             f"In brackets: {100 * found['confidence']:g}% confidence intervals, from "
             f"{counted(found['resamples'], 'resample')} of the rows."
         ),
-        *about_shares(found["measures"]),
     ]
+    if any(name in record.SHARES for name in found["measures"]):
+        lines.append(Text("Those of the shares of base and adapter are Wilson intervals."))
     if is_reward:
         lines += [Text(line) for line in REWARD_MODEL["scores" if preferences is None else "pairs"]]
     else:
@@ -155,12 +156,6 @@ def adapter_values(found: dict[str, Any] | None) -> dict[str, str]:
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
         return {}
     return values
-
-
-def about_shares(measures: dict[str, Any]) -> list[Text]:
-    if not any(name in record.SHARES for name in measures):
-        return []
-    return [Text("Those of the shares of base and adapter are Wilson intervals.")]
 
 
 def row_counts(rows: int, preferences: dict[str, Any] | None) -> str:

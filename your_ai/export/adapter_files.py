@@ -22,6 +22,8 @@ from your_ai.errors import UserError, first_line
 from your_ai.export import peft
 from your_ai.export.names import block_of, check_names, name_in_block
 from your_ai.export.peft import PREFIX, SUFFIXES
+from your_ai.export.peft_experts import all_paths, experts_of, with_stacks
+from your_ai.export.transformers_names import KNOWN, is_in_peft
 from your_ai.files import packaged
 from your_ai.gates.paths import missing_text
 from your_ai.gates.text import shown
@@ -193,8 +195,13 @@ def fitted(
         config = with_keys(adapter, network)
     else:
         linears = {path for path, module in network.named_modules() if isinstance(module, LINEAR)}
-        if note := check_layers(files.file, set(adapter.layers), files.peft, linears):
+        kind, layers = check_names(base), set(adapter.layers)
+        experts = experts_of(network, kind)
+        known = {path for path in linears if path in layers or is_in_peft(KNOWN[kind], path)}
+        if note := check_layers(files.file, layers, files.peft, all_paths(known, experts)):
             on_note(note)
+        adapter = with_stacks(files.file, adapter, experts)
+        linears |= experts.keys()
         keys = keys_of(set(adapter.layers), linears)
         parameters = {**adapter.config["lora_parameters"], "keys": keys}
         config = {

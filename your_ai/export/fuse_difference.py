@@ -105,8 +105,6 @@ class Places:
 
 @dataclass
 class DifferenceSums:
-    """Sums over the positions."""
-
     numbers: int = 0
     """Count of single logits."""
     positions: int = 0

@@ -103,16 +103,23 @@ def fused_lazily(
     keeps = getattr(network, "cast_predicate", lambda _: True)
 
     sizes, written, beside = read_bytes(source, arrays), dict[str, mx.array](), []
+    pieces: dict[str, list[mx.array]] = {}
     for name, array in arrays.items():
         path, _, leaf = name.rpartition(".")
         if path in changes and leaf in MLX_PARTS:
             if leaf == "weight":
-                found = changed_arrays(changes[path])
-                read = sum(sizes.get(f"{path}.{part}", 0) for part in MLX_PARTS)
-                beside.append(read + work_bytes(changes[path], found))
+                parts = changed_pieces(changes[path])
+                found = {part: mx.concatenate([p[part] for p in parts]) for part in parts[0]}
                 written |= {f"{path}.{part}": array for part, array in found.items()}
+                read = sum(sizes.get(f"{path}.{part}", 0) for part in MLX_PARTS)
+                beside.append(read + work_bytes(changes[path]))
+                if list(found) == ["weight"]:  # others are computed together
+                    pieces[name] = [part["weight"] for part in parts]
+                else:
+                    beside[-1] += sum(array.nbytes for array in found.values())
         elif floats is not None and keeps(name) and mx.issubdtype(array.dtype, mx.floating):
             written[name] = array.astype(floats)
+            pieces[name] = [array[rows].astype(floats) for rows in slices_of(array)]
             beside.append(sizes[name])
         else:
             written[name] = array
@@ -127,6 +134,7 @@ def fused_lazily(
             "total_parameters": parameters,
         },
         card=exported_card(trained, "model", note=note_on(to) if quantized else ""),
+        pieces=pieces,
     )
     return with_turn_end(lazy, source)
 
@@ -251,8 +259,8 @@ def config_of(
 # Computing the arrays
 
 
-def changed_arrays(change: Change) -> dict[str, mx.array]:
-    """The changed weight of the layer: its arrays by their names in the layer."""
+def changed_pieces(change: Change) -> list[dict[str, mx.array]]:
+    """Successive rows of the changed weight: its arrays by their names in the layer."""
     layer = change.layer
     pieces: list[dict[str, mx.array]] = []
     for rows in slices(layer):
@@ -263,7 +271,7 @@ def changed_arrays(change: Change) -> dict[str, mx.array]:
         if change.becomes.get("mode") == "affine":
             weight = dithered(weight, change.becomes, derive_seed(change.seed, rows.start))
         pieces.append(packed(weight, change.becomes, change.dtype))
-    return {name: mx.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+    return pieces
 
 
 def dense_rows(layer: nn.Module, rows: slice, after: list[mx.array]) -> mx.array:
@@ -298,9 +306,16 @@ def packed(weight: mx.array, becomes: Quantization, dtype: mx.Dtype) -> dict[str
 
 def slices(layer: nn.Module) -> list[slice]:
     """Slices of the first axis; each slice of the weight has about SLICE_BYTES in float32."""
-    count = layer.weight.shape[0]
-    step = max(1, SLICE_BYTES // row_bytes(layer))
-    return [slice(start, start + step) for start in range(0, count, step)]
+    return slices_of(layer.weight, row_bytes(layer))
+
+
+def slices_of(array: mx.array, of_row: int = 0) -> list[slice]:
+    """Slices of the first axis, of about SLICE_BYTES. of_row: bytes of a row, if it becomes
+    larger."""
+    if not array.ndim:
+        return []
+    step = max(1, SLICE_BYTES // max(1, of_row, array.nbytes // max(1, array.shape[0])))
+    return [slice(start, start + step) for start in range(0, array.shape[0], step)]
 
 
 def row_bytes(layer: nn.Module) -> int:
@@ -311,11 +326,11 @@ def row_bytes(layer: nn.Module) -> int:
     return 4 * math.prod(shape)
 
 
-def work_bytes(change: Change, found: Mapping[str, mx.array]) -> int:
-    """Bytes for computing a changed layer, in addition to its input and output arrays."""
-    pieces = sum(array.nbytes for array in (*found.values(), *change.parts.values()))
+def work_bytes(change: Change) -> int:
+    """Bytes for computing some rows of a changed layer, in addition to its input arrays."""
+    adapter = sum(array.nbytes for array in change.parts.values())
     rows: int = min(change.layer.weight.shape[0], max(1, SLICE_BYTES // row_bytes(change.layer)))
-    return pieces + SLICES_HELD * rows * row_bytes(change.layer)
+    return adapter + SLICES_HELD * rows * row_bytes(change.layer)
 
 
 # Write a fused model to a folder, shard by shard with `modelfiles.shards`

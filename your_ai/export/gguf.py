@@ -20,10 +20,10 @@ from your_ai.errors import UserError
 from your_ai.export.fused_weights import DEQUANTIZED, fused_lazily
 from your_ai.export.gguf_model import (
     Description,
+    adapted,
     add_parameters,
     arranged,
     describe,
-    name_of,
     rope_factors,
 )
 from your_ai.export.gguf_tokenizer import add_tokenizer
@@ -32,7 +32,7 @@ from your_ai.files import TEMPORARY, sync
 from your_ai.memory import allocator
 from your_ai.memory.budget import limit_of
 from your_ai.modelfiles.quantized_copies import model_folder
-from your_ai.modelfiles.shards import WriteProgress, compute, hold_memory
+from your_ai.modelfiles.shards import Lazy, WriteProgress, compute, hold_memory
 from your_ai.modelfiles.targets import check_disk, write_error
 from your_ai.nets.model import load_network
 from your_ai.nets.saved_adapter import Trained, check_generates, put_adapter
@@ -55,7 +55,8 @@ KINDS = {
 # embedding.
 FEW_BITS = ("q4_0",)
 OUTPUT, EMBEDDING, OUTPUT_KIND = "output.weight", "token_embd.weight", "q8_0"
-ROPE_FACTORS = "rope_freqs.weight"
+# llama.cpp computes with these in float32 only.
+WHOLE = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d", "conv")
 PART_BYTES = 16 << 20  # bytes of float32 that are converted together
 PARTS_HELD = 6  # copies of a part that exist at the same time during the conversion
 
@@ -67,17 +68,24 @@ class GgufTensor:
     name: str
     parameter: str
     """The parameter's name in the network, for error messages."""
-    array: mx.array
+    shape: tuple[int, ...]
+    pieces: list[mx.array]
+    """Its successive rows; removed as they are written."""
     kind: GGMLQuantizationType
     """The type in which it is written."""
     work_bytes: int = 0
     """Additional memory for reordering it."""
 
     @property
+    def at_once_bytes(self) -> int:
+        """Bytes of what is computed together."""
+        return max(piece.nbytes for piece in self.pieces) + self.work_bytes
+
+    @property
     def written_bytes(self) -> int:
         from gguf import quant_shape_to_byte_shape
 
-        return math.prod(quant_shape_to_byte_shape(self.array.shape, self.kind))
+        return math.prod(quant_shape_to_byte_shape(self.shape, self.kind))
 
 
 def write_adapter(trained: Trained, target: Path) -> None:
@@ -86,16 +94,9 @@ def write_adapter(trained: Trained, target: Path) -> None:
     Raises UserError if llama.cpp cannot apply the adapter, or if `target` cannot be written.
     """
     require_library()
-    check_generates(trained.adapter)
+    check_adapter(trained)
     adapter = trained.adapter
-    if not adapter.kind.is_sum:
-        raise UserError(
-            f"{adapter.folder}: is {adapter.kind.title}, which llama.cpp does not support; fuse it "
-            "with --fused"
-        )
-    if adapter.scale == 0:
-        raise UserError(f"{adapter.folder}: its scale is 0, which llama.cpp would read as 1")
-    check_dense(trained, "GGUF")
+    check_dense(trained, "GGUF", experts=True)
     network, config = load_network(model_folder(trained.base, None), mx.float32)
     described = describe(trained.base, network, config)
     put_adapter(network, adapter)  # checks that it fits
@@ -133,9 +134,9 @@ def write_model(
     del network
     tokenizer = open_tokenizer(trained.base)
     lazy = fused_lazily(trained, DEQUANTIZED, "float32", max_memory_gb)
-    tensors = model_tensors(described, lazy.arrays, kind)
+    tensors = model_tensors(described, lazy, kind)
     allocator.free()
-    largest = max(tensor.array.nbytes + tensor.work_bytes for tensor in tensors)
+    largest = max(tensor.at_once_bytes for tensor in tensors)
     needed = lazy.input_bytes + largest + PARTS_HELD * PART_BYTES
     hold_memory("exporting", needed, limit_of(max_memory_gb))
     check_disk(target, int(disk_share * sum(tensor.written_bytes for tensor in tensors)))
@@ -143,8 +144,21 @@ def write_model(
         add_source(writer, trained, "model")
         writer.add_file_type(LlamaFileType[KINDS[kind][1]])
         add_parameters(writer, described)
-        add_tokenizer(writer, trained.base, tokenizer, described.args.vocab_size)
+        add_tokenizer(writer, trained.base, tokenizer, described.settings.args.vocab_size)
         yield from write_tensors(trained.base, writer, tensors)
+
+
+def check_adapter(trained: Trained) -> None:
+    """Raise UserError if llama.cpp cannot apply an adapter of this kind."""
+    adapter = trained.adapter
+    check_generates(adapter)
+    if not adapter.kind.is_sum:
+        raise UserError(
+            f"{adapter.folder}: is {adapter.kind.title}, which llama.cpp does not support; fuse it "
+            "with --fused"
+        )
+    if adapter.scale == 0:
+        raise UserError(f"{adapter.folder}: its scale is 0, which llama.cpp would read as 1")
 
 
 def require_library() -> None:
@@ -155,50 +169,69 @@ def require_library() -> None:
 
 
 def adapter_tensors(described: Description, trained: Trained) -> list[GgufTensor]:
-    """lora_a (r, in) and lora_b (out, r) of each adapted layer, in float32."""
+    """lora_a (r, in) and lora_b (out, r) of each adapted layer, in float32; (E, ...) of experts."""
     found = []
     for layer, parts in trained.adapter.layers.items():
-        weight = f"{layer}.weight"
-        name = name_of(described, weight)
-        lora_a, lora_b = (parts[part].T.astype(mx.float32) for part in ("lora_a", "lora_b"))
-        lora_b = arranged(described, weight, lora_b)
-        for part, array in (("lora_a", lora_a), ("lora_b", lora_b)):
-            found.append(GgufTensor(f"{name}.{part}", layer, array, kind_of("f32", array)))
+        both = (parts[part].astype(mx.float32) for part in ("lora_a", "lora_b"))
+        lora_a, lora_b = (array if array.ndim > 2 else array.T for array in both)
+        layers = adapted(described, layer, lora_a, lora_b)
+        if layers is None:
+            raise UserError(
+                f"{trained.adapter.folder}: llama.cpp computes {layer} in another way, so an "
+                "adapter of it would have another effect; fuse it with --fused"
+            )
+        for name, *arrays in layers:
+            for part, array in zip(("lora_a", "lora_b"), arrays, strict=True):
+                found.append(
+                    GgufTensor(f"{name}.{part}", layer, array.shape, [array], kind_of("f32", array))
+                )
     return found
 
 
-def model_tensors(
-    described: Description, arrays: dict[str, mx.array], kind: str
-) -> list[GgufTensor]:
-    """The tensors of the whole model. arrays: the parameters by name; emptied by this."""
+def model_tensors(described: Description, lazy: Lazy, kind: str) -> list[GgufTensor]:
+    """The tensors of the whole model. lazy: its arrays are removed by this."""
+    tensors = arranged(described, lazy.arrays, lazy.pieces)
+    lazy.arrays.clear()
+    lazy.pieces.clear()
+    output = OUTPUT if any(tensor.name == OUTPUT for tensor in tensors) else EMBEDDING
     found = []
-    names = {parameter: name_of(described, parameter) for parameter in arrays}
-    output = OUTPUT if OUTPUT in names.values() else EMBEDDING
-    for parameter, name in names.items():
-        array = arrays.pop(parameter)
-        ordered = arranged(described, parameter, array)
-        work_bytes = 0 if ordered is array else array.nbytes
-        own = OUTPUT_KIND if name == output and kind in FEW_BITS else kind
-        found.append(GgufTensor(name, parameter, ordered, kind_of(own, array), work_bytes))
-    factors = rope_factors(described)
-    if factors is not None:
-        found.append(GgufTensor(ROPE_FACTORS, ROPE_FACTORS, factors, kind_of(kind, factors)))
+    for tensor in tensors:
+        own = OUTPUT_KIND if tensor.name == output and kind in FEW_BITS else kind
+        written = kind_of(own, tensor.array, tensor.name)
+        pieces = tensor.pieces or [tensor.array]
+        found.append(
+            GgufTensor(
+                tensor.name, tensor.path, tensor.array.shape, pieces, written, tensor.work_bytes
+            )
+        )
+    for name, factors in rope_factors(described).items():
+        found.append(GgufTensor(name, name, factors.shape, [factors], kind_of(kind, factors)))
     return found
 
 
-def kind_of(kind: str, array: mx.array) -> GGMLQuantizationType:
-    """The type in which a parameter is written.
+def kind_of(kind: str, array: mx.array, name: str = "") -> GGMLQuantizationType:
+    """The type in which a tensor is written.
 
     As in llama.cpp, `kind` is for matrices whose rows are whole blocks of the type; the rows of
     other matrices are float16.
     """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    if array.ndim < 2:  # llama.cpp supports only float32 for these
+    layer, _, leaf = name.rpartition(".")
+    last = layer.rpartition(".")[2]
+    small = leaf not in ("", "weight") or last in WHOLE or last.endswith("norm")
+    if array.ndim < 2 or small:  # llama.cpp supports only float32 for these
         return GGMLQuantizationType.F32
     wanted = GGMLQuantizationType[KINDS[kind][0]]
     together, _ = GGML_QUANT_SIZES[wanted]
     return wanted if array.shape[-1] % together == 0 else GGMLQuantizationType.F16
+
+
+def public_name(trained: Trained) -> str:
+    """A name for the result. The run's own is private: it may describe the data."""
+    base = trained.hub_name
+    named = trained.base.absolute().name if base is None else base.repo.rpartition("/")[2]
+    return f"{named} fine-tuned"
 
 
 def add_source(writer: GGUFWriter, trained: Trained, kind: str) -> None:
@@ -207,8 +240,7 @@ def add_source(writer: GGUFWriter, trained: Trained, kind: str) -> None:
 
     writer.add_type(kind)
     base = trained.hub_name
-    named = trained.base.absolute().name if base is None else base.repo.rpartition("/")[2]
-    writer.add_name(f"{named} fine-tuned")  # the run's name is private: it may describe the data
+    writer.add_name(public_name(trained))
     writer.add_quantization_version(GGML_QUANT_VERSION)
     if base is not None:
         organization, _, name = base.repo.rpartition("/")
@@ -287,7 +319,7 @@ def write_tensors(
     total = sum(tensor.written_bytes for tensor in tensors)
     for tensor in tensors:
         size, kind = tensor.written_bytes, np.dtype(np.float32)
-        writer.add_tensor_info(tensor.name, tensor.array.shape, kind, size, tensor.kind)
+        writer.add_tensor_info(tensor.name, tensor.shape, kind, size, tensor.kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -298,23 +330,25 @@ def write_tensors(
     yield WriteProgress(done, total, 0)
     while tensors:
         tensor = tensors.pop(0)
-        compute(source, tensor.array)
-        for part in converted(source, tensor):
-            file.write(part)
+        while tensor.pieces:
+            for part in converted(source, tensor, tensor.pieces.pop(0)):
+                file.write(part)
         writer.write_padding(file, tensor.written_bytes)
         done += tensor.written_bytes
-        del tensor
         allocator.free(collect=False)
         yield WriteProgress(done, total, 0)
 
 
-def converted(source: Path, tensor: GgufTensor) -> Iterator[memoryview]:
-    """Yield the bytes of a computed tensor in its type, a few rows at a time."""
+def converted(source: Path, tensor: GgufTensor, array: mx.array) -> Iterator[memoryview]:
+    """Compute rows of a tensor, and yield their bytes in its type, a few at a time."""
     import numpy as np
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize
 
-    numbers = np.asarray(tensor.array)  # shares the memory, no copy
+    compute(source, array)
+    numbers = np.asarray(array)  # shares the memory, no copy
+    if numbers.ndim > 2:  # the rows of all experts
+        numbers = numbers.reshape(-1, numbers.shape[-1])
     rows = max(1, PART_BYTES // (4 * numbers.shape[-1]))
     for start in range(0, len(numbers), rows):
         with np.errstate(over="ignore"):

@@ -6,18 +6,16 @@ left there is deleted by the next export to the same target.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from your_ai.errors import UserError
-from your_ai.export import gguf, gguf_quantize
+from your_ai.export import gguf_convert, gguf_quantize
 from your_ai.files import sync
 from your_ai.modelfiles.shards import WriteProgress, put_in_place
-from your_ai.modelfiles.targets import GGUF, Work, check_target, locked, write_error
+from your_ai.modelfiles.targets import GGUF, Work, check_target, clear, locked, write_error
 from your_ai.nets.saved_adapter import Trained
 
 RECORD = ""  # nothing of an interrupted export is kept
@@ -58,13 +56,20 @@ def write_model(
 
 
 def write_adapter(
-    trained: Trained, target: Path, name: str, force: bool, texts: Mapping[str, str]
+    trained: Trained,
+    target: Path,
+    name: str,
+    force: bool,
+    texts: Mapping[str, str],
+    script: Path | None = None,
 ) -> Iterator[WriteProgress]:
-    """Write the run's adapter as the file `name` in the folder `target`, beside `texts`."""
+    """Write the run's adapter as the file `name` in the folder `target`, beside `texts`.
+
+    script: as for `gguf_convert.write_adapter`.
+    """
 
     def write(file: Path) -> Iterator[WriteProgress]:
-        gguf.write_adapter(trained, file)
-        yield WriteProgress(1, 1, 0)
+        return gguf_convert.write_adapter(trained, file, script)
 
     yield from write_folder(target, name, write, force, texts)
 
@@ -95,13 +100,3 @@ def write_folder(
                 raise
     except OSError as error:
         raise write_error(target, error) from error
-
-
-def clear(folder: Path) -> None:
-    """Delete the contents of a folder of ours."""
-    with contextlib.suppress(FileNotFoundError):
-        for path in folder.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()

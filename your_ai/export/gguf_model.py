@@ -1,13 +1,13 @@
-"""Describe a model to llama.cpp: its architecture, its sizes, and the names of its tensors.
+"""Describe a model to llama.cpp: its architecture, its settings, and its tensors.
 
-Where llama.cpp and mlx-lm compute different functions, the weights are converted. For llama,
-llama.cpp applies RoPE to neighboring pairs of features, and mlx-lm pairs the two halves of a
-head. For gemma, llama.cpp does not add 1 to the norm weights.
+`gguf_architectures.py` says what differs between model types.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,29 +16,33 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from your_ai.errors import UserError
+from your_ai.export.gguf_architectures import (
+    FLAGS,
+    KNOWN,
+    LOG_MULTIPLIER,
+    NUMBERS,
+    SLIDING,
+    WHOLE_NUMBERS,
+    Convert,
+    GgufRule,
+    LlamaCppModel,
+    ModelSettings,
+    Reorder,
+    Shares,
+    known_of,
+)
+from your_ai.export.transformers_names import TEXT_ALONE, Rename, kind_of
+from your_ai.export.transformers_weights import applied, has_part, parts_of, renamed
 
 if TYPE_CHECKING:
     import gguf
 
-# The model_type of config.json -> llama.cpp's architecture.
-ARCHITECTURES = {
-    "llama": "llama",
-    "mistral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3",
-    "gemma3_text": "gemma3",
-}
-GEMMA = ("gemma2", "gemma3")
-LARGEST_BLOCKS = {
-    "gemma2": 46,
-    "gemma3": 62,
-}  # number of blocks of the models whose queries llama.cpp scales differently
 CONTEXT = 8192  # context length in tokens, if the model's config names none
-WINDOW = 4096  # sliding window of gemma2, if its config names none
-HALVED = ("q_proj", "k_proj")  # layers that RoPE applies to
-SUFFIXES = (".weight", ".bias")
+ROPE_FACTORS = "rope_freqs.weight"
+SUFFIXES = (".weight", ".bias", ".scale")
+BLOCK_PART = re.compile(r"model\.layers\.(\d+)\.(\w+)\.(\w+)")
+LONG_ROPES = ("longrope", "su")
+UNROTATED = 1e30  # a divisor of RoPE's frequencies that leaves nothing of them
 
 
 @dataclass(frozen=True)
@@ -46,39 +50,23 @@ class Description:
     """A model as llama.cpp describes it."""
 
     base: Path
-    architecture: str
-    """llama.cpp's name."""
-    args: Any
-    """mlx-lm's settings of the text model."""
-    config: dict[str, Any]
-    """The text model's part of config.json."""
-    prefix: str
-    """Prefix of the paths of the text model's parameters."""
+    known: LlamaCppModel
+    settings: ModelSettings
     names: gguf.TensorNameMap
     """gguf's names of the tensors."""
 
     @property
-    def heads(self) -> int:
-        return int(self.args.num_attention_heads)
+    def architecture(self) -> str:
+        return self.known.architecture
 
     @property
-    def key_heads(self) -> int:
-        return self.args.num_key_value_heads or self.heads
-
-    @property
-    def head_dim(self) -> int:
-        return int(getattr(self.args, "head_dim", None) or self.args.hidden_size // self.heads)
+    def rules(self) -> tuple[GgufRule, ...]:
+        return (*TEXT_ALONE, *self.known.rules)
 
     @property
     def context(self) -> int:
-        known = getattr(self.args, "max_position_embeddings", None)
-        return known or self.config.get("max_position_embeddings") or CONTEXT
-
-    @property
-    def rope(self) -> dict[str, Any]:
-        """The RoPE scaling settings, with the kind as `type`; "default" means no scaling."""
-        found = dict(getattr(self.args, "rope_scaling", None) or {})
-        return {**found, "type": found.get("type") or found.get("rope_type", "default")}
+        known = self.settings.get("max_position_embeddings")
+        return known or self.settings.config.get("max_position_embeddings") or CONTEXT
 
 
 def describe(base: Path, network: nn.Module, config: dict[str, Any]) -> Description:
@@ -86,25 +74,20 @@ def describe(base: Path, network: nn.Module, config: dict[str, Any]) -> Descript
 
     Raises UserError if llama.cpp does not support it or computes it differently.
     """
-    from gguf import MODEL_ARCH, get_tensor_name_map
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    kind = config.get("model_type")
-    if kind not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
+    known = known_of(config)
+    if known is None:
         raise UserError(
-            f"{base}: architecture {kind} cannot be exported to GGUF; supported: {known}"
+            f"{base}: architecture {kind_of(config)} cannot be exported to GGUF; supported: "
+            f"{', '.join(KNOWN)}"
         )
-    name = ARCHITECTURES[kind]
+    name = known.architecture
     nested = "language_model" in network
     args = network.language_model.args if nested else network.args
-    described = Description(
-        base=base,
-        architecture=name,
-        args=args,
-        config=config.get("text_config", config) if nested else config,
-        prefix="language_model." if nested else "",
-        names=get_tensor_name_map(MODEL_ARCH[name.upper()], args.num_hidden_layers),
-    )
+    settings = ModelSettings(args, config.get("text_config", config) if nested else config)
+    number = next(number for number, own in MODEL_ARCH_NAMES.items() if own == name)
+    described = Description(base, known, settings, get_tensor_name_map(number, settings.blocks))
     for fault in faults(described):
         raise UserError(
             f"{base}: {fault}, which llama.cpp's {name} does not support; it cannot be exported "
@@ -113,111 +96,252 @@ def describe(base: Path, network: nn.Module, config: dict[str, Any]) -> Descript
     return described
 
 
-def faults(described: Description) -> list[str]:
-    """The properties of a model that llama.cpp does not support."""
-    args, name, rope = described.args, described.architecture, described.rope
-    found = []
-    if getattr(args, "rope_traditional", False):
-        found.append("rope_traditional is set")
-    if name == "llama" and "sliding_attention" in args.layer_types:
-        found.append("some layers have a sliding window")
-    known = {"default", "linear", "yarn"} | ({"llama3"} if name == "llama" else set())
-    if name in GEMMA:
-        known -= {"yarn"}
-    if rope["type"] not in known or {"mscale", "mscale_all_dim"} & rope.keys():
-        found.append(f"rope_scaling is {rope['type']}")
-    if name in GEMMA and not math.isclose(args.query_pre_attn_scalar, query_scalar(described)):
-        found.append(f"query_pre_attn_scalar is {args.query_pre_attn_scalar}")
-    return found
+def faults(described: Description) -> Iterator[str]:
+    """Yield the properties of a model that llama.cpp does not support."""
+    known, settings = described.known, described.settings
+    if getattr(settings.args, "rope_traditional", False) != known.traditional:
+        yield "rope_traditional is set"
+    if not known.slides and SLIDING in (settings.get("layer_types") or []):
+        yield "some layers have a sliding window"
+    rope = settings.rope
+    scaled = {"mscale", "mscale_all_dim"} & rope.keys()
+    if LOG_MULTIPLIER in known.settings:
+        scaled = rope.get("mscale", 1) != 1
+    if known.scalings and (rope["type"] not in known.scalings or scaled):
+        yield f"rope_scaling is {rope['type']}"
+    for name, wanted in known.assumed.items():
+        value = settings.get(name)
+        wanted = wanted(settings) if callable(wanted) else wanted
+        if value is not None and value != wanted:
+            yield f"{name} is {value}"
 
 
-def query_scalar(described: Description) -> float:
-    """llama.cpp's query scale for gemma: queries are multiplied by this value to the power -1/2."""
-    args = described.args
-    if args.num_hidden_layers == LARGEST_BLOCKS[described.architecture]:
-        return int(args.hidden_size // described.heads)
-    return described.head_dim
+# Settings
 
 
 def add_parameters(writer: gguf.GGUFWriter, described: Description) -> None:
-    args, rope = described.args, described.rope
-    writer.add_block_count(args.num_hidden_layers)
-    writer.add_context_length(described.context)
-    writer.add_embedding_length(args.hidden_size)
-    writer.add_feed_forward_length(args.intermediate_size)
-    writer.add_head_count(described.heads)
-    writer.add_head_count_kv(described.key_heads)
-    writer.add_key_length(described.head_dim)
-    writer.add_value_length(described.head_dim)
-    writer.add_layer_norm_rms_eps(args.rms_norm_eps)
-    writer.add_vocab_size(args.vocab_size)
-    writer.add_rope_dimension_count(described.head_dim)
-    writer.add_rope_freq_base(args.rope_theta)
-    add_rope_scaling(writer, described, rope)
-    if described.architecture == "gemma2":
-        writer.add_attn_logit_softcapping(args.attn_logit_softcapping)
-        writer.add_final_logit_softcapping(args.final_logit_softcapping)
-        writer.add_sliding_window(described.config.get("sliding_window") or WINDOW)
-    if described.architecture == "gemma3":
-        writer.add_rope_freq_base_swa(args.rope_local_base_freq)
-        writer.add_sliding_window(args.sliding_window)
-        writer.add_sliding_window_pattern(args.sliding_window_pattern)
+    for key, value in parameters(described).items():
+        add_value(writer, f"{described.architecture}.{key}", value)
 
 
-def add_rope_scaling(writer: gguf.GGUFWriter, described: Description, rope: dict[str, Any]) -> None:
-    from gguf import RopeScalingType
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    from gguf import GGUFValueType
 
-    if rope["type"] not in ("linear", "yarn"):  # llama3's scaling is stored as a tensor
+    if isinstance(value, list):
+        writer.add_array(key, value)
         return
-    writer.add_rope_scaling_type(RopeScalingType(rope["type"]))
-    writer.add_rope_scaling_factor(rope["factor"])
+    kinds = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
+    kind = GGUFValueType.STRING if isinstance(value, str) else kinds[type(value)]
+    writer.add_key_value(key, value, kind)
+
+
+def parameters(described: Description) -> dict[str, Any]:
+    """The settings that llama.cpp reads, by their names after the architecture's."""
+    settings = described.settings
+    found: dict[str, Any] = {
+        "context_length": described.context,
+        "attention.head_count": settings.heads,
+        "attention.head_count_kv": settings.key_heads,
+        "attention.key_length": settings.head_dim,
+        "attention.value_length": settings.head_dim,
+        "rope.dimension_count": settings.rotated_dim,
+    }
+    for table, kind in ((WHOLE_NUMBERS, int), (NUMBERS, float), (FLAGS, bool)):
+        for key, names in table.items():
+            value = settings.get(*names)
+            found[key] = None if value is None else kind(value)
+    found |= rope_scaling(described)
+    for key, own in described.known.settings.items():
+        value = settings.get(own) if isinstance(own, str) else own(settings)
+        found[key] = float(value) if key in NUMBERS and value is not None else value
+    dense = not found["expert_count"]
+    return {
+        key: value
+        for key, value in found.items()
+        if value is not None and not (dense and key.startswith("expert_"))
+    }
+
+
+def rope_scaling(described: Description) -> dict[str, Any]:
+    rope = described.settings.rope
+    if rope["type"] in LONG_ROPES:
+        return {"rope.scaling.attn_factor": long_rope_scale(described.settings)}
+    # llama3's scaling is stored as a tensor.
+    if rope["type"] not in ("linear", "yarn") or not described.known.scalings:
+        return {}
+    found = {"rope.scaling.type": rope["type"], "rope.scaling.factor": float(rope["factor"])}
     if rope["type"] == "yarn":
         # mlx-lm's defaults.
-        writer.add_rope_scaling_orig_ctx_len(rope.get("original_max_position_embeddings", 4096))
-        writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast", 32))
-        writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow", 1))
+        original = int(rope.get("original_max_position_embeddings", 4096))
+        found |= {
+            "rope.scaling.original_context_length": original,
+            "rope.scaling.yarn_beta_fast": float(rope.get("beta_fast", 32)),
+            "rope.scaling.yarn_beta_slow": float(rope.get("beta_slow", 1)),
+        }
+    return found
 
 
-def rope_factors(described: Description) -> mx.array | None:
-    """The divisors of llama3's RoPE frequencies, (head_dim / 2,) float32; None for other models."""
-    rope = described.rope
-    if rope["type"] != "llama3":
-        return None
+def long_rope_scale(settings: ModelSettings) -> float:
+    """mlx-lm's factor of queries and keys with longrope."""
+    original = settings.args.original_max_position_embeddings
+    factor = settings.args.max_position_embeddings / original
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+
+def rope_factors(described: Description) -> dict[str, mx.array]:
+    """The divisors of RoPE's frequencies as tensors by name, each (rotated_dim / 2,) float32."""
+    settings, rope = described.settings, described.settings.rope
+    if rope["type"] in LONG_ROPES:  # mlx-lm uses those of long texts for short ones, too
+        factors = mx.array(rope["long_factor"], dtype=mx.float32)
+        return {f"rope_factors_{length}.weight": factors for length in ("long", "short")}
+    if described.architecture == "gemma4":
+        return {ROPE_FACTORS: proportional(settings)}
+    return {ROPE_FACTORS: llama3_factors(settings)} if rope["type"] == "llama3" else {}
+
+
+def proportional(settings: ModelSettings) -> mx.array:
+    """gemma4's factors: in blocks without a window, the last pairs of features are not rotated."""
+    args = settings.args
+    rope = args.rope_parameters.get("full_attention", {})
+    pairs = args.global_head_dim // 2
+    if rope.get("rope_type") != "proportional":
+        return mx.ones(pairs)
+    rotated = int(args.global_head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    kept = mx.arange(pairs) < rotated
+    return mx.where(kept, mx.array(rope.get("factor", 1.0), dtype=mx.float32), UNROTATED)
+
+
+def llama3_factors(settings: ModelSettings) -> mx.array:
+    rope, head_dim = settings.rope, settings.head_dim
     factor, trained = rope["factor"], rope.get("original_max_position_embeddings", 8192)
     low, high = rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0)
-    places = mx.arange(0, described.head_dim, 2, dtype=mx.float32)
-    waves = 2 * math.pi * described.args.rope_theta ** (places / described.head_dim)
+    places = mx.arange(0, head_dim, 2, dtype=mx.float32)
+    waves = 2 * math.pi * settings.args.rope_theta ** (places / head_dim)
     smooth = (trained / waves - low) / (high - low)
     between = 1 / ((1 - smooth) / factor + smooth)
     return mx.where(waves > trained / low, factor, mx.where(waves < trained / high, 1, between))
 
 
-def name_of(described: Description, parameter: str) -> str:
-    """llama.cpp's name of a parameter of the network. Raises UserError if it has none."""
-    path = parameter.removeprefix(described.prefix)
+# Tensors
+
+
+def name_of(described: Description, path: str) -> str:
+    """llama.cpp's name of a tensor after the rules. Raises UserError if it has none."""
+    from gguf.constants import TENSOR_NAMES
+
     name = described.names.get_name(path, try_suffixes=SUFFIXES)
-    if name is None or not parameter.startswith(described.prefix):
+    block = BLOCK_PART.fullmatch(path)
+    if block and f"blk.{{bid}}.{block[2]}" in TENSOR_NAMES.values():  # a rule made it
+        return f"blk.{block[1]}.{block[2]}.{block[3]}"
+    if name is None:
         raise UserError(
-            f"{described.base}: {parameter} is a weight that llama.cpp's "
+            f"{described.base}: {path} is a weight that llama.cpp's "
             f"{described.architecture} does not support; it cannot be exported to GGUF"
         )
     return name
 
 
-def arranged(described: Description, parameter: str, array: mx.array) -> mx.array:
-    """Convert a parameter to llama.cpp's layout; linear layers are (out, ...)."""
-    path, _, _ = parameter.rpartition(".")
-    layer = path.rpartition(".")[2]
-    if described.architecture == "llama" and layer in HALVED:
-        heads = described.heads if layer == "q_proj" else described.key_heads
-        return in_pairs(array, heads)
-    if described.architecture in GEMMA and layer.endswith("norm"):
-        return array.astype(mx.float32) + 1
-    return array
+def is_for(rule: GgufRule, name: str) -> bool:
+    """Return whether the rule changes the tensor of this name."""
+    if isinstance(rule, Reorder | Convert):
+        return has_part(name, rule.parts)
+    return has_part(name, (rule.part,) if isinstance(rule, Shares) else parts_of(rule))
 
 
-def in_pairs(array: mx.array, heads: int) -> mx.array:
-    """Reorder rows (out, ...) from RoPE pairs in two halves of a head to neighboring pairs."""
-    rows, *rest = array.shape
-    halves = array.reshape(heads, 2, rows // heads // 2, *rest)
-    return halves.swapaxes(1, 2).reshape(array.shape)
+def after(rule: GgufRule, arrays: dict[str, mx.array], of: ModelSettings) -> dict[str, mx.array]:
+    """Return the tensors after a rule, in the same order."""
+    if not isinstance(rule, Reorder | Shares | Convert):
+        return applied(rule, arrays)
+    found: dict[str, mx.array] = {}
+    for name, array in arrays.items():
+        if not is_for(rule, name):
+            found[name] = array
+        elif isinstance(rule, Shares):
+            shares = mx.split(array, len(rule.theirs))
+            found |= {
+                renamed(name, rule.part, theirs): share
+                for theirs, share in zip(rule.theirs, shares, strict=True)
+            }
+        elif isinstance(rule, Reorder) and rule.columns:
+            found[name] = rule.change(array.swapaxes(0, -1), of).swapaxes(0, -1)
+        else:
+            found[name] = rule.change(array, of)
+    return found
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """A tensor in llama.cpp's layout, not computed."""
+
+    name: str
+    path: str
+    """Its name after the rules, for error messages."""
+    array: mx.array
+    work_bytes: int
+    """Additional memory for computing it from what the file has."""
+    pieces: list[mx.array]
+    """As in `Lazy`; empty if it has none."""
+
+
+def arranged(
+    described: Description,
+    arrays: Mapping[str, mx.array],
+    pieces: Mapping[str, list[mx.array]],
+) -> list[Arranged]:
+    """Convert the parameters to llama.cpp's tensors; linear layers are (out, ...).
+
+    pieces: as in `Lazy`. Raises UserError if llama.cpp does not have one of them.
+    """
+    of, kept = described.settings, dict(arrays)
+    in_pieces = {id(arrays[name]): found for name, found in pieces.items()}
+    work = {id(array): 0 for array in arrays.values()}
+    keep = list(arrays.values())  # their ids stay theirs
+    for rule in described.rules:
+        before, kept = kept, after(rule, kept, of)
+        changed = [a for name, a in before.items() if is_for(rule, name)]
+        for array in kept.values():
+            if id(array) not in work:
+                work[id(array)] = max(
+                    (1 + (id(a) in in_pieces)) * a.nbytes + work[id(a)] for a in changed
+                )
+                keep.append(array)
+    return [
+        Arranged(
+            name_of(described, path),
+            path,
+            array.astype(mx.float32),
+            work[id(array)],
+            in_pieces.get(id(array), []),
+        )
+        for path, array in kept.items()
+    ]
+
+
+def adapted(
+    described: Description, layer: str, lora_a: mx.array, lora_b: mx.array
+) -> list[tuple[str, mx.array, mx.array]] | None:
+    """llama.cpp's layers for an adapted one: the name of the weight, lora_a (..., rank, in) and
+    lora_b (..., out, rank). None if an adapter of this one has another effect there.
+    """
+    of = described.settings
+    parts = {f"{layer}.weight": (lora_a, lora_b)}
+    if has_part(layer, described.known.unadapted):
+        return None
+    for rule in described.rules:
+        for path, (first, second) in list(parts.items()):
+            if not is_for(rule, path):
+                continue
+            del parts[path]
+            if isinstance(rule, Rename):
+                parts[renamed(path, rule.part, rule.theirs)] = (first, second)
+            elif isinstance(rule, Reorder) and rule.columns:
+                parts[path] = (rule.change(first.T, of).T, second)
+            elif isinstance(rule, Reorder):
+                parts[path] = (first, rule.change(second, of))
+            elif isinstance(rule, Shares):
+                shares = mx.split(second, len(rule.theirs))
+                for theirs, share in zip(rule.theirs, shares, strict=True):
+                    parts[renamed(path, rule.part, theirs)] = (first, share)
+            else:
+                return None
+    return [(name_of(described, path), *both) for path, both in parts.items()]

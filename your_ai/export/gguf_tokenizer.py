@@ -9,7 +9,7 @@ Face tokenizers store the merges themselves, in the order of those scores.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,23 +23,67 @@ if TYPE_CHECKING:
     from tokenizers.pre_tokenizers import PreTokenizer
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-LLAMA3 = rf"{CONTRACTIONS}|{WORDS}|\p{{N}}{{1,3}}|{REST}"
-QWEN2 = rf"{CONTRACTIONS}|{WORDS}|\p{{N}}|{REST}"
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 START = r"[^\r\n\p{L}\p{N}]?"
-TEKKEN = (
-    rf"{START}{UPPER}*{LOWER}+|{START}{UPPER}+{LOWER}*|\p{{N}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+WORDS = rf"{START}\p{{L}}+"
+SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+REST = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}"
+DIGIT, DIGITS = r"\p{N}", r"\p{N}{1,3}"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = rf"{CONTRACTIONS}|{WORDS}|{DIGITS}|{REST}"
+QWEN2 = rf"{CONTRACTIONS}|{WORDS}|{DIGIT}|{REST}"
+QWEN35 = (
+    rf"{CONTRACTIONS}|{START}[\p{{L}}\p{{M}}]+|{DIGIT}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{SPACES}"
+)
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+SLASHES = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}"
+TEKKEN = rf"{START}{UPPER}*{LOWER}+|{START}{UPPER}+{LOWER}*|{DIGIT}|{SLASHES}"
+GPT4O = (
+    rf"{START}{UPPER}*{LOWER}+{CONTRACTIONS}?|{START}{UPPER}+{LOWER}*{CONTRACTIONS}?"
+    rf"|{DIGITS}|{SLASHES}"
+)
+KANA = "[一-龥぀-ゟ゠-ヿ]+"
+DEEPSEEK = (
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    rf"|{SPACES}"
+)
+CODER = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", DIGIT)
+FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]")
+SEED = rf"{CONTRACTIONS}|{WORDS}|{DIGIT}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{SPACES}"
+EXAONE = (
+    rf"{CONTRACTIONS}|{START}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|{DIGIT}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
+# llama.cpp's name, whether whole tokens ignore merges, and the expressions, each of which splits
+# what those before it left. Of splitters that split alike, one is here.
+SPLITTERS: tuple[tuple[str, bool, tuple[str, ...]], ...] = (
+    ("gpt-2", False, (GPT2,)),
+    ("smollm", False, (DIGIT, GPT2)),
+    ("qwen2", False, (QWEN2,)),
+    ("qwen35", False, (QWEN35,)),
+    ("llama-bpe", True, (LLAMA3,)),
+    ("smaug-bpe", False, (LLAMA3,)),
+    ("tekken", True, (TEKKEN,)),
+    ("gpt-4o", False, (GPT4O,)),
+    ("deepseek-v3", False, (DIGITS, KANA, DEEPSEEK)),
+    ("deepseek-coder", False, CODER),
+    ("falcon", False, FALCON),
+    ("seed-coder", False, (SEED,)),
+    ("exaone-moe", False, (EXAONE,)),
+    ("minicpm5", True, (DIGITS, QWEN2.replace(DIGIT + "|", DIGIT + "+|"))),
+    ("ufakzeka", False, (rf"{WORDS}|{DIGIT}|{REST}",)),
+    ("laguna", False, (r"[^\n]+|[\n]+", QWEN2)),
+    ("bloom", False, (BLOOM,)),
+    ("viking", False, (BLOOM, DIGIT)),
 )
 # Letters of several scripts, runs of digits, contractions in both cases, combining marks, spaces.
 PROBE = (
     "I've don't IT'S WE'LL you'D café naïve ﬁne Ｆｕｌｌ  NASA iPhone fooBar ÉcoleÀ "
-    "1 22 333 4444 3.14 "
+    "1 22 333 4444 3.14 1234567 a1b22 "
     "x=1;y/=2//z\n\n\n  indented\t\ttabs \r\n\r\nend   \n !!!??... ...\n'''\"\"\" <tag/> ½ ² Ⅷ "
     "нещо на Български 我想在apple工作1314天～ 日本語テスト 한국어 ไทย हिन्दी العربية ស្អាច "
-    "🚀 👨‍👩‍👧 e\u0301 \u00a0 nbsp \u2003em/\n/path//\n"
+    "🚀 👨‍👩‍👧 e\u0301 \u00a0 nbsp \u2003em/\n/path//\n .\n\n(x)\n#def'tis  7"
 )
 UNDERLINE = "▁"  # SentencePiece writes a space like this
 BYTES = dict.fromkeys(f"<0x{byte:02X}>" for byte in range(256))
@@ -111,14 +155,11 @@ def vocabulary_of(base: Path, tokenizer: Any, rows: int) -> Vocabulary:
 
 
 def byte_level(base: Path, backend: Tokenizer, parts: dict[str, Any], rows: int) -> Vocabulary:
-    model, normalizer = parts["model"], parts["normalizer"]
-    pre = pre_of(backend, bool(model.get("ignore_merges")))
-    # llama.cpp applies no normalizer, not even Qwen's NFC.
-    plain = normalizer is None or normalizer == {"type": "NFC"}
-    if pre is None or not plain or (parts["decoder"] or {}).get("type") != "ByteLevel":
+    model, pre = parts["model"], pre_of(backend)
+    if pre is None:
         raise UserError(
             f"{base}: its tokenizer splits text in a way that GGUF export does not support "
-            f"(supported: {', '.join(name for name, _, _ in splitters())}); use another format"
+            f"(supported: {', '.join(name for name, _, _ in SPLITTERS)}); use another format"
         )
     from gguf import TokenType
 
@@ -131,33 +172,52 @@ def byte_level(base: Path, backend: Tokenizer, parts: dict[str, Any], rows: int)
     return Vocabulary("gpt2", pre, tokens, types, merges, [], adds_space=False)
 
 
-def splitters() -> Iterator[tuple[str, bool, PreTokenizer]]:
-    """Yield llama.cpp's splitters: the name, whether whole tokens ignore merges, the splitter."""
+def splitter_of(patterns: tuple[str, ...]) -> PreTokenizer:
+    """The splitter of a byte-level tokenizer that splits by these expressions."""
     from tokenizers import Regex
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
-    def by(pattern: str) -> PreTokenizer:
-        split = Split(Regex(pattern), behavior="isolated")
-        return Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
-
-    gpt2 = ByteLevel(add_prefix_space=False)
-    yield "gpt-2", False, gpt2
-    yield "smollm", False, Sequence([Digits(individual_digits=True), gpt2])
-    yield "qwen2", False, by(QWEN2)
-    yield "llama-bpe", True, by(LLAMA3)
-    yield "smaug-bpe", False, by(LLAMA3)
-    yield "tekken", True, by(TEKKEN)
+    splits = [Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+    return Sequence([*splits, ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def pre_of(backend: Tokenizer, ignores_merges: bool) -> str | None:
-    """llama.cpp's name for the way a tokenizer splits text; None if it is unknown."""
-    if backend.pre_tokenizer is None:
+def pre_of(backend: Tokenizer) -> str | None:
+    """llama.cpp's name for the way a tokenizer splits text; None if it is unknown.
+
+    llama.cpp applies no normalizer, not even Qwen's NFC, which changes few texts.
+    """
+    plain, decoder = PROBE, backend.decoder
+    if backend.normalizer is not None:
+        plain = backend.normalizer.normalize_str(PROBE)
+    pieces = pieces_of(backend.pre_tokenizer, plain)
+    if plain not in (PROBE, unicodedata.normalize("NFC", PROBE)):
         return None
-    found = backend.pre_tokenizer.pre_tokenize_str(PROBE)
-    for name, ignores, splitter in splitters():
-        if ignores == ignores_merges and splitter.pre_tokenize_str(PROBE) == found:
-            return name
-    return None
+    if decoder is None or decoder.decode(pieces) != plain:
+        return None
+    names = {
+        ignores: name
+        for name, ignores, patterns in SPLITTERS
+        if pieces_of(splitter_of(patterns), plain) == pieces
+    }
+    found = names.get(backend.model.ignore_merges)
+    if found is None and names and merging_makes_all(backend):
+        return next(iter(names.values()))
+    return found
+
+
+def merging_makes_all(backend: Tokenizer) -> bool:
+    """Return whether merging makes each token of its own text: then ignoring merges is the same.
+
+    Tokens that are matched before merging do not count.
+    """
+    from tokenizers import Tokenizer
+
+    parts = json.loads(backend.to_str())
+    added = {token["content"] for token in parts["added_tokens"]}
+    parts["model"]["ignore_merges"] = False
+    model = Tokenizer.from_str(json.dumps(parts)).model
+    whole = parts["model"]["vocab"].keys() - added
+    return all(len(model.tokenize(token)) == 1 for token in whole)
 
 
 # SentencePiece BPE
@@ -198,9 +258,11 @@ def normalized(backend: Tokenizer, text: str) -> list[str]:
     """Split a text into the pieces inside which tokens are merged."""
     if backend.normalizer is not None:
         text = backend.normalizer.normalize_str(text)
-    if backend.pre_tokenizer is None:
-        return [text]
-    return [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+    return pieces_of(backend.pre_tokenizer, text)
+
+
+def pieces_of(splitter: PreTokenizer | None, text: str) -> list[str]:
+    return [text] if splitter is None else [piece for piece, _ in splitter.pre_tokenize_str(text)]
 
 
 def merges_all(model: dict[str, Any], added: set[str]) -> bool:
@@ -266,13 +328,20 @@ def add_special(writer: gguf.GGUFWriter, base: Path, tokenizer: Any, rows: int) 
 
 
 def added_around(base: Path, tokenizer: Any, ids: dict[str, int]) -> tuple[bool, bool]:
-    """Return whether the tokenizer adds the bos token before a text, and the eos token after it."""
+    """Return whether the tokenizer adds the bos token before a text, and the eos token after it.
+
+    Other tokens before a text are left to the chat template if it begins with them.
+    """
     plain, whole = (tokenizer.encode("a", add_special_tokens=added) for added in (False, True))
     begin, end = [ids.get("bos")], [ids.get("eos")]
     for adds_bos in (False, True):
         for adds_eos in (False, True):
             if begin * adds_bos + plain + end * adds_eos == whole:
                 return adds_bos, adds_eos
+    before = whole[: len(whole) - len(plain)]
+    template = str(tokenizer.chat_template)
+    if before + plain == whole and template.startswith(tokenizer.decode(before)):
+        return False, False
     raise UserError(
         f"{base}: its tokenizer adds other tokens around a text than its bos and eos tokens, "
         "which GGUF does not support"

@@ -12,6 +12,7 @@ message therefore agrees for all messages but those that begin or end with one.
 from __future__ import annotations
 
 import contextlib
+import os
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -258,9 +259,8 @@ def end_length(text: str, ends: Sequence[str]) -> int:
 
 def common_end(texts: Sequence[str]) -> str:
     """The longest text with which all texts end."""
-    first, *others = texts
-    starts = range(len(first) + 1)
-    return next(first[i:] for i in starts if all(text.endswith(first[i:]) for text in others))
+    backwards = [text[::-1] for text in texts]
+    return os.path.commonprefix(backwards)[::-1]  # noqa: RUF071 (compares characters, as wanted)
 
 
 def comparisons(has_system: bool) -> list[list[Message]]:

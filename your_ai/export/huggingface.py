@@ -1,8 +1,7 @@
 """Export the base model with the adapter fused in, for transformers.
 
-The weights and their names are those of `your_ai fuse --to dequantized`. The names are
-mlx-lm's, which equal transformers' names for the architectures that are accepted here. The
-files are written by `modelfiles.shards`.
+The weights are those of `your_ai fuse --to dequantized`, as `transformers_weights` names and forms
+them. The files are written by `modelfiles.shards`.
 """
 
 from __future__ import annotations
@@ -12,11 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
-from your_ai.errors import UserError
 from your_ai.export.fused_weights import AUTO, DEQUANTIZED, base_of, fused_lazily
-from your_ai.export.names import STACKS_EXPERTS, TRANSFORMERS, check_names, classifier_of
+from your_ai.export.names import check_known, check_scorer
+from your_ai.export.transformers_weights import as_transformers
 from your_ai.files import sha256
 from your_ai.memory.budget import limit_of
 from your_ai.modelfiles.shards import Lazy, WriteProgress, write_model
@@ -46,18 +43,8 @@ def write(
     Raises UserError, before anything is written, if transformers uses other weight names or if
     memory or disk is too small; RunError if the base cannot be read completely.
     """
-    kind = check_names(trained.base)
-    if kind in STACKS_EXPERTS:
-        raise UserError(
-            f"{trained.base}: mlx-lm stores the experts of this {kind} model stacked, and "
-            "transformers stores them separately; use your_ai fuse, for mlx-lm"
-        )
-    lazy = fused_lazily(trained, DEQUANTIZED, dtype, max_memory_gb)
-    config = config_of(lazy.config, kind, next(iter(lazy.arrays.values())).dtype)
-    if has_score_head(trained.adapter):
-        lazy, config = as_classifier(lazy, config, trained, kind)
-    card = exported_card(trained, "model", "transformers")
-    lazy = replace(lazy, config=config, card=card, texts={**lazy.texts, **(texts or {})})
+    lazy = in_transformers(trained, dtype, max_memory_gb)
+    lazy = replace(lazy, texts={**lazy.texts, **(texts or {})})
     names = (ADAPTERS, ADAPTER_CONFIG, *([SCORE_HEAD] if has_score_head(trained.adapter) else []))
     sums = [sha256(trained.adapter.folder / name) for name in names]
     source, settings = base_of(trained, max_memory_gb), [*sums, dtype]
@@ -66,9 +53,18 @@ def write(
     )
 
 
-def as_classifier(
-    lazy: Lazy, config: dict[str, Any], trained: Trained, kind: str
-) -> tuple[Lazy, dict[str, Any]]:
+def in_transformers(trained: Trained, dtype: str, max_memory_gb: float | None) -> Lazy:
+    """Return the fused model in the form of transformers, not computed. Raises as `write`."""
+    known = check_known(trained.base)
+    scorer = check_scorer(trained.base, known) if has_score_head(trained.adapter) else None
+    lazy = fused_lazily(trained, DEQUANTIZED, dtype, max_memory_gb)
+    lazy = with_dtype(as_transformers(lazy, known))
+    if scorer is not None:
+        lazy = as_classifier(lazy, trained, scorer)
+    return replace(lazy, card=exported_card(trained, "model", "transformers"))
+
+
+def as_classifier(lazy: Lazy, trained: Trained, scorer: str) -> Lazy:
     """A reward model: with the score head, and without the head over the vocabulary."""
     arrays = {n: array for n, array in lazy.arrays.items() if not n.startswith(f"{LM_HEAD}.")}
     weight = read_score_head(trained.adapter)
@@ -78,14 +74,14 @@ def as_classifier(
         "total_parameters": sum(array.size for array in arrays.values()),
     }
     config = {
-        **config,
-        "architectures": [classifier_of(kind)],
+        **lazy.config,
+        "architectures": [scorer],
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
         "problem_type": "regression",
-        "pad_token_id": padding_of(open_tokenizer(trained.base), config),
+        "pad_token_id": padding_of(open_tokenizer(trained.base), lazy.config),
     }
-    return replace(lazy, arrays=arrays, index=index), config
+    return replace(lazy, arrays=arrays, index=index, config=config)
 
 
 def padding_of(tokenizer: Any, config: dict[str, Any]) -> int | None:
@@ -103,9 +99,9 @@ def work_of(target: Path) -> Work:
     return Work(target, "exporting", RECORD)
 
 
-def config_of(config: dict[str, Any], kind: str, dtype: mx.Dtype) -> dict[str, Any]:
-    """Complete config.json for transformers. dtype: used if the config names none."""
-    config = {"architectures": [TRANSFORMERS[kind]], **config}
-    if not config.keys() & {"dtype", "torch_dtype"}:
-        config["torch_dtype"] = str(dtype).removeprefix("mlx.core.")
-    return config
+def with_dtype(lazy: Lazy) -> Lazy:
+    """The model with a config.json that names a dtype; the one of the weights if it names none."""
+    if lazy.config.keys() & {"dtype", "torch_dtype"}:
+        return lazy
+    dtype = str(next(iter(lazy.arrays.values())).dtype).removeprefix("mlx.core.")
+    return replace(lazy, config={**lazy.config, "torch_dtype": dtype})

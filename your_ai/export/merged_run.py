@@ -176,8 +176,6 @@ class MergeRequest:
 
 @dataclass(frozen=True)
 class Merged:
-    """A run with a merged adapter."""
-
     run: RunFolder
     rank: int
     relative_error: float
@@ -186,8 +184,6 @@ class Merged:
 
 @dataclass(frozen=True)
 class MergeInput:
-    """An adapter that is to be merged."""
-
     name: str
     files: AdapterFiles
     adapter: Adapter

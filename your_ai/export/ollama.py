@@ -11,15 +11,14 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from your_ai.data.look import common_form
 from your_ai.errors import UserError
-from your_ai.export import gguf, gguf_folder, gguf_quantize, huggingface
-from your_ai.export.gguf_model import ARCHITECTURES
+from your_ai.export import gguf, gguf_convert, gguf_folder, gguf_quantize
 from your_ai.export.go_template import PLAIN, drops_reasoning, is_kept, shape_of
-from your_ai.gates.untrusted import read_json
 from your_ai.generation.generate import context_tokens
 from your_ai.modelfiles.shards import WriteProgress
 from your_ai.modelfiles.targets import MODELFILE
@@ -63,13 +62,10 @@ class Modelfile:
 
 def one_line(value: str) -> str:
     """A value without quotes. Raises UserError if it has a character that would end it."""
-    if not value or value != value.strip() or '"' in value or not fits_line(value):
+    fits = is_kept(value) and not any(c in "\n\r\t" for c in value)
+    if not value or value != value.strip() or '"' in value or not fits:
         raise UserError(f"{value!r}: cannot be written in a Modelfile; choose another name")
     return value
-
-
-def fits_line(value: str) -> bool:
-    return is_kept(value) and not any(c in "\n\r\t" for c in value)
 
 
 def quoted_value(name: str, value: str) -> str:
@@ -87,9 +83,6 @@ def fault_of(value: str) -> str:
     return "" if dropped is None else f"the character U+{ord(dropped):04X}"
 
 
-# The model_types whose safetensors Ollama converts, and the GGUF export does not know.
-CONVERTED = ("phi3",)
-FLOATS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 LEAST_CONTEXT = 4096  # tokens; a short training context would cut conversations
 OLLAMA_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,349}")
 ADAPTER = "adapter.gguf"
@@ -100,10 +93,9 @@ class OllamaExport:
     """The files to write, decided before any is."""
 
     kind: str
-    """The type of the weights: of a GGUF file, or one of FLOATS for safetensors; "" for the
-    dtype of the base."""
-    way: gguf_quantize.Way | None
-    """How the GGUF file is made; None for safetensors and for an adapter."""
+    """The type of the weights; "" for an adapter."""
+    way: gguf_quantize.Way
+    """How the GGUF file is made."""
     modelfile: Modelfile
     notes: tuple[str, ...]
     """What the user should know, one line each."""
@@ -115,17 +107,19 @@ def decide(
     default_kind: str,
     tool: Path | None = None,
     adapter_for: str | None = None,
+    converter: str = gguf_convert.AUTO,
+    llama_cpp: Path | None = None,
 ) -> OllamaExport:
     """Decide what to write for a run.
 
-    dtype: of the weights, one of gguf.KINDS or TOOL_KINDS; None: `default_kind`, and for
-        safetensors that of the base.
+    dtype: of the weights, one of gguf.KINDS or TOOL_KINDS; None: `default_kind`.
     tool: the program llama-quantize, if the user named it.
     adapter_for: write only the adapter, for this model of Ollama.
+    converter, llama_cpp: as for `gguf_convert.script_for`.
     Raises UserError if Ollama cannot run the model, or a type cannot be computed.
     """
     check_generates(trained.adapter)
-    config = read_json(trained.base / "config.json", "a model folder has one")
+    script_named = partial(gguf_convert.script_for, trained.base, converter, llama_cpp)
     tokenizer = open_tokenizer(trained.base)
     settings, notes = settings_of(trained, tokenizer)
     if adapter_for is not None:
@@ -137,26 +131,13 @@ def decide(
         gguf.require_library()
         weights = base_weights(adapter_for)
         modelfile = replace(settings, weights=weights, adapter=f"./{ADAPTER}")
-        return OllamaExport("", None, modelfile, notes)
-    name, model_type = trained.folder.name, config.get("model_type")
-    if model_type in ARCHITECTURES:
-        gguf.require_library()
-        kind = dtype or default_kind
-        way = gguf_quantize.way_of(kind, tool)
-        weights = f"./{gguf_folder.model_file(name, kind)}"
-        return OllamaExport(kind, way, replace(settings, weights=weights), notes)
-    if model_type not in CONVERTED:
-        raise UserError(
-            f"{trained.base}: architecture {model_type} cannot be exported to Ollama; supported: "
-            f"{', '.join((*ARCHITECTURES, *CONVERTED))}"
-        )
-    if tool is not None or (dtype is not None and dtype not in FLOATS):
-        option = f"--dtype {dtype}" if tool is None else "--llama-quantize"
-        raise UserError(
-            f"{option}: {model_type} is exported as safetensors ({', '.join(FLOATS)}), which "
-            "Ollama quantizes: leave it out, and add --quantize q4_K_M to ollama create"
-        )
-    return OllamaExport(dtype or "", None, replace(settings, weights="."), notes)
+        way = gguf_quantize.Way(None, script_named(gguf_convert.OF_ADAPTERS))
+        return OllamaExport("", way, modelfile, notes)
+    gguf.require_library()
+    kind = dtype or default_kind
+    way = gguf_quantize.way_of(kind, tool, script_named(gguf_convert.OF_MODELS))
+    weights = f"./{gguf_folder.model_file(trained.folder.name, kind)}"
+    return OllamaExport(kind, way, replace(settings, weights=weights), notes)
 
 
 def write(
@@ -169,15 +150,13 @@ def write(
     """Write the folder. Raises UserError if memory or disk is too small."""
     texts = {MODELFILE: export.modelfile.text}
     if export.modelfile.adapter is not None:
-        yield from gguf_folder.write_adapter(trained, target, ADAPTER, force, texts)
-    elif export.way is not None:
-        name = Path(export.modelfile.weights).name
-        yield from gguf_folder.write_model(
-            trained, target, name, export.kind, export.way, max_memory_gb, force, texts
-        )
-    else:
-        dtype = FLOATS.get(export.kind, "auto")
-        yield from huggingface.write(trained, target, dtype, max_memory_gb, force, texts)
+        script = export.way.script
+        yield from gguf_folder.write_adapter(trained, target, ADAPTER, force, texts, script)
+        return
+    name = Path(export.modelfile.weights).name
+    yield from gguf_folder.write_model(
+        trained, target, name, export.kind, export.way, max_memory_gb, force, texts
+    )
 
 
 def settings_of(trained: Trained, tokenizer: Any) -> tuple[Modelfile, tuple[str, ...]]:
@@ -211,7 +190,7 @@ def template_of(trained: Trained, tokenizer: Any) -> tuple[str | None, list[str]
             "the model has no chat template; TEMPLATE gives the texts of a chat one per line, as "
             "your_ai generate does"
         ]
-    shape, bos = shape_of(tokenizer), added_bos(tokenizer)
+    shape = shape_of(tokenizer)
     if shape is None:
         return None, [
             "no Go template says the same as the model's chat template, so there is no TEMPLATE; "
@@ -230,17 +209,13 @@ def template_of(trained: Trained, tokenizer: Any) -> tuple[str | None, list[str]
         )
     if "strftime_now" in str(tokenizer.chat_template):
         notes.append("the chat template writes the date; TEMPLATE has the date of this export")
+    begins = tokenizer.encode("a", add_special_tokens=True)[:1] == [tokenizer.bos_token_id]
+    bos = tokenizer.bos_token if begins else ""
     if bos and shape.begin.startswith(bos):  # Ollama adds it too
         shape = replace(shape, begin=shape.begin.removeprefix(bos))
     elif bos:
         notes.append(f"Ollama will begin a chat with {bos}, which the chat template does not write")
     return shape.go_template, notes
-
-
-def added_bos(tokenizer: Any) -> str:
-    """The token that the tokenizer puts before a text; "" if none."""
-    ids = tokenizer.encode("a", add_special_tokens=True)
-    return tokenizer.bos_token if ids[:1] == [tokenizer.bos_token_id] else ""
 
 
 def base_weights(name: str) -> str:

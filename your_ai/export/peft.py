@@ -27,9 +27,18 @@ from your_ai.export.mlxlm import write_folder
 from your_ai.export.names import (
     block_of,
     check_dense,
+    check_layers,
     check_names,
+    check_scorer,
     modules_of,
 )
+from your_ai.export.peft_experts import (
+    check_experts,
+    expert_layers,
+    path_in_peft,
+    unstacked_experts,
+)
+from your_ai.export.transformers_names import KNOWN
 from your_ai.gates.text import counted, shown
 from your_ai.gates.untrusted import is_number
 from your_ai.hub.find import HubName
@@ -51,30 +60,37 @@ def write(trained: Trained, target: Path) -> None:
     Raises UserError, before anything is written, if PEFT does not know these layers by these
     names; also if `target` cannot be written.
     """
-    check_dense(trained, "PEFT")
-    check_names(trained.base)
-    arrays = arrays_of(trained.adapter.layers)
+    kind = check_names(trained.base)
+    check_dense(trained, "PEFT", experts=True)
+    check_experts(trained, kind)
+    check_layers(trained, kind)
+    arrays = arrays_of(trained.adapter.layers, kind)
     if has_score_head(trained.adapter):
+        check_scorer(trained.base, KNOWN[kind])
         arrays[f"{PREFIX}{SCORE_WEIGHT}"] = read_score_head(trained.adapter)
 
     def save(folder: Path) -> None:
         save_arrays(folder / PEFT_ADAPTERS, arrays, "pt")
 
-    write_folder(trained, target, "peft", config_of(trained, trained.hub_name), save)
+    write_folder(trained, target, "peft", config_of(trained, trained.hub_name, kind), save)
 
 
-def arrays_of(layers: dict[str, dict[str, mx.array]]) -> dict[str, mx.array]:
-    """Return the arrays of PEFT's file. layers: by their path in the model."""
-    return {
-        f"{PREFIX}{path}.{SUFFIXES[part]}": array.T if array.ndim == 2 else array
+def arrays_of(layers: dict[str, dict[str, mx.array]], kind: str) -> dict[str, mx.array]:
+    """Return the arrays of PEFT's file. layers: by their path in the model of type `kind`."""
+    arrays = {
+        f"{path}.{SUFFIXES[part]}": array.T if array.ndim == 2 else array
         for path, parts in layers.items()
         for part, array in parts.items()
     }
+    found = unstacked_experts(arrays, kind)
+    return {f"{PREFIX}{name}": array for name, array in found.items()}
 
 
-def config_of(trained: Trained, base: HubName | None) -> dict[str, Any]:
-    """PEFT's adapter_config.json for the run's adapter."""
-    adapter = trained.adapter
+def config_of(trained: Trained, base: HubName | None, kind: str) -> dict[str, Any]:
+    """PEFT's adapter_config.json for the run's adapter. kind: the model_type of its base."""
+    adapter, experts = trained.adapter, expert_layers(trained.adapter)
+    in_peft = {path_in_peft(path, kind) for path in experts}
+    targets = with_experts(set(adapter.layers) - experts, in_peft, modules_of(trained.base))
     is_reward = has_score_head(adapter)
     return {
         "peft_type": "LORA",
@@ -85,7 +101,7 @@ def config_of(trained: Trained, base: HubName | None) -> dict[str, Any]:
         "r": adapter.rank,
         "lora_alpha": whole(adapter.scale * adapter.rank),
         "lora_dropout": adapter.config["lora_parameters"].get("dropout", 0.0),
-        **targets_of(set(adapter.layers), modules_of(trained.base)),
+        **targets,
         **settings_choosing(adapter.kind),
         "use_rslora": False,
         "bias": "none",
@@ -118,6 +134,19 @@ def targets_of(layers: set[str], modules: set[str]) -> dict[str, Any]:
         return {"target_modules": sorted(names), "layers_to_transform": sorted(blocks),
                 "layers_pattern": "layers"}  # fmt: skip
     return {"target_modules": sorted(layers), "layers_to_transform": None, "layers_pattern": None}
+
+
+def with_experts(layers: set[str], experts: set[str], modules: set[str]) -> dict[str, Any]:
+    """The settings with which PEFT adapts `layers`, as `targets_of`, and all experts.
+
+    experts: their paths in PEFT, which finds experts by the last part alone, in all blocks.
+    """
+    found = targets_of(layers, modules)
+    if experts and found["layers_to_transform"] is not None:
+        found = {**found, **dict.fromkeys(("layers_to_transform", "layers_pattern"))}
+        found["target_modules"] = layers
+    names = {path.rpartition(".")[2] for path in experts}
+    return {**found, "target_modules": sorted({*found["target_modules"], *names})}
 
 
 # Read adapter_config.json, and check that an mlx-lm adapter can do the same

@@ -59,7 +59,10 @@ def create(name: str, config: TrainConfig, adapter: Adapter, origin: Origin) -> 
         path = new.origin(origin.kind)
         checkpoint.write_json(path, origin.record)
         sync(path)
-        log_end(new, target, origin.text)
+        end = events.Finished(step=0, reason="done", adapter=str(target.adapter), seconds=0.0)
+        with contextlib.closing(events.EventLog(new.events)) as log:  # so that watching it ends
+            log.write(events.Notice(text=f"{origin.text}; nothing was trained here"))
+            log.write(end)
     return target
 
 
@@ -97,14 +100,6 @@ def settings_of(adapter: Adapter, name: str, path: Path) -> TrainConfig:
         )
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-
-
-def log_end(new: RunFolder, target: RunFolder, text: str) -> None:
-    """Log that the run has finished, so that watching it ends immediately."""
-    end = events.Finished(step=0, reason="done", adapter=str(target.adapter), seconds=0.0)
-    with contextlib.closing(events.EventLog(new.events)) as log:
-        log.write(events.Notice(text=f"{text}; nothing was trained here"))
-        log.write(end)
 
 
 # Import adapters of PEFT and mlx-lm as runs

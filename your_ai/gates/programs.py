@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 HAS_SAFE_PATH = sys.version_info >= (3, 11)  # Python's option -P
@@ -36,14 +36,25 @@ def python_module(module: str, *arguments: str) -> list[str]:
 
 
 def begun(
-    *command: str, stdout: int = subprocess.DEVNULL, stderr: int = subprocess.DEVNULL
+    *command: str,
+    stdout: int = subprocess.DEVNULL,
+    stderr: int = subprocess.DEVNULL,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a program in its own session, so that Ctrl-C in the terminal does not reach it.
 
-    It reads nothing from standard input. Raises what Popen does.
+    cwd, env: its folder and environment; None: ours. It reads nothing from standard input.
+    Raises what Popen does.
     """
     return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        cwd=cwd,
+        env=env,
+        start_new_session=True,
     )
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
-from your_ai.errors import UserError
+from your_ai.errors import UserError, named_errors
 from your_ai.gates.text import counted, shown
 
 NAME_BYTES = 255  # maximum length of a file name on common file systems
@@ -252,17 +252,14 @@ def read_header(path: Path) -> list[Entry]:
 
     Format: 8 bytes of header length (little-endian), the header as JSON, the tensors.
     """
-    try:
-        with open_file(path) as (file, size):
-            prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-            if length > size - 8:
-                raise UserError(f"{path}: is cut short or damaged")
-            if length > HEADER_BYTES:
-                raise UserError(f"{path}: is damaged (its header has {length} bytes)")
-            text = file.read(length)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    with named_errors(path, "read"), open_file(path) as (file, size):
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        if length > size - 8:
+            raise UserError(f"{path}: is cut short or damaged")
+        if length > HEADER_BYTES:
+            raise UserError(f"{path}: is damaged (its header has {length} bytes)")
+        text = file.read(length)
     try:
         header = parse_json(text, unique=True)
         if not isinstance(header, dict):

@@ -43,13 +43,7 @@ from your_ai.memory.sizes import PREFILL_TOKENS
 from your_ai.memory.workload import RolloutSizes
 from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.nets.model import compute_dtype, learned_positions
-from your_ai.nets.saved_adapter import (
-    Adapter,
-    Trained,
-    check_generates,
-    open_trained,
-    put_adapter,
-)
+from your_ai.nets.saved_adapter import Adapter, Trained, check_generates, open_trained, put_adapter
 from your_ai.rng import derive_seed
 from your_ai.run.folder import find
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import utils
@@ -16,13 +15,9 @@ from mlx_lm.models.bitlinear_layers import BitLinear
 
 from your_ai.gates.untrusted import Entry
 from your_ai.hub.config_values import group_size_of, is_left, method_of, quantization_of, text_part
+from your_ai.nets.mlx_types import DTYPE_NAMES
 
 TERNARY = "its layers are ternary (BitLinear), which cannot be adapted"
-KINDS = {
-    mx.float64: "F64", mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16",
-    mx.int64: "I64", mx.int32: "I32", mx.int16: "I16", mx.int8: "I8",
-    mx.uint64: "U64", mx.uint32: "U32", mx.uint16: "U16", mx.uint8: "U8", mx.bool_: "BOOL",
-}  # fmt: skip
 
 
 def tensors_built(config: dict[str, Any]) -> tuple[list[Entry], dict[str, Any]]:
@@ -41,14 +36,19 @@ def tensors_built(config: dict[str, Any]) -> tuple[list[Entry], dict[str, Any]]:
         completed = dict(config)
         if quantization := quantization_of(config):
             completed["quantization"] = quantize(network, quantization, config)
-        arrays = dict(tree_flatten(network.parameters()))
+        found = entries_in(network)
     except Exception as error:  # the code of an architecture may raise any type
         text = (str(error) or type(error).__name__).strip().splitlines()[0]
         raise ValueError(f"mlx-lm cannot build this model ({text})") from error
-    found = [Entry(name, KINDS[array.dtype], tuple(array.shape)) for name, array in arrays.items()]
     if is_tied(config):
         found = [entry for entry in found if ".lm_head." not in f".{entry.name}"]
     return found, completed
+
+
+def entries_in(network: nn.Module) -> list[Entry]:
+    """The tensors of a network, of which none is computed."""
+    arrays = dict(tree_flatten(network.parameters()))
+    return [Entry(name, DTYPE_NAMES[a.dtype], tuple(a.shape)) for name, a in arrays.items()]
 
 
 def is_tied(config: dict[str, Any]) -> bool:

@@ -21,7 +21,7 @@ from queue import Empty, Queue
 from typing import BinaryIO, Literal, TypeVar
 
 from your_ai.config import DEMO
-from your_ai.errors import UserError
+from your_ai.errors import UserError, named_errors
 from your_ai.files import is_plain_file, sha256, sync
 from your_ai.gates.text import counted, shown, size_text
 from your_ai.gates.untrusted import read_json
@@ -129,7 +129,7 @@ def downloading(
         if found:
             yield replace(at, note=f"{'; '.join(found)}; downloading again")
         folder = target.with_name(f"{INCOMPLETE}{target.name}")
-        with writing(folder):
+        with named_errors(folder, "written"):
             unlink_links(folder, folder / PARTS)
             if found:
                 if target.is_symlink():
@@ -147,7 +147,7 @@ def downloading(
             if file.name == "config.json":
                 check_type(listing, folder)
         yield replace(at, doing="checking", file="")
-        with writing(folder):
+        with named_errors(folder, "written"):
             put(listing, folder, target, asked)
     files = counted(at.files, "file")
     note = f"{size_text(at.total_bytes)} in {files}, each checked by its hash: {target}"
@@ -199,7 +199,7 @@ def faults_of(
 def open_lock(target: Path) -> Iterator[BinaryIO]:
     """Open the lock file for downloads into `target`."""
     path = target.with_name(f"{LOCK}{target.name}")
-    with writing(target):
+    with named_errors(target, "written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     with open(descriptor, "ab") as file:
@@ -215,15 +215,6 @@ def taken(lock: BinaryIO) -> bool:
     except OSError:  # a file system without locks
         return True
     return True
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Convert an OSError in the block to a UserError about writing `path`."""
-    try:
-        yield
-    except OSError as error:
-        raise remote.write_error(path, error) from error
 
 
 def ask(
@@ -280,7 +271,7 @@ def keep(
     """Count the files kept from an earlier download. Deletes files that differ from the hub's."""
     hashes = {file.hash for file in listing.files}
     names = {file.name for file in listing.files}
-    with writing(folder):
+    with named_errors(folder, "written"):
         parts = (folder / PARTS).iterdir()
         drop(path for path in parts if path.name not in hashes or not is_plain_file(path))
         here = (path for path in folder.iterdir() if path.name != PARTS)
@@ -290,7 +281,7 @@ def keep(
         path, part = place_in(folder, file.name), place_in(folder / PARTS, file.hash)
         if path.exists():
             yield replace(at, doing="checking", file=file.name)
-            with writing(path):
+            with named_errors(path, "written"):
                 if (
                     path.stat().st_size == file.size_bytes
                     and hash_like(path, file.hash) == file.hash
@@ -384,7 +375,7 @@ def fetch(
     if listing.kind == "model":
         cached = cached_file(listing.repo, listing.revision, file.name)
     if cached is not None and not os.path.lexists(part):
-        with writing(part):
+        with named_errors(part, "written"):
             shutil.copyfile(cached, part)
     for tries in range(1, TRIES + 1):
         yield from fetch_part(
@@ -392,7 +383,7 @@ def fetch(
         )
         done = at.done_bytes + file.size_bytes
         yield replace(at, doing="checking", file=file.name, done_bytes=done)
-        with writing(part):
+        with named_errors(part, "written"):
             if hash_like(part, file.hash) == file.hash:
                 sync(part)
                 (folder / file.name).parent.mkdir(exist_ok=True)

@@ -89,7 +89,11 @@ def cached_models() -> list[Local]:
         if repo.repo_type != "model" or not current:
             continue
         folder = current[0].snapshot_path
-        if not is_language_model(folder):
+        try:
+            kind = read_json(folder / "config.json", "").get("model_type")
+        except UserError:
+            continue
+        if not (isinstance(kind, str) and can_run(kind)):
             continue
         whole = cached_model(repo.repo_id) is not None
         found.append(
@@ -105,14 +109,6 @@ def cached_models() -> list[Local]:
             )
         )
     return found
-
-
-def is_language_model(folder: Path) -> bool:
-    try:
-        kind = read_json(folder / "config.json", "").get("model_type")
-    except UserError:
-        return False
-    return isinstance(kind, str) and can_run(kind)
 
 
 def bits_of(folder: Path) -> int | None:

@@ -16,7 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
-from your_ai.errors import UserError, class_names
+from your_ai.errors import UserError, class_names, named_errors
 from your_ai.files import write_at
 from your_ai.gates.text import shown
 from your_ai.gates.untrusted import MB, clash, is_hash, parse_json, path_fault
@@ -265,10 +265,8 @@ def receive(listing: Listing, file: RemoteFile, part: Path) -> Iterator[int]:
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers
 
-    try:
+    with named_errors(part, "written"):
         opened = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    except OSError as error:
-        raise write_error(part, error) from error
     try:
         done = os.fstat(opened).st_size
         headers = build_hf_headers()
@@ -287,20 +285,14 @@ def receive(listing: Listing, file: RemoteFile, part: Path) -> Iterator[int]:
                     raise TooManyBytes(
                         f"the hub sent more than {file.size_bytes} bytes for {file.name}"
                     )
-                try:
+                with named_errors(part, "written"):
                     write_at(opened, memoryview(chunk), done)
-                except OSError as error:
-                    raise write_error(part, error) from error
                 done += len(chunk)
                 yield done
     finally:
         os.close(opened)
     if done != file.size_bytes:
         raise ConnectionCut(f"the hub sent only {done} of {file.size_bytes} bytes of {file.name}")
-
-
-def write_error(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path}: cannot be written ({error.strerror})")
 
 
 def status_of(error: Exception) -> int | None:

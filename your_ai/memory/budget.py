@@ -70,7 +70,7 @@ class Measuring:
 
 HOPELESS = 2.0  # nothing is measured if the guess needs more than this multiple of the limit
 # What may change costs: the engines, and what they run.
-SOURCES = ("engine", "nets", "memory/sizes.py", "memory/costs.py")
+SOURCES = ("engine", "nets", "objectives", "memory/sizes.py", "memory/costs.py", "memory/facts.py")
 LARGEST = Shape(4, 4096)  # rows and tokens beyond which measured shapes are the same
 
 
@@ -148,10 +148,13 @@ def budget_of(
     Raises DoesNotFit if nothing fits.
     """
     past = past or PriorPlans()
+    larger: list[MeasuredCosts] = []  # of adapters that were tried before, which need no less
 
     def budget_with(asked: Workload) -> Budget:
         key = costs_key(asked, dtype, has_dropout=config.lora_dropout > 0)
-        asked = replace(asked, costs=costs_here(asked, key, limit, past, measuring))
+        found = costs_here(asked, key, limit, past, None if larger else measuring)
+        larger.extend([found] if found is not None else [])
+        asked = replace(asked, costs=larger[-1] if larger else None)
         choice = choose(asked, limit.limit_bytes, level, past.plan)
         return Budget(limit, asked, choice, key, past.begun and choice.option.plan == past.plan)
 
@@ -168,8 +171,8 @@ def costs_here(
     """The costs of a workload on this machine: those that its run had, or that were measured
     before, or are measured now; None if a guess does."""
     blocks = workload.facts.blocks
-    if past.begun:
-        return None if past.costs is None else read_costs(past.costs, key, blocks)
+    if past.begun:  # also on another machine, or after an update: it must split batches as before
+        return None if past.costs is None else read_costs(past.costs, None, blocks)
     kept = costs_file(store() / "costs", key)
     found = read_costs(kept, key, blocks)
     if found is not None or measuring is None:
@@ -178,7 +181,7 @@ def costs_here(
     if not (measuring.always or is_close(workload, limit_bytes)):
         return None
     found = measuring.measure(workload, limit_bytes)
-    if found is not None and found.is_complete:
+    if found is not None and found.is_complete and found.read_s:  # there were files
         keep_costs(kept, key, found)
     return found
 
@@ -199,7 +202,7 @@ def costs_key(workload: Workload, dtype: mx.Dtype, *, has_dropout: bool = False)
         replace(kind, linears=in_order(kind.linears), experts=in_order(kind.experts))
         for kind in facts.kinds
     ]
-    model = replace(facts, kinds=tuple(kinds), disk_bytes=0)
+    model = replace(facts, kinds=tuple(kinds))
     adapters = replace(training, optimizer="", optimizer_bits=0, blocks=0)
     longest = max(workload.lengths)
     shape = Shape(min(workload.batch_size, LARGEST.rows), min(longest, LARGEST.tokens))

@@ -11,14 +11,7 @@ from dataclasses import dataclass, field, replace
 from your_ai.memory.estimate import Estimate
 from your_ai.memory.estimate_kept import at_rung, highest, rung_of
 from your_ai.memory.limit import headroom_bytes, with_headroom
-from your_ai.memory.plan import (
-    estimate_rows,
-    largest,
-    margin_of,
-    may_keep,
-    rows_of,
-    with_margin,
-)
+from your_ai.memory.plan import estimate_rows, largest, margin_of, may_keep, rows_of, with_margin
 from your_ai.memory.workload import NOTHING, Kept, Plan, Workload
 
 
@@ -91,7 +84,8 @@ class Corrections:
             if rung <= rung_of(planned) or expected > self.most_bytes:
                 return expected <= self.most_bytes
             # Both sides count this process without a model, so that it may differ after a resume.
-            margin = margin_of(self.workload) * self._estimate(rows, tokens, at(rung)).work_bytes
+            work = self._estimate(rows, tokens, at(rung)).work_bytes
+            margin = margin_of(self.workload, self.plan) * work
             return max(expected + margin, with_headroom(expected)) <= self.room_bytes
 
         # A little more kept may need more memory than much more, whose backward pass needs less.

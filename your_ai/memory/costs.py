@@ -15,14 +15,17 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from itertools import combinations, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import UnionType
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from your_ai.files import read_text, replace_text
+from your_ai.memory.sizes import TILE_TOKENS
 
-STRAIGHT = 0.01  # a curve without its last term may be off by this share of the largest value
+STRAIGHT = 0.01  # a line may be off by this share of what varies, pairs of tokens of all bytes
+ROUNDING = 1e-9
 MOST_BYTES = 1 << 20  # a larger file was not written by this module
 MOST_BLOCKS = 100_000
 LARGEST = 1e15  # bytes or seconds
@@ -54,23 +57,42 @@ class CostCurve:
         size = rows * tokens
         return self.fixed + self.of_token * size + self.of_pair * size * tokens
 
+    def times(self, factor: float) -> CostCurve:
+        return CostCurve(factor * self.fixed, factor * self.of_token, factor * self.of_pair)
+
     @staticmethod
     def through(costs: Mapping[Shape, float], scale: float = 0.0) -> CostCurve:
-        """The curve with terms >= 0 that fits measured bytes best, by least squares.
+        """The curve with terms >= 0 that fits measured bytes.
 
-        The last term is left out where a line is as good: a little noise in it would become much
-        for rows that are longer than those measured. From one shape, bytes are proportional to N.
+        From one shape, bytes are proportional to N. Through more, it is a line, if one is as good.
+        If not, shapes of the same N decide what pairs of tokens need, and the two largest N the
+        line beside that: a peak of several moments has bends, which are no pairs, and it is longer
+        rows that matter. Without such shapes, all are fitted by least squares.
 
-        scale: bytes to which noise is relative, if more than the largest: of a difference, those
-        that it is of.
+        scale: bytes to which noise is relative, if more: of a difference, those that it is of.
         """
         if len(costs) == 1:
             ((shape, size),) = costs.items()
             return CostCurve(of_token=size / shape.size)
         line = not_negative(costs, terms=2)
         off = max(abs(line.at(*shape) - size) for shape, size in costs.items())
-        noise = STRAIGHT * max(scale, *costs.values())
-        return line if off <= noise else not_negative(costs, terms=3)
+        largest = max(costs.values())
+        noise = max(STRAIGHT * max(scale, largest - min(costs.values())), ROUNDING * largest)
+        if off <= noise or len({shape.size for shape in costs}) == 1:
+            return line
+        by_size: dict[int, list[Shape]] = {}
+        for shape in sorted(costs, key=lambda shape: shape.tokens):
+            by_size.setdefault(shape.size, []).append(shape)
+        (less, *_), last = (by_size[size] for size in sorted(by_size)[-2:])
+        if len(last) == 1:
+            return not_negative(costs, terms=3)
+        more = costs[last[-1]] - costs[last[0]]
+        pairs = last[0].size * (last[-1].tokens - last[0].tokens)
+        of_pair = more / pairs if more > STRAIGHT * max(scale, largest) else 0.0
+        rest = CostCurve(of_pair=of_pair)
+        low, high = (costs[shape] - rest.at(*shape) for shape in (less, last[-1]))
+        of_token = max(0.0, high - low) / (last[0].size - less.size)
+        return CostCurve(max(0.0, high - of_token * last[0].size), of_token, of_pair)
 
 
 def not_negative(costs: Mapping[Shape, float], terms: int) -> CostCurve:
@@ -130,23 +152,18 @@ class BlockCosts:
     kept_backward: CostCurve | None = None
     """Its backward pass from what it kept, beside that."""
     tiled_forward: CostCurve | None = None
-    """Its forward pass on tiles of one long row."""
+    """Its forward pass on tiles of `tile_tokens`; `fixed` is of a tile."""
     tiled_backward: CostCurve | None = None
-    """Its backward pass on tiles of one long row."""
-    rows_tiled_forward: CostCurve | None = None
-    """Its forward pass on tiles of two long rows or more, which have fewer tokens of each row."""
-    rows_tiled_backward: CostCurve | None = None
     """Its backward pass on such tiles."""
     saved: CostCurve | None = None
     """What one more such block adds to a fused graph until the backward pass; or its seconds."""
     working: CostCurve | None = None
-    """The work of a fused graph beside what its blocks save."""
-    joined: CostCurve | None = None
-    """The work of a fused graph at the head beside that and the head alone."""
+    """The work of a fused graph, beside its head and what its blocks save, or their gradients: the
+    more of both, as one takes the place of the other."""
     evaluated: CostCurve | None = None
     """Its part of a graph of all blocks without gradients."""
-    tiles: bool = True
-    """Whether it runs on tiles of a long row."""
+    tile_tokens: int = TILE_TOKENS
+    """Tokens of a tile, of all its rows, as it was measured; 0 if it runs on none."""
 
     def completed(self, guess: BlockCosts) -> BlockCosts:
         """With the phases of `guess` where this has none."""
@@ -154,13 +171,13 @@ class BlockCosts:
         return replace(self, **{name: getattr(guess, name) for name in missing})
 
 
-PHASES = tuple(each.name for each in fields(BlockCosts) if each.name != "tiles")
+PHASES = tuple(each.name for each in fields(BlockCosts) if each.name != "tile_tokens")
 
 
 @dataclass(frozen=True)
 class HeadCosts:
-    """Bytes at the head, beside its hidden states, at some N: lines between them and beyond; or
-    seconds."""
+    """Bytes at the head, beside its hidden states, at some N: lines between them and beyond, but
+    below the least N at least proportional to it; or seconds."""
 
     sizes: tuple[int, ...]
     """N, at least two of them, in increasing order."""
@@ -172,7 +189,8 @@ class HeadCosts:
         slope = (next_cost - cost) / (next_n - n)
         if size > next_n:
             return next_cost + max(0.0, slope) * (size - next_n)
-        return max(0.0, next_cost - slope * (next_n - size))
+        found = next_cost - slope * (next_n - size)
+        return max(found, cost * size / n) if size < n else found
 
 
 @dataclass(frozen=True)
@@ -183,13 +201,17 @@ class Costs:
     order: tuple[int, ...]
     """For each block from the first to the last, the index of its kind in `kinds`."""
     heads: dict[str, HeadCosts]
-    """By name in HEADS: losses with gradients under a staged and a fused engine, and scores,
+    """By name in HEADS: losses with gradients, under a staged and under a fused engine, and scores,
     without gradients, under both."""
 
     @property
     def is_tiled(self) -> bool:
         """True if every kind of block runs on tiles of long rows."""
-        return all(kind.tiles for kind in self.kinds)
+        return all(kind.tile_tokens for kind in self.kinds)
+
+    def has(self, phase: str) -> bool:
+        """Return whether the phase of every kind of block is known."""
+        return all(getattr(kind, phase) is not None for kind in self.kinds)
 
     def completed(self, guess: Costs) -> Costs:
         """With the phases of `guess` where nothing was measured, of the largest kind among those
@@ -205,15 +227,14 @@ class Costs:
         """The kinds of the last `count` blocks, each once."""
         return [self.kinds[kind] for kind in sorted(set(self.order[len(self.order) - count :]))]
 
-    def largest(self, phase: str, rows: int, tokens: int, count: int | None = None) -> float:
-        """The most bytes of a phase, over the last `count` blocks, or over all of them."""
-        count = len(self.order) if count is None else count
+    def largest(self, phase: str, rows: int, tokens: int, count: int) -> float:
+        """The most bytes of a phase, over the last `count` blocks."""
         return max((bytes_of(kind, phase, rows, tokens) for kind in self.last(count)), default=0.0)
 
-    def sum(self, phase: str, rows: int, tokens: int, count: int) -> float:
-        """The bytes of a phase of the last `count` blocks together."""
-        of_kinds = [bytes_of(kind, phase, rows, tokens) for kind in self.kinds]
-        return sum(of_kinds[kind] for kind in self.order[len(self.order) - count :])
+    def sum(self, phase: str, rows: int, tokens: int, count: int, *, is_long: bool) -> float:
+        """The bytes of a phase of the last `count` blocks together. is_long: as in `on_tiles`."""
+        sizes = [bytes_of(k, on_tiles(k, phase, is_long), rows, tokens) for k in self.kinds]
+        return sum(sizes[kind] for kind in self.order[len(self.order) - count :])
 
 
 def largest_of(kinds: Sequence[BlockCosts]) -> BlockCosts:
@@ -240,9 +261,18 @@ class MeasuredCosts:
     """Whether nothing was left out because it might not have fitted into memory."""
 
 
-def on_tiles(phase: str, rows: int) -> str:
-    """The phase "forward" or "backward" on tiles of so many rows."""
-    return f"rows_tiled_{phase}" if rows > 1 else f"tiled_{phase}"
+def on_tiles(kind: BlockCosts, phase: str, is_long: bool) -> str:
+    """The phase "forward" or "backward", on tiles if a block runs on them.
+
+    is_long: whether rows are that long.
+    """
+    return f"tiled_{phase}" if is_long and kind.tile_tokens else phase
+
+
+def graph_bytes(kind: BlockCosts, blocks: int, gradients: int, rows: int, tokens: int) -> float:
+    """Bytes of a fused graph of so many blocks of a kind, without the head. gradients: of one."""
+    held = max(gradients, bytes_of(kind, "saved", rows, tokens))
+    return blocks * held + bytes_of(kind, "working", rows, tokens)
 
 
 def bytes_of(kind: BlockCosts, phase: str, rows: int, tokens: int) -> float:
@@ -251,8 +281,8 @@ def bytes_of(kind: BlockCosts, phase: str, rows: int, tokens: int) -> float:
     return 0.0 if curve is None else curve.at(rows, tokens)
 
 
-STAGED, FUSED, STAGED_SCORES, FUSED_SCORES = "staged", "fused", "staged scores", "fused scores"
-HEADS = (STAGED, FUSED, STAGED_SCORES, FUSED_SCORES)
+HEADS = "trained", "fused trained", "staged scores", "fused scores"
+TRAINED, FUSED_TRAINED, STAGED_SCORES, FUSED_SCORES = HEADS
 
 
 # Measured costs in a file
@@ -267,12 +297,13 @@ def costs_file(folder: Path, key: Iterable[str]) -> Path:
     return folder / f"{key_digest(key)[:32]}.json"
 
 
-def read_costs(path: Path, key: Iterable[str], blocks: int) -> MeasuredCosts | None:
+def read_costs(path: Path, key: Iterable[str] | None, blocks: int) -> MeasuredCosts | None:
     """The costs in a file, of a model with so many blocks; None if it is missing or damaged, or for
-    another key."""
+    another key. key: None for any."""
     try:
         content = json.loads(read_text(path, MOST_BYTES))
-        if content.pop("key") != key_digest(key):
+        digest = content.pop("key")
+        if key is not None and digest != key_digest(key):
             return None
         found = measured_in(content)
         return found if len(found.memory.order) == blocks else None
@@ -290,53 +321,41 @@ def keep_costs(path: Path, key: Iterable[str], costs: MeasuredCosts) -> None:
 
 def measured_in(content: dict[str, Any]) -> MeasuredCosts:
     """Costs from a file. Raises ValueError, TypeError or KeyError if they are not valid."""
-    if type(content["is_complete"]) is not bool:
-        raise ValueError("not measured costs")
-    memory, time = costs_in(content["memory"]), costs_in(content["time"])
-    if memory.order != time.order:
+    found: MeasuredCosts = built(MeasuredCosts, content)
+    for costs in (found.memory, found.time):
+        known = all(0 <= kind < len(costs.kinds) for kind in costs.order)
+        known = known and costs.heads.keys() <= set(HEADS)
+        known = known and all(0 <= kind.tile_tokens <= LARGEST for kind in costs.kinds)
+        if not (known and 0 < len(costs.order) <= MOST_BLOCKS):
+            raise ValueError("not the costs of a model")
+        for head in costs.heads.values():
+            increase = all(0 < a < b <= LARGEST for a, b in pairwise(head.sizes))
+            if not (increase and len(head.sizes) == len(head.costs) >= 2):
+                raise ValueError("not the costs of a head")
+    if found.memory.order != found.time.order:
         raise ValueError("not the costs of one model")
-    (read_s,) = numbers({"read_s": content["read_s"]}).values()
-    return MeasuredCosts(memory, time, read_s, content["is_complete"])
+    return found
 
 
-def costs_in(content: dict[str, Any]) -> Costs:
-    """Costs of one unit from a file; raises as `measured_in` does."""
-    kinds = tuple(block_costs_in(kind) for kind in content["kinds"])
-    order, heads = tuple(content["order"]), content["heads"]
-    places = all(type(kind) is int and 0 <= kind < len(kinds) for kind in order)
-    if not (places and kinds and 0 < len(order) <= MOST_BLOCKS and heads.keys() <= set(HEADS)):
-        raise ValueError("not the costs of a model")
-    found = {name: head_costs_in(head) for name, head in heads.items()}
-    return Costs(kinds, order, found)
+def built(kind: Any, content: Any) -> Any:
+    """Build what a type hint names from parsed JSON, where numbers are bytes or seconds.
 
-
-def block_costs_in(content: dict[str, Any]) -> BlockCosts:
-    tiles = content["tiles"]
-    if content.keys() != {*PHASES, "tiles"} or type(tiles) is not bool:
-        raise ValueError("not the costs of a block")
-    curves = {n: curve_in(c) for n in PHASES if (c := content[n]) is not None}
-    return BlockCosts(**curves, tiles=tiles)
-
-
-def curve_in(content: dict[str, Any]) -> CostCurve:
-    if content.keys() != set(TERMS):
-        raise ValueError("not a curve")
-    return CostCurve(**numbers(content))
-
-
-def head_costs_in(content: dict[str, Any]) -> HeadCosts:
-    sizes, costs = content["sizes"], content["costs"]
-    if len(sizes) != len(costs) or len(sizes) < 2 or not all(type(n) is int for n in sizes):
-        raise ValueError("not the costs of a head")
-    if not all(0 < a < b for a, b in pairwise(sizes)):
-        raise ValueError("not the costs of a head")
-    numbers(dict(enumerate(costs)))
-    return HeadCosts(tuple(sizes), tuple(costs))
-
-
-def numbers(content: dict[Any, Any]) -> dict[Any, float]:
-    """The dict. Raises ValueError unless its values are finite and not negative."""
-    for value in content.values():
-        if type(value) not in (int, float) or not 0 <= value <= LARGEST:
-            raise ValueError("not a number of bytes or seconds")
-    return content
+    Raises ValueError or TypeError if the content is not that.
+    """
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return None if content is None else built(args[0], content)
+    if origin is tuple and type(content) is list:
+        return tuple(built(args[0], each) for each in content)
+    if origin is dict and type(content) is dict:
+        return {name: built(args[1], each) for name, each in content.items()}
+    if isinstance(kind, type) and is_dataclass(kind) and type(content) is dict:
+        hints = get_type_hints(kind)
+        if content.keys() != hints.keys():
+            raise ValueError(f"not {kind}")
+        return kind(**{name: built(hint, content[name]) for name, hint in hints.items()})
+    if kind is float and type(content) in (int, float) and 0 <= content <= LARGEST:
+        return content
+    if kind in (bool, int) and type(content) is kind:
+        return content
+    raise ValueError(f"not {kind}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from your_ai.memory import costs
-from your_ai.memory.costs import HeadCosts
+from your_ai.memory.costs import BlockCosts, Costs, HeadCosts, bytes_of, on_tiles
 from your_ai.memory.estimate_adapters import (
     adapter_bytes,
     float32_bytes,
@@ -23,11 +23,7 @@ from your_ai.memory.estimate_adapters import (
     reduction_bytes,
     update_bytes,
 )
-from your_ai.memory.estimate_generation import (
-    generation_bytes,
-    kv_bytes_per_token,
-    rollout_phases,
-)
+from your_ai.memory.estimate_generation import generation_bytes, kv_bytes_per_token, rollout_phases
 from your_ai.memory.estimate_graphs import evaluation_graphs_bytes, graphs_bytes
 from your_ai.memory.estimate_kept import kept_bytes
 from your_ai.memory.facts import ModelFacts
@@ -264,25 +260,24 @@ def hidden_bytes(facts: ModelFacts, rows: int, tokens: int) -> int:
 def fused_phases(
     workload: Workload, rows: int, tokens: int, earlier: int, gradients: int
 ) -> Phases:
-    """Bytes at two moments: at the head, while MLX finishes the last block, and at the last
-    block of the backward pass. What all trained blocks save is in memory at both.
-    """
-    found, blocks = costs_of(workload), workload.training.blocks
+    """Bytes at three moments of one graph: in its frozen blocks; at the head or the last trained
+    block, with all that is saved; and at the first, where gradients took the place of that."""
+    found, trained = costs_of(workload), workload.training.blocks
     hidden = hidden_bytes(workload.facts, rows, tokens)
-    saved = found.sum("saved", rows, tokens, blocks)
-    return [
+    block = found.largest("working", rows, tokens, trained)
+    head = found.heads[costs.FUSED_TRAINED].at(rows * tokens)
+    phases: Phases = [
         {
             "gradients": earlier,
-            "activations": saved,
-            "block work": hidden + found.largest("joined", rows, tokens, blocks),
-            "head chunk": found.heads[costs.FUSED].at(rows * tokens),
+            "activations": found.sum("saved", rows, tokens, trained, is_long=False),
+            "block work": hidden + max(block, head),
         },
-        {
-            "gradients": gradients,
-            "activations": saved,
-            "block work": hidden + found.largest("working", rows, tokens, blocks),
-        },
+        {"gradients": gradients, "block work": hidden + block},
     ]
+    if trained < workload.facts.blocks:
+        work = hidden + found.largest("evaluated", rows, tokens, workload.facts.blocks)
+        phases.append({"gradients": earlier, "block work": work})
+    return phases
 
 
 def staged_phases(
@@ -298,14 +293,13 @@ def staged_phases(
     inputs = 0 if plan.inputs_on_disk else hidden
     reads = read_alone_bytes(facts, training, plan)
     tiled = is_tiled(workload, rows, tokens)
-    names = [costs.on_tiles(n, rows) if tiled else n for n in ("forward", "backward")]
-    forward = hidden + found.largest(names[0], rows, tokens)
-    backward = found.largest(names[1], rows, tokens, training.blocks)
+    forward = hidden + work_of(found, "forward", rows, tokens, facts.blocks)
+    backward = work_of(found, "backward", rows, tokens, training.blocks)
     backward += hidden if tiled else 2 * hidden
     kept, blocks = plan.kept, training.blocks
     linear = kept.linear  # the last blocks, which also need other work; `lean` are those before
     is_cut = tiled and not linear and not workload.score_head  # in tiles at the head
-    head = hidden + at_head(found.heads[costs.STAGED], rows * tokens, hidden, is_cut)
+    head = hidden + at_head(found.heads[costs.TRAINED], rows * tokens, hidden, is_cut)
     phases: Phases = [
         {
             "gradients": earlier,
@@ -352,6 +346,23 @@ def staged_phases(
         work = 2 * hidden + found.largest("kept_backward", rows, tokens, linear)
         phases += [backward_at(place, work, 0) for place in {0, linear - 1}]
     return phases
+
+
+def work_of(found: Costs, phase: str, rows: int, tokens: int, count: int) -> float:
+    """Bytes of the pass "forward" or "backward" of the last `count` blocks. Those that run on tiles
+    of long rows need what stays of each token, and the work on a tile, which is larger where there
+    are many rows."""
+    tiles = tiles_of(rows, tokens)
+
+    def of_kind(kind: BlockCosts) -> float:
+        own = on_tiles(kind, phase, len(tiles) > 1)
+        found = bytes_of(kind, own, rows, tokens)
+        if own == phase:
+            return found
+        more = rows * tiles[0].stop / kind.tile_tokens - 1
+        return found + max(0.0, more) * bytes_of(kind, own, 0, 0)
+
+    return max(map(of_kind, found.last(count)), default=0.0)
 
 
 def at_head(found: HeadCosts, targets: int, hidden: int, is_cut: bool) -> float:
@@ -403,17 +414,13 @@ def soft_phase(
 def forward_phases(workload: Workload, plan: Plan, rows: int, tokens: int) -> Phases:
     """Bytes of a pass without gradients: in a block, and at the head with losses."""
     found, hidden = costs_of(workload), hidden_bytes(workload.facts, rows, tokens)
+    blocks, head = workload.facts.blocks, costs.STAGED_SCORES
     if plan.engine == "fused":
-        phase, head, is_cut = "evaluated", costs.FUSED_SCORES, False
+        block, head = found.largest("evaluated", rows, tokens, blocks), costs.FUSED_SCORES
     else:
-        is_cut = is_tiled(workload, rows, tokens) and not workload.score_head
-        phase = costs.on_tiles("forward", rows) if is_cut else "forward"
-        head = costs.STAGED_SCORES
+        block = work_of(found, "forward", rows, tokens, blocks)
     of_head = found.heads[head].at(min(rows * tokens, HEAD_ROWS))
-    return [
-        {"block work": hidden + found.largest(phase, rows, tokens)},
-        {"head chunk": hidden + of_head},
-    ]
+    return [{"block work": hidden + block}, {"head chunk": hidden + of_head}]
 
 
 def spilled_bytes(facts: ModelFacts, training: Training, plan: Plan, tokens: int) -> int:

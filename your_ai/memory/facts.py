@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import math
 import re
 from collections import Counter
@@ -97,8 +99,6 @@ class ModelFacts:
     """The embeddings of tokens, and the head if it is not tied."""
     rest_bytes: int
     """All other weights outside of the blocks."""
-    disk_bytes: int
-    """Size of the model's files."""
     quantized: bool
     """Whether linear layers are quantized, but for those that the blocks call dense."""
     softcaps: bool = False
@@ -108,6 +108,8 @@ class ModelFacts:
     later blocks share."""
     head_dense: bool = False
     """Whether the head is not quantized, of a quantized model."""
+    config_digest: str = field(default="", compare=False)
+    """Of the model's configuration, which also says what has no size, such as activations."""
 
     @property
     def head_quantized(self) -> bool:
@@ -197,11 +199,10 @@ def facts_of(folder: Path, float_bytes: int, quantize: int | None = None) -> Mod
     quantize: bits, if the model is quantized on load.
     """
     config = read_json(folder / "config.json", "a model folder has one")
-    disk_bytes = sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
     entries, config = as_in_mlx(folder, config, list(entries_of(folder)))
     if any(entry.name.endswith(".scales") for entry in entries):
         quantize = None  # this is the quantized copy
-    return facts_from(entries, config, float_bytes, quantize, disk_bytes)
+    return facts_from(entries, config, float_bytes, quantize)
 
 
 def facts_of_known(model: Known, float_bytes: int, quantize: int | None = None) -> ModelFacts:
@@ -210,7 +211,7 @@ def facts_of_known(model: Known, float_bytes: int, quantize: int | None = None) 
     quantize: as in `facts_of`.
     """
     bits = quantize if model.bits is None else None
-    return facts_from(model.tensors, config_of(model), float_bytes, bits, model.bytes_on_disk)
+    return facts_from(model.tensors, config_of(model), float_bytes, bits)
 
 
 def facts_of_config(
@@ -221,15 +222,19 @@ def facts_of_config(
     float_bytes: size of a number of the compute dtype.
     quantize: as in `facts_of`.
 
-    disk_bytes is the size of the weights in that dtype. Raises ValueError with a reason if mlx-lm
-    cannot build the model.
+    Raises ValueError with a reason if mlx-lm cannot build the model.
     """
     from your_ai.hub.built_tensors import tensors_built  # loads mlx
 
     entries, config = tensors_built(config)
     bits = None if quantization_in(config) else quantize
-    found = facts_from(entries, config, float_bytes, bits, 0)
-    return replace(found, disk_bytes=found.weights_bytes)
+    return facts_from(entries, config, float_bytes, bits)
+
+
+def digest_of(config: dict[str, Any]) -> str:
+    """The digest of a configuration, without what differs between a model and its copies."""
+    kept = {k: v for k, v in config.items() if not k.startswith(("_", "quantization", "torch"))}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def facts_from(
@@ -237,7 +242,6 @@ def facts_from(
     config: dict[str, Any],
     float_bytes: int,
     quantize: int | None,
-    disk_bytes: int,
     group_size: int = GROUP_SIZE,
 ) -> ModelFacts:
     """The facts of a model with these tensors.
@@ -290,8 +294,8 @@ def facts_from(
         float_bytes=float_bytes,
         vocabulary_bytes=vocabulary_bytes,
         rest_bytes=rest_bytes,
-        disk_bytes=disk_bytes,
         quantized=quantized,
+        config_digest=digest_of(config),
         head_dense=quantized and is_head_dense(entries, divisor),
         softcaps=bool(text.get("attn_logit_softcapping", text.get("model_type") == "gemma2")),
     )

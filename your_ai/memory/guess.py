@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from your_ai.memory.costs import (
-    FUSED,
     FUSED_SCORES,
-    STAGED,
+    FUSED_TRAINED,
     STAGED_SCORES,
+    TRAINED,
     BlockCosts,
     CostCurve,
     Costs,
@@ -88,11 +88,11 @@ def is_tiled(workload: Workload, rows: int, tokens: int) -> bool:
 @memoized
 def guessed(facts: ModelFacts, training: Training, score_head: bool = False) -> Costs:
     """The costs of a model with these adapters; score_head: as in `Workload`."""
-    kinds = [block_costs(alone, training) for alone in facts.alone]
+    kinds = [block_costs(alone, training, score_head) for alone in facts.alone]
     return Costs(tuple(kinds), facts.order, head_costs(facts, score_head))
 
 
-def block_costs(facts: ModelFacts, training: Training) -> BlockCosts:
+def block_costs(facts: ModelFacts, training: Training, score_head: bool) -> BlockCosts:
     """The costs of a block of a model whose blocks are of one kind."""
     number, hidden = facts.float_bytes, facts.hidden + facts.passed
     matrix, largest = quantized_matrix_bytes(facts), largest_matrix_bytes(facts)
@@ -143,7 +143,8 @@ def block_costs(facts: ModelFacts, training: Training) -> BlockCosts:
         return work + n * 0.5 * routed + mixing(rows, tokens, kept=True)
 
     def working(rows: int, tokens: int) -> float:
-        own = rows * tokens * number * (2.5 * outputs + 6 * routed) + 6.2 * dequantized
+        n = rows * tokens
+        own = n * number * (2.5 * outputs + 6 * routed) + 6.2 * dequantized
         return own + mixing(rows, tokens)
 
     def evaluated(rows: int, tokens: int) -> float:
@@ -180,16 +181,12 @@ def block_costs(facts: ModelFacts, training: Training) -> BlockCosts:
         kept_forward=curve_of(kept_forward),
         kept_backward=curve_of(kept_backward),
         tiled_forward=of_tiles(forward, of_token),
-        rows_tiled_forward=of_tiles(forward, of_token),
-        rows_tiled_backward=of_tiles(lambda b, t: max(forward(b, t), backward(b, t)),
-                                     of_token + 4 * cached),
         tiled_backward=of_tiles(lambda b, t: max(forward(b, t), backward(b, t)),
                                 of_token + 4 * cached),
         saved=curve_of(saved),
         working=curve_of(working),
-        joined=curve_of(lambda rows, tokens: 0.85 * rows * tokens * outputs * number),
         evaluated=curve_of(evaluated),
-        tiles=can_tile(facts),
+        tile_tokens=TILE_TOKENS if can_tile(facts) else 0,
     )  # fmt: skip
 
 
@@ -235,40 +232,44 @@ def curve_of(work: Callable[[int, int], float]) -> CostCurve:
 
 def head_costs(facts: ModelFacts, score_head: bool) -> dict[str, HeadCosts]:
     """The costs of the head: slices of its logits and of its weight, and hidden states."""
-    number, quantized = facts.float_bytes, facts.head_quantized
-
-    def slices(n: int) -> tuple[float, float]:
-        """Bytes of a slice of the logits, and of the weight in it."""
-        columns = min(facts.vocabulary, head_step(facts, min(n, HEAD_ROWS))) * (not score_head)
-        return logits_bytes(facts, n) * (not score_head), columns * facts.hidden * number
+    number = facts.float_bytes
 
     def staged(n: int) -> float:
-        logits, weights = slices(n)
+        logits, weights = head_slices(facts, n, score_head)
         hidden = n * facts.hidden * number
         together = hidden * min(1.0, HEAD_ROWS / n)
-        own = 3.75 * logits + (2 if quantized else 3) * weights + 5.7 * together
+        own = 3.75 * logits + (2 if facts.head_quantized else 3) * weights + 5.7 * together
         return own + 2 * (hidden - together)
 
     def fused(n: int) -> float:
-        logits, weights = slices(n)
-        hidden = n * facts.hidden * number
-        return (2 if quantized else 3) * (4.2 * logits + 1.9 * weights * quantized) + 1.1 * hidden
+        logits, weights = head_slices(facts, n, score_head)
+        quantized, outputs = facts.head_quantized, sum(o for _, o in facts.linears.values())
+        work = (2 if quantized else 3) * (4.2 * logits + 1.9 * weights * quantized)
+        return work + n * number * (0.85 * outputs + 1.1 * facts.hidden)
 
     def scores(n: int, of_slice: float) -> float:
-        logits, _ = slices(n)
+        logits, _ = head_slices(facts, n, score_head)
         part = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * number) * (not score_head)
         hidden = min(n, HEAD_ROWS) * facts.hidden * number
         return max(staged(n), 3.4 * logits + of_slice * part + 4 * hidden)
 
     every: dict[str, Callable[[int], float]] = {
-        STAGED: staged,
-        FUSED: fused,
+        TRAINED: staged,
+        FUSED_TRAINED: fused,
         STAGED_SCORES: lambda n: scores(n, 1.7),
         FUSED_SCORES: lambda n: scores(n, 8.6),
     }
     return {
         name: HeadCosts(HEAD_SIZES, tuple(of(n) for n in HEAD_SIZES)) for name, of in every.items()
     }
+
+
+def head_slices(facts: ModelFacts, n: int, score_head: bool) -> tuple[float, float]:
+    """Bytes of a slice of the logits of N hidden states, and of the weight in it."""
+    if score_head:
+        return 0.0, 0.0
+    columns = min(facts.vocabulary, head_step(facts, min(n, HEAD_ROWS)))
+    return logits_bytes(facts, n), columns * facts.hidden * facts.float_bytes
 
 
 @memoized

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
-from typing import Protocol, TypeVar
 
 from your_ai.config import TrainConfig, defaults
 from your_ai.errors import UserError
@@ -28,14 +27,7 @@ from your_ai.memory.limit import VARIES_BYTES, MemoryLimit, rounded_up, with_hea
 from your_ai.memory.memoized import memoized
 from your_ai.memory.sample import in_gb
 from your_ai.memory.step_time import step_seconds
-from your_ai.memory.workload import (
-    NOTHING,
-    UNLIMITED,
-    Kept,
-    Plan,
-    Workload,
-    whole_groups,
-)
+from your_ai.memory.workload import NOTHING, UNLIMITED, Kept, Plan, Workload, whole_groups
 
 # The order of plans by time, and those that no other beats in both memory and time. Pure
 
@@ -43,25 +35,7 @@ from your_ai.memory.workload import (
 ALIKE = 1.05  # of plans whose predicted seconds differ by less, the smaller one is better
 
 
-class Timed(Protocol):
-    """The memory, arithmetic and seconds of a plan."""
-
-    @property
-    def needed_bytes(self) -> int: ...
-
-    @property
-    def cost(self) -> float:
-        """Arithmetic of a step."""
-
-    @property
-    def seconds(self) -> float | None:
-        """Predicted, of a step; None if they are not predicted."""
-
-
-T = TypeVar("T", bound=Timed)
-
-
-def fastest_first(found: list[T]) -> list[T]:
+def fastest_first(found: list[Option]) -> list[Option]:
     """The options by their predicted seconds; of those that are about as fast, the smallest first.
 
     As they are, if no seconds are predicted.
@@ -69,7 +43,7 @@ def fastest_first(found: list[T]) -> list[T]:
     known = [(option.seconds, option) for option in found if option.seconds is not None]
     if len(known) < len(found):
         return found
-    groups: list[list[T]] = []
+    groups: list[list[Option]] = []
     fastest = 0.0
     for seconds, option in sorted(known, key=lambda each: each[0]):
         if not groups or seconds > ALIKE * fastest:
@@ -79,19 +53,19 @@ def fastest_first(found: list[T]) -> list[T]:
     return [o for group in groups for o in sorted(group, key=lambda each: each.needed_bytes)]
 
 
-def front_of(found: Sequence[T]) -> list[T]:
+def front_of(found: Sequence[Option]) -> list[Option]:
     """The options that no other beats in both memory and time, the fastest first.
 
     Without predicted seconds, time is the arithmetic of a step.
     """
-    front: list[T] = []
+    front: list[Option] = []
     for option in sorted(found, key=lambda each: (each.needed_bytes, time_of(each))):
         if not front or time_of(option) < time_of(front[-1]):
             front.append(option)
     return front[::-1]
 
 
-def time_of(option: Timed) -> float:
+def time_of(option: Option) -> float:
     return option.cost if option.seconds is None else option.seconds
 
 
@@ -192,6 +166,8 @@ def not_predicted(workload: Workload) -> str:
         return "seconds are not predicted: nothing was measured here"
     if not workload.costs.is_complete:
         return "seconds are not predicted: not everything that was to be measured fitted"
+    if workload.engine in ("auto", "fused") and not workload.costs.time.has("saved"):
+        return "seconds are not predicted: a graph of some of this model's blocks is no model"
     return workload.steps.unpredicted
 
 
@@ -226,8 +202,8 @@ def option_of(workload: Workload, plan: Plan, update_bytes: int) -> Option:
     if rows_of(workload, plan, max(workload.lengths)) < workload.rows_together:
         cost += SCORING_COST
     most = largest(workload, plan)
-    needed_bytes = max(workload.before_bytes, update_bytes, with_margin(most, margin_of(workload)))
-    return Option(plan, most, cost, needed_bytes)
+    needed_bytes = with_margin(most, margin_of(workload, plan))
+    return Option(plan, most, cost, max(workload.before_bytes, update_bytes, needed_bytes))
 
 
 def may_keep(workload: Workload, plan: Plan) -> bool:
@@ -272,7 +248,7 @@ def with_more_kept(workload: Workload, option: Option, fits: Callable[[Option], 
             best, low = tried, middle
         else:
             high = middle - 1
-    return best
+    return timed(workload, [best])[0]
 
 
 def options_of(workload: Workload, plan: Plan) -> list[Option]:
@@ -312,9 +288,15 @@ def adjusts_reading(workload: Workload) -> bool:
     return not workload.forward and workload.soft is None
 
 
-def margin_of(workload: Workload) -> float:
-    """The share of the estimated work by which it may be too low."""
-    return GUESS_MARGIN if workload.costs is None else MEASURED_MARGIN
+def margin_of(workload: Workload, plan: Plan) -> float:
+    """The share of the estimated work of a plan by which it may be too low."""
+    costs = workload.costs
+    if costs is None or not costs.is_complete:
+        return GUESS_MARGIN
+    name = ("evaluated", "forward") if workload.forward else ("saved", "backward")
+    is_measured = costs.memory.has(name[plan.engine != "fused"])
+    has_head = workload.score_head or costs.memory.heads
+    return MEASURED_MARGIN if is_measured and has_head else GUESS_MARGIN
 
 
 def is_far(workload: Workload, option: Option, limit_bytes: int) -> bool:
@@ -329,7 +311,8 @@ def bytes_to_update(workload: Workload, plan: Plan) -> int:
     """
     if workload.rollouts is None:
         return 0
-    return with_margin(largest(replace(workload, rollouts=None), plan), margin_of(workload))
+    updating = replace(workload, rollouts=None)
+    return with_margin(largest(updating, plan), margin_of(workload, plan))
 
 
 def waves_of(workload: Workload) -> list[list[int]]:
@@ -472,9 +455,7 @@ def chosen_again(
     workload: Workload, every: list[Option], kept: Plan, limit_bytes: int, level: int
 ) -> Choice | None:
     """The plan that the run had, if it fits without its margin."""
-    spare = 0
-    if workload.costs is not None:
-        spare = SPARE_BYTES + VARIES_BYTES
+    spare = 0 if workload.costs is None else SPARE_BYTES + VARIES_BYTES
     tried = with_plan(workload, every, kept)
     for index, option in enumerate(tried):
         if option.plan == kept and option.estimate.process_bytes - spare <= limit_bytes:
@@ -492,7 +473,7 @@ def with_plan(workload: Workload, every: list[Option], plan: Plan) -> list[Optio
     alike = [i for i, o in enumerate(every) if replace(o.plan, kept=plan.kept) == plan]
     if not alike or max(plan.kept) > workload.training.blocks:
         return every
-    own = option_of(workload, plan, bytes_to_update(workload, plan))
+    (own,) = timed(workload, [option_of(workload, plan, bytes_to_update(workload, plan))])
     place = next((i for i in alike if every[i].needed_bytes < own.needed_bytes), alike[-1] + 1)
     return [*every[:place], own, *every[place:]]
 
@@ -508,7 +489,8 @@ def descending(every: Sequence[Option]) -> list[Option]:
 
 def refusal(workload: Workload, least: Option, limit_bytes: int) -> str:
     """The error if nothing fits; least: the option that needs least memory."""
-    least_bytes = least.needed_bytes
+    option, limit = workload.limit_option, in_gb(limit_bytes)
+    needed = f"at least {in_gb(rounded_up(least.needed_bytes))} is needed"
     parts = sorted(least.estimate.components.items(), key=lambda pair: -pair[1])[:3]
     largest = ", ".join(f"{name} {size_text(size)}" for name, size in parts if size >= 5_000_000)
     if workload.forward:
@@ -516,15 +498,13 @@ def refusal(workload: Workload, least: Option, limit_bytes: int) -> str:
         if workload.rollouts is not None:
             shorter += f", or lower --max-tokens (now up to {workload.rollouts.new_tokens})"
         return (
-            f"{workload.limit_option}: evaluating does not fit into {in_gb(limit_bytes)}; at least "
-            f"{in_gb(rounded_up(least_bytes))} is needed ({largest}); raise the limit, or "
-            f"{shorter}"
+            f"{option}: evaluating does not fit into {limit}; {needed} ({largest}); raise the "
+            f"limit, or {shorter}"
         )
     if workload.before_bytes == least.needed_bytes:
         return (
-            f"{workload.limit_option}: quantizing the model does not fit into "
-            f"{in_gb(limit_bytes)}; at least {in_gb(rounded_up(least_bytes))} is needed; "
-            "raise the limit, or close other programs"
+            f"{option}: quantizing the model does not fit into {limit}; {needed}; raise the "
+            "limit, or close other programs"
         )
     advice = [f"shorten the rows (--max-seq-length, now up to {max(workload.lengths)} tokens)"]
     if workload.rollouts is not None:
@@ -535,11 +515,8 @@ def refusal(workload: Workload, least: Option, limit_bytes: int) -> str:
         advice.append("adapt less (--lora-rank, --lora-layers, --lora-targets)")
     if not workload.facts.quantized:
         advice.append("use a 4-bit model")
-    return (
-        f"{workload.limit_option}: nothing fits into {in_gb(limit_bytes)}; at least "
-        f"{in_gb(rounded_up(least_bytes))} is needed ({largest}); raise the limit, or "
-        f"{', or '.join(advice)}"
-    )
+    ways = ", or ".join(advice)
+    return f"{option}: nothing fits into {limit}; {needed} ({largest}); raise the limit, or {ways}"
 
 
 # The longest row that fits into a memory limit, by the planner alone. Pure

@@ -1,4 +1,4 @@
-"""Write a model shard by shard: only one shard and one tensor are in memory, never the model.
+"""Write a model shard by shard: only one tensor or a part of one is in memory, never the model.
 
 The tensors are lazy; they are computed and written one after the other. Until the result is
 complete, it is in a folder next to its target, from which interrupted work continues:
@@ -13,6 +13,7 @@ The process that writes the folder holds a lock on it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -22,13 +23,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
+from your_ai.engine.spill import Place, bytes_of, header_of
 from your_ai.errors import RunError, UserError, first_line, is_memory_error
 from your_ai.files import sha256, sync
 from your_ai.gates.untrusted import links_outside
@@ -50,7 +52,6 @@ from your_ai.modelfiles.targets import (
 )
 from your_ai.nets.model import checked_config, positions_of
 from your_ai.nets.tokenizer import open_tokenizer
-from your_ai.run.checkpoint import save_arrays
 
 LIBRARIES = ("mlx", "mlx-lm")  # other versions of these may compute or name tensors differently
 SHARDS = 16  # target number of shards,
@@ -75,7 +76,7 @@ class Lazy:
     arrays: dict[str, mx.array]
     """By the name in the written file. Arrays are removed as they are written."""
     input_bytes: int
-    """Peak memory to compute one array, without the array itself."""
+    """Peak memory to compute one array or one of its pieces, without that itself."""
     config: dict[str, Any]
     keeps_vision: bool
     index: dict[str, int]
@@ -84,6 +85,19 @@ class Lazy:
     """The text of README.md; None for the one that mlx-lm writes."""
     texts: dict[str, str] = field(default_factory=dict)
     """Other files to write, by name."""
+    pieces: dict[str, list[mx.array]] = field(default_factory=dict)
+    """Successive rows of some arrays, so that a large one need not be in memory as a whole."""
+
+    def taken(self, name: str) -> list[mx.array]:
+        """Remove an array; return its pieces, or the array itself if it has none."""
+        whole = self.arrays.pop(name)
+        return self.pieces.pop(name, None) or [whole]
+
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the largest array or piece that is computed at once."""
+        at_once = (self.pieces.get(name) or [array] for name, array in self.arrays.items())
+        return max(piece.nbytes for pieces in at_once for piece in pieces)
 
 
 def lazy_of(model: nn.Module, config: dict[str, Any], input_bytes: int) -> Lazy:
@@ -138,8 +152,7 @@ def write_model(
     allocator.free()
     sizes = {name: array.nbytes for name, array in lazy.arrays.items()}
     shards = cut(sizes)
-    needed_bytes = lazy.input_bytes + largest_shard(lazy.arrays)
-    hold_memory(work.doing, needed_bytes, limit)
+    hold_memory(work.doing, lazy.input_bytes + lazy.largest_bytes, limit)
     try:
         check_disk(target, sum(sizes.values()) - work.written_bytes)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -187,12 +200,6 @@ def read_bytes(source: Path, arrays: dict[str, mx.array]) -> dict[str, int]:
     return found
 
 
-def largest_shard(arrays: dict[str, mx.array]) -> int:
-    """Bytes of the largest shard into which these arrays are written."""
-    sizes = {name: array.nbytes for name, array in arrays.items()}
-    return max(sum(sizes[name] for name in names) for names in cut(sizes).values())
-
-
 def process_bytes_of(needed_bytes: int) -> int:
     """Peak memory of a process that needs `needed_bytes` in addition to Python."""
     return python_bytes() + int((1 + WORK_MARGIN) * needed_bytes)
@@ -223,16 +230,16 @@ def write_shards(
     for shard, names in shards.items():
         if shard in finished:
             continue
-        part: dict[str, mx.array] = {}
-        for name in names:
-            part[name] = lazy.arrays.pop(name)
-            compute(source, part[name])
-            done += part[name].nbytes
-            yield WriteProgress(done, total, kept)
-        finished[shard] = save_shard(work.folder / shard, part)
+        with open_shard(work.folder / shard, {name: lazy.arrays[name] for name in names}) as file:
+            for name in names:
+                done += lazy.arrays[name].nbytes
+                pieces = lazy.taken(name)
+                while pieces:
+                    write_array(source, file, pieces.pop(0))
+                allocator.free(collect=False)
+                yield WriteProgress(done, total, kept)
+        finished[shard] = sha256(work.folder / shard)
         write_record(work.record, {"key": key, "shards": finished})
-        part.clear()
-        allocator.free(collect=False)
 
 
 def compute(source: Path, array: mx.array) -> None:
@@ -247,17 +254,30 @@ def compute(source: Path, array: mx.array) -> None:
         ) from error
 
 
-def save_shard(path: Path, arrays: dict[str, mx.array]) -> str:
-    """Write a shard, complete or not at all; return its sha256. Raises OSError if it fails."""
+@contextlib.contextmanager
+def open_shard(path: Path, arrays: dict[str, mx.array]) -> Iterator[BinaryIO]:
+    """Yield a safetensors file, to which these arrays are then written in this order. It is
+    complete or not there at all. arrays: emptied. Raises OSError if it cannot be written.
+    """
+    places, end = dict[str, Place](), 0
+    for name, array in arrays.items():
+        places[name] = Place(end, array.shape, array.dtype)
+        end += array.nbytes
+    arrays.clear()  # they are computed after this
     part = path.with_name("part.safetensors")
     try:
-        save_arrays(part, arrays)
+        with part.open("wb") as file:
+            file.write(header_of(places))
+            yield file
         sync(part)
-        digest = sha256(part)
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-    return digest
+
+
+def write_array(source: Path, file: BinaryIO, array: mx.array) -> None:
+    compute(source, array)
+    file.write(bytes_of(array))
 
 
 def finish(

@@ -212,6 +212,16 @@ def finished_shards(path: Path, key: str) -> dict[str, str]:
     return whole
 
 
+def clear(folder: Path) -> None:
+    """Delete the contents of a folder of ours."""
+    with contextlib.suppress(FileNotFoundError):
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
 def check_disk(target: Path, needed_bytes: int) -> None:
     """Raise UserError if the disk of `target` has less than `needed_bytes` free."""
     there = next(path for path in target.absolute().parents if path.exists())

@@ -9,6 +9,12 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 import mlx.core as mx
 
 Arrays = dict[str, mx.array]  # by name
+# The names of dtypes in safetensors files.
+DTYPE_NAMES = {
+    mx.float64: "F64", mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16",
+    mx.int64: "I64", mx.int32: "I32", mx.int16: "I16", mx.int8: "I8",
+    mx.uint64: "U64", mx.uint32: "U32", mx.uint16: "U16", mx.uint8: "U8", mx.bool_: "BOOL",
+}  # fmt: skip
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
 

@@ -31,6 +31,7 @@ from your_ai.hub.check import check_model
 from your_ai.hub.config_values import method_of
 from your_ai.nets.adapter_kinds import KINDS
 from your_ai.nets.parts import put, weights_read
+from your_ai.nets.shared_keys import share_keys
 from your_ai.rng import derive_seed
 
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
@@ -59,6 +60,7 @@ def load_network(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, dict[str, An
         model, config = load_model(folder, lazy=True, model_config=positions_of(raw_config))
         model.freeze()
         model.eval()
+        share_keys(model)
     except Exception as error:  # the code of an architecture may raise any type
         method = method_of(raw_config).get("quant_method")
         kind = f", quantized with {shown(method)}" if method else ""

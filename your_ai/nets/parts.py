@@ -115,11 +115,7 @@ def _owners_of_weights(code: CodeType) -> set[str]:
 
 
 TRIED_TOKENS = 4  # length of the row that tests what a block does with its mask
-PASSING = (
-    "_training",
-    "_kept",
-    "first_m",
-)  # attributes of layers that do not change what they compute
+PASSING = ("_training", "_kept", "first_m")  # attributes that do not change what a layer computes
 
 
 @dataclass(frozen=True)

@@ -98,15 +98,20 @@ def split(model: nn.Module) -> Split:
         with suppress_model_errors():  # an architecture with another layout
             if mx.allclose(logits, whole, rtol=1e-3, atol=1e-3).item():
                 return found
+    return unsplit(model)
+
+
+def unsplit(model: nn.Module) -> Split:
+    """A whole model as the trunk, with a head that changes nothing."""
     return Split(trunk=model, head=lambda logits: logits, hidden=False)
 
 
-def trunk_path(model: nn.Module) -> Path | None:
-    """The path of the trunk, judged by the shapes of logits alone: nothing is evaluated. None if
+def trunk_path(model: nn.Module) -> Path:
+    """The path of the trunk, judged by the shapes of logits alone: nothing is evaluated. Empty if
     the whole model is the trunk."""
     tokens = mx.arange(TRIED_TOKENS)[None]
     found = _candidates(model, tokens, model(tokens).shape)
-    return next((halves.path for halves, _ in found), None)
+    return next((halves.path for halves, _ in found), ())
 
 
 def _candidates(
@@ -125,7 +130,10 @@ def _candidates(
 
 
 def split_at(model: nn.Module, path: Path) -> Split:
-    """Split a model whose trunk is at `path`. Nothing is checked."""
+    """Split a model whose trunk is at `path`, or is the model itself if that is empty. Nothing is
+    checked."""
+    if not path:
+        return unsplit(model)
     trunk = module_at(model, path)
 
     def run(model: nn.Module, hidden: mx.array) -> mx.array:

@@ -88,13 +88,6 @@ def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value] if value else []
 
 
-def sealed(body: str) -> str:
-    """The body with a checksum of everything outside of the user's section."""
-    kept = "a push replaces everything outside of your section"
-    seal = f"<!-- made by your_ai {checksum(body)}; {kept} -->"
-    return f"{seal}\n\n{body}"
-
-
 def checksum(body: str) -> str:
     """A checksum of everything outside of the user's section, without spaces at line ends."""
     text = YOURS.sub("", SEAL.sub("", body))
@@ -322,7 +315,10 @@ def card(subject: Subject) -> str:
     if subject.repo is not None:
         parts += [*evaluation(subject), user_section(subject)]
     body = "\n\n".join(parts) + "\n"
-    return front_matter(metadata(subject)) + (sealed(body) if subject.repo is not None else body)
+    if subject.repo is not None:
+        kept = "a push replaces everything outside of your section"
+        body = f"<!-- made by your_ai {checksum(body)}; {kept} -->\n\n{body}"
+    return front_matter(metadata(subject)) + body
 
 
 def metadata(subject: Subject) -> dict[str, Any]:

@@ -188,25 +188,23 @@ def of_folder(folder: Path, repo: str) -> Contents:
 
     Raises UserError for a checkpoint, and for files that cannot be read.
     """
-    kind = kind_of(folder)
-    if kind is None:
-        raise UserError(f"{folder}: has no model and no adapter")
-    if (folder / STATE).exists():
-        raise UserError(f"{folder}: is a checkpoint; push its run, with --checkpoint {folder.name}")
+    kind = sent_kind(folder)
     there = sorted(path for path in folder.iterdir() if path.is_file())
-    sent = own_files(folder, there, (MARKS[kind], *BESIDE))
+    sent = [path for path in there if any(fnmatch(path.name, p) for p in (MARKS[kind], *BESIDE))]
+    for path in sent:
+        check_own(path, folder)
     files: dict[str, bytes | Path] = {path.name: path for path in sent}
     known = front_of(folder / CARD)
-    base, library = base_in(known), known.get("library_name")
-    for name in [name for name in CONFIGS if name in files]:
-        config = read_json(folder / name, "it is sent")
-        base = base_in(config) or base
-        if (cleaned := cleaned_config(name, config)) != config:
-            files[name] = as_json(cleaned)
+    library = known.get("library_name")
+    configs = {name: read_json(folder / name, "it is sent") for name in CONFIGS if name in files}
+    for name, config in configs.items():
+        if (public := public_config(name, config)) != config:
+            files[name] = as_json(public)
+    bases = map(base_in, [*reversed(configs.values()), known])
     subject = Subject(
         repo=repo,
         kind=kind,
-        base=base,
+        base=next(filter(None, bases), None),
         library=library if library in LIBRARIES else None,
         files=[path.name for path in sent if fnmatch(path.name, MARKS[kind])],
     )
@@ -217,8 +215,18 @@ def of_folder(folder: Path, repo: str) -> Contents:
     return Contents(files, what_of(kind), (note,) if left else ())
 
 
-def cleaned_config(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """A config without paths, and of an adapter in mlx-lm's format only what is read of it."""
+def sent_kind(folder: Path) -> CardKind:
+    """The kind of a folder that can be sent. Raises UserError for others, and for checkpoints."""
+    kind = kind_of(folder)
+    if kind is None:
+        raise UserError(f"{folder}: has no model and no adapter")
+    if (folder / STATE).exists():
+        raise UserError(f"{folder}: is a checkpoint; push its run, with --checkpoint {folder.name}")
+    return kind
+
+
+def public_config(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration without this machine's paths; of mlx-lm's adapters only what it reads."""
     cleaned: dict[str, Any] = without_paths(config)
     if name == ADAPTER_CONFIG and "lora_parameters" in config:
         return {key: cleaned[key] for key in ADAPTER_KEYS if key in cleaned}
@@ -238,7 +246,6 @@ def front_of(path: Path) -> dict[str, Any]:
 
 
 def base_in(config: dict[str, Any]) -> Base | None:
-    """The base that a config or a card names."""
     names = (config.get(key) for key in ("base_model_name_or_path", "base_model", "model"))
     found = next((name for name in names if isinstance(name, str) and name), None)
     if found is None:
@@ -247,14 +254,6 @@ def base_in(config: dict[str, Any]) -> Base | None:
 
 
 # Files
-
-
-def own_files(folder: Path, there: list[Path], patterns: tuple[str, ...]) -> list[Path]:
-    """The files that match a pattern. Raises UserError as `check_own` does."""
-    found = [path for path in there if any(fnmatch(path.name, each) for each in patterns)]
-    for path in found:
-        check_own(path, folder)
-    return found
 
 
 def check_own(path: Path, folder: Path) -> None:

@@ -41,8 +41,6 @@ READERS = ("read", "no_access")  # roles that may not write
 
 @dataclass(frozen=True, kw_only=True)
 class Pushed:
-    """The result of a push."""
-
     url: str
     """URL of the repository."""
     private: bool

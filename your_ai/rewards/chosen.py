@@ -239,7 +239,10 @@ class Pending:
             for i, value in zip(places, alone, strict=True):
                 values[i] = value
         whys = [raised.get(rollout.group, NOT_GIVEN) for rollout in self.rollouts]
-        return RewardValues(values, whys, groups_without(self.rollouts, values) - raised.keys())
+        there = zip(self.rollouts, values, strict=True)
+        given = {rollout.group for rollout, value in there if value is not None}
+        without = {rollout.group for rollout in self.rollouts} - given
+        return RewardValues(values, whys, without - raised.keys())
 
     def total(self, i: int, found: dict[str, RewardValues]) -> tuple[float | None, list[str]]:
         """The weighted sum of the rewards of rollout i; None if one of them is missing, and why.
@@ -314,12 +317,6 @@ def by_group(rollouts: Sequence[Rollout]) -> dict[int, list[int]]:
     for place, rollout in enumerate(rollouts):
         found.setdefault(rollout.group, []).append(place)
     return found
-
-
-def groups_without(rollouts: Sequence[Rollout], values: Sequence[float | None]) -> set[int]:
-    """The groups in which every value is None."""
-    given = {r.group for r, value in zip(rollouts, values, strict=True) if value is not None}
-    return {rollout.group for rollout in rollouts} - given
 
 
 def rows_text(rollouts: Sequence[Rollout]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import sqlite3
 import stat
@@ -73,7 +74,8 @@ class ReplyCache:
             if inode(self.path) != damaged:  # another process has already replaced it
                 self.connect()
                 return
-            aside = free_name(self.path)
+            asides = (self.path.with_name(f"{FILE}.damaged-{n}") for n in itertools.count(1))
+            aside = next(path for path in asides if not path.exists())
             os.rename(self.path, aside)
             for side in SIDES:
                 with contextlib.suppress(FileNotFoundError):
@@ -179,14 +181,6 @@ def inode(path: Path) -> int | None:
         return path.stat().st_ino
     except OSError:
         return None
-
-
-def free_name(path: Path) -> Path:
-    """A name beside `path` that does not exist."""
-    number = 1
-    while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
-        number += 1
-    return aside
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from your_ai.errors import AGAIN, RunError, UserError
+from your_ai.errors import AGAIN, RunError, UserError, named_errors
 from your_ai.files import open_to_append
 from your_ai.run.folder import RunFolder
 
@@ -190,10 +190,8 @@ def errors_in(output: str) -> list[str]:
 
 def open_log(folder: RunFolder) -> BinaryIO:
     """Open the log for appending and reading. Raises UserError if that fails."""
-    try:
+    with named_errors(folder.path / LOG, "written"):
         return open_to_append(folder.path / LOG)
-    except OSError as error:
-        raise UserError(f"{folder.path / LOG}: cannot be written ({error.strerror})") from error
 
 
 def read_log(log: BinaryIO, start: int) -> str:

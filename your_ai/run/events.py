@@ -12,7 +12,6 @@ import json
 import os
 import stat
 import time
-import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,24 +19,30 @@ from typing import TypeVar
 
 from your_ai.errors import RESUME, RunError, UserError
 from your_ai.files import open_regular, remedy_of
+from your_ai.memory.sample import MemorySample
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class Event:
+    """The base of all that are below."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage(Event):
     """The activity of a run when it is not training, e.g. `loading the model`."""
 
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Notice:
+class Notice(Event):
     """A message for the user, shown once."""
 
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limit:
+class Limit(Event):
     """The memory limit of this process, and the reason for it."""
 
     limit_bytes: int
@@ -45,7 +50,7 @@ class Limit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
+class Planned(Event):
     """The memory plan of the steps from here on."""
 
     plan: str
@@ -80,7 +85,7 @@ class Planned:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Corrected:
+class Corrected(Event):
     """A step with rows of `tokens` tokens used `ratio` times its estimated activation memory.
 
     Written if that is more than in any earlier step with such rows under the same plan.
@@ -92,7 +97,7 @@ class Corrected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Action:
+class Action(Event):
     """An action of the memory governor between two steps, and its effect."""
 
     step: int
@@ -109,7 +114,7 @@ class Action:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Died:
+class Died(Event):
     """The training process ended before it finished. Written by the supervisor."""
 
     step: int
@@ -119,7 +124,7 @@ class Died:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Started:
+class Started(Event):
     """Everything is checked and loaded. Training starts at `step`: 0, or the resumed step."""
 
     step: int
@@ -139,7 +144,7 @@ class Started:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class Step(Event):
     """An optimizer update: step `step` (from 1) of `steps`."""
 
     step: int
@@ -174,7 +179,7 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks:
+class Ranks(Event):
     """The processes of a run on several, in step `step`; the lists have an entry for each."""
 
     step: int
@@ -193,7 +198,7 @@ class Ranks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shares:
+class Shares(Event):
     """From the step after `step` on, the rows of a step are dealt to the hosts by these speeds."""
 
     step: int
@@ -203,23 +208,12 @@ class Shares:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gauges:
-    """Memory readings during a long step or while loading.
-
-    Sizes are in bytes, named as in memory.sample; None if a gauge cannot be read.
-    """
-
-    active_bytes: int | None = None
-    peak_bytes: int | None = None
-    cache_bytes: int | None = None
-    process_bytes: int | None = None
-    available_bytes: int | None = None
-    swap_bytes: int | None = None
-    pressure: int | None = None
+class Gauges(Event, MemorySample):
+    """Memory readings during a long step or while loading."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class Host(Event):
     """Power and heat of the computer, written when they change. Only macOS tells them."""
 
     source: str = ""
@@ -231,7 +225,7 @@ class Host:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase:
+class Phase(Event):
     """The training process begins something that may take long. It lasts until another event."""
 
     text: str
@@ -241,7 +235,7 @@ class Phase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stopping:
+class Stopping(Event):
     """A signal asked the run to stop; it stops at the next place where nothing is lost."""
 
     text: str
@@ -249,14 +243,14 @@ class Stopping:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Paused:
+class Paused(Event):
     """The run is paused after `step`, at the user's request."""
 
     step: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Continued:
+class Continued(Event):
     """The run continues after a pause of `seconds`."""
 
     step: int
@@ -264,7 +258,7 @@ class Continued:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Skipped:
+class Skipped(Event):
     """A step that changed no weights, and why."""
 
     step: int
@@ -274,7 +268,7 @@ class Skipped:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Validation:
+class Validation(Event):
     step: int
     loss: float
     trained_tokens: int
@@ -292,14 +286,14 @@ class Validation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class Checkpoint(Event):
     step: int
     folder: str
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Samples:
+class Samples(Event):
     """Answers to held-out prompts, before or after training."""
 
     when: str
@@ -312,7 +306,7 @@ class Samples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollout:
+class Rollout(Event):
     """The best completion of a step that trains on rewards, shortened."""
 
     step: int
@@ -323,7 +317,7 @@ class Rollout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExactMatch:
+class ExactMatch(Event):
     """The number of answers to held-out prompts that are exactly the expected ones."""
 
     when: str
@@ -335,7 +329,7 @@ class ExactMatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finished:
+class Finished(Event):
     """The end of the run."""
 
     step: int
@@ -347,36 +341,10 @@ class Finished:
     """The step of the adapter: the best or the last; None if none was written."""
 
 
-Event = (
-    Stage
-    | Notice
-    | Limit
-    | Planned
-    | Corrected
-    | Action
-    | Died
-    | Started
-    | Step
-    | Ranks
-    | Shares
-    | Gauges
-    | Host
-    | Phase
-    | Stopping
-    | Paused
-    | Continued
-    | Skipped
-    | Validation
-    | Checkpoint
-    | Samples
-    | Rollout
-    | ExactMatch
-    | Finished
-)
 # Written beside the work of the run, so they do not say that it goes on.
 BESIDE_THE_WORK = (Gauges, Host, Notice, Ranks, Shares, Stopping)
 E = TypeVar("E")
-KINDS = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}
+KINDS = {kind.__name__.lower(): kind for kind in Event.__subclasses__()}
 KNOWN = {"str": str, "bool": bool, "int": int, "float": (int, float), "None": type(None)}
 KNOWN |= {"list[str]": list, "list[float]": list, "list[list[float]]": list}
 KNOWN |= {"dict[str, float]": dict}

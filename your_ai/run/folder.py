@@ -29,7 +29,7 @@ from your_ai.config import (
     nearest,
     to_yaml,
 )
-from your_ai.errors import UserError
+from your_ai.errors import UserError, named_errors
 from your_ai.files import TEMPORARY, clean, open_regular, open_to_append, read_text, sync
 from your_ai.gates.text import shortened
 from your_ai.gates.yaml_files import read_yaml
@@ -130,10 +130,8 @@ class RunFolder:
         """Write the settings of a resumed run if they have changed."""
         if with_absolute_paths(config) == self.read_config():
             return
-        try:
+        with named_errors(self.config, "written"):
             self.write_config(with_absolute_paths(config))
-        except OSError as error:
-            raise UserError(f"{self.config}: cannot be written ({error.strerror})") from error
 
 
 def default_name(config: TrainConfig) -> str:
@@ -275,10 +273,8 @@ def locked(folder: RunFolder, name: str = LOCK, what: str = "run") -> Iterator[N
 
     what: the folder is one of, for the message.
     """
-    try:
+    with named_errors(folder.path, "written"):
         file = open_to_append(folder.path / name)
-    except OSError as error:
-        raise UserError(f"{folder.path}: cannot be written ({error.strerror})") from error
     with file:
         deadline = time.monotonic() + LOCK_WAIT_S
         while True:

@@ -6,7 +6,7 @@ steps.
 
 from __future__ import annotations
 
-from your_ai.errors import UserError
+from your_ai.errors import named_errors
 from your_ai.run.folder import RunFolder
 
 SAVE = "save.request"
@@ -16,10 +16,8 @@ STOP = "stop.request"  # made before the signal that stops a run, which is that 
 
 def ask(folder: RunFolder, name: str) -> None:
     """Make a request. Raises UserError if the folder cannot be written."""
-    try:
+    with named_errors(folder.path, "written"):
         (folder.path / name).touch()
-    except OSError as error:
-        raise UserError(f"{folder.path}: cannot be written ({error.strerror})") from error
 
 
 def is_asked(folder: RunFolder, name: str) -> bool:

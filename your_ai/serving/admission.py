@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable
 from typing import Any
 
 from mlx_lm.server import CompletionRequest, convert_chat, process_message_content
@@ -92,6 +91,21 @@ def check(body: dict[str, Any], vocabulary: int, is_chat: bool | None = None) ->
         check_messages(body.get("messages"))
     if (is_chat is False or "prompt" in body) and not isinstance(body.get("prompt"), str):
         raise ValueError("prompt must be a string")
+    check_kinds(body)
+    check_numbers(body, vocabulary)
+    check_stop(body.get("stop", []))
+    check_bias(body.get("logit_bias", {}), vocabulary)
+    check_tools(body)
+    if any(key in STEERING for key in body.get("chat_template_kwargs", {})):
+        raise ValueError(f"chat_template_kwargs must be an object without {', '.join(STEERING)}")
+    if not isinstance(body.get("stream_options", {}).get("include_usage", False), bool | None):
+        raise ValueError("stream_options: include_usage must be true or false")
+    if not isinstance(body.get("response_format", {"type": ""}).get("type"), str):
+        raise ValueError("response_format must have a type")
+
+
+def check_kinds(body: dict[str, Any]) -> None:
+    """Raise ValueError for a value of another kind than its field has."""
     for names, is_good, kind in (
         (WHOLE, is_whole, "a whole number"),
         (NUMBERS, is_number, "a number"),
@@ -99,7 +113,13 @@ def check(body: dict[str, Any], vocabulary: int, is_chat: bool | None = None) ->
         (NAMES, is_name, f"a string of at most {NAME_CHARACTERS} characters"),
         (OBJECTS, lambda value: isinstance(value, dict), "an object"),
     ):
-        check_fields(body, names, is_good, kind)
+        for name in names:
+            if name in body and not is_good(body[name]):
+                raise ValueError(f"{name} must be {kind}")
+
+
+def check_numbers(body: dict[str, Any], vocabulary: int) -> None:
+    """Raise ValueError for numbers that are too large."""
     for name in (*WHOLE, *NUMBERS):
         if name != "seed" and abs(body.get(name, 0)) >= LARGEST:
             raise ValueError(f"{name} must be a number below {LARGEST}")
@@ -113,15 +133,6 @@ def check(body: dict[str, Any], vocabulary: int, is_chat: bool | None = None) ->
             raise ValueError(f"{name} must be at most {most}")
     if not 0 <= body.get("seed", 0) < SEEDS:
         raise ValueError("seed must be at least 0 and below 2^64")
-    check_stop(body.get("stop", []))
-    check_bias(body.get("logit_bias", {}), vocabulary)
-    check_tools(body)
-    if any(key in STEERING for key in body.get("chat_template_kwargs", {})):
-        raise ValueError(f"chat_template_kwargs must be an object without {', '.join(STEERING)}")
-    if not isinstance(body.get("stream_options", {}).get("include_usage", False), bool | None):
-        raise ValueError("stream_options: include_usage must be true or false")
-    if not isinstance(body.get("response_format", {"type": ""}).get("type"), str):
-        raise ValueError("response_format must have a type")
 
 
 def check_values(body: dict[str, Any]) -> None:
@@ -142,14 +153,6 @@ def check_values(body: dict[str, Any]) -> None:
                 raise ValueError(f"{shortened(name)} is nested more than {DEPTH} deep")
             inner = (*value.keys(), *value.values()) if isinstance(value, dict) else value
             waiting += ((name, each, depth + 1) for each in inner)
-
-
-def check_fields(
-    body: dict[str, Any], names: tuple[str, ...], is_good: Callable[[Any], bool], kind: str
-) -> None:
-    for name in names:
-        if name in body and not is_good(body[name]):
-            raise ValueError(f"{name} must be {kind}")
 
 
 def is_whole(value: Any) -> bool:

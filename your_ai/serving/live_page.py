@@ -8,6 +8,7 @@ changes as server-sent events.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import secrets
@@ -25,13 +26,7 @@ from starlette.routing import Route
 
 from your_ai.config import TrainConfig
 from your_ai.dashboard.history import HistoryReader, RunHistory, ending
-from your_ai.dashboard.report import (
-    Presence,
-    RolloutSample,
-    live_policy,
-    parts_of,
-    report_page,
-)
+from your_ai.dashboard.report import Presence, RolloutSample, live_policy, parts_of, report_page
 from your_ai.errors import UserError, first_line
 from your_ai.gates.console import echo
 from your_ai.gates.text import printable, shortened
@@ -234,6 +229,9 @@ def listen(port: int | None) -> socket.socket:
 # The run behind the page
 
 
+MOST_FIRST_BYTES = 4096  # of the first line of an events file, which has its time
+
+
 @dataclass
 class LiveRun:
     """A run's folder, and what was read of it. What is deleted later stays here."""
@@ -243,7 +241,8 @@ class LiveRun:
     offset: int = 0
     """Bytes of the events file that were read."""
     identity: object = None
-    """Of the events file; another file is that of a new run with the same name."""
+    """Of the events file, with its first line: another is that of a new run with the same name,
+    whose file may have the inode of the old one."""
     fault: str = ""
     """Why the events cannot be read or shown."""
     config: TrainConfig | None = None
@@ -257,10 +256,12 @@ class LiveRun:
 
     def read_events(self) -> None:
         try:
-            status = os.stat(self.folder.events)
+            status, first = os.stat(self.folder.events), b""
         except OSError:
             return
-        identity = status.st_dev, status.st_ino
+        with contextlib.suppress(OSError), self.folder.events.open("rb") as file:  # named below
+            first = file.readline(MOST_FIRST_BYTES)
+        identity = status.st_dev, status.st_ino, first
         if self.identity not in (None, identity) or status.st_size < self.offset:
             self.reader, self.offset, self.samples_at = HistoryReader(), 0, 0.0
         self.identity, self.fault = identity, ""
@@ -281,11 +282,6 @@ class LiveRun:
             self.config = self.folder.read_config()
         except (OSError, UserError):
             return
-
-    def read_samples(self, now: float) -> None:
-        if now - self.samples_at >= SAMPLES_S:
-            self.samples_at = now
-            self.samples = tuple(rollout_samples(self.folder.path)) or self.samples
 
     def presence(self, now: float) -> Presence:
         """Facts about the run beyond its events."""
@@ -309,7 +305,9 @@ def refresh(run: LiveRun, page: LivePage, seen: object) -> object:
     now = time.time()
     run.read_events()
     run.read_settings()
-    run.read_samples(now)
+    if now - run.samples_at >= SAMPLES_S:
+        run.samples_at = now
+        run.samples = tuple(rollout_samples(run.folder.path)) or run.samples
     presence = run.presence(now)
     found = run.identity, run.offset, run.config_changed_at, run.samples, run.fault, presence
     if found == seen:

@@ -15,7 +15,7 @@ import os
 import subprocess
 import time
 import typing
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, TypeVar
 
@@ -39,7 +39,7 @@ from your_ai.memory.limit import GB, MachineMemory, detect
 from your_ai.run import child, events
 from your_ai.run import folder as folders
 from your_ai.run.child import USER
-from your_ai.run.events import BESIDE_THE_WORK, Record, Step
+from your_ai.run.events import BESIDE_THE_WORK, Step
 from your_ai.run.folder import RUNS, RunFolder, is_running, owner
 from your_ai.serving import mcp_gate
 from your_ai.serving.mcp_gate import AgentGate
@@ -520,7 +520,11 @@ def watched(found: RunFolder, last: int) -> WatchedRun:
     """The present state of a run, with so many of its last events."""
     running = is_running(found)  # before the events, so that a run that ends has its last
     records, _ = events.tail(found.events)
-    state, lines = with_lines(records)
+    state, lines = fold_all(ViewState(), records[:-LAST_RECORDS]), []
+    for each in records[-LAST_RECORDS:]:
+        state = fold(state, each)
+        line = None if isinstance(each.event, Step) else view.event_line(each.event, state)
+        lines += [] if line is None else [message_line(line)]
     now = run_list.state_of(found, running, state, [each.event for each in records])
     return WatchedRun(
         run=found.name,
@@ -531,26 +535,16 @@ def watched(found: RunFolder, last: int) -> WatchedRun:
         memory_bytes=state.gauges.process_bytes if running and state.gauges else None,
         peak_bytes=state.highest_bytes,
         limit_bytes=state.limit.limit_bytes if state.limit else None,
-        checkpoint=newest_checkpoint(found),
+        checkpoint=max((path.name for path in found.checkpoints.glob("step-*")), default=None),
         adapter=str(found.adapter) if found.adapter.is_dir() else None,
         error=reason_of_death(found, state) if now == "died" else "",
         last_events=lines[len(lines) - last :] if last else [],
-        **measured_of(state),
+        **losses_of(state),
     )
 
 
-def with_lines(records: Sequence[Record]) -> tuple[ViewState, list[str]]:
-    """The state after all records, and lines of the last of them, without steps."""
-    state, lines = fold_all(ViewState(), records[:-LAST_RECORDS]), []
-    for each in records[-LAST_RECORDS:]:
-        state = fold(state, each)
-        line = None if isinstance(each.event, Step) else view.event_line(each.event, state)
-        lines += [] if line is None else [message_line(line)]
-    return state, lines
-
-
-def measured_of(state: ViewState) -> dict[str, Any]:
-    """Measurements of the last step and the validations, by the names of `WatchedRun`."""
+def losses_of(state: ViewState) -> dict[str, Any]:
+    """The fields of a WatchedRun about its last step and validation, and the best one."""
     step, validation, best = state.step, state.validation, state.best_validation
     return {
         "step": step.step if step else None,
@@ -560,10 +554,6 @@ def measured_of(state: ViewState) -> dict[str, Any]:
         "validation_loss": run_list.number(validation.loss) if validation else None,
         "best_validation_loss": run_list.number(best.loss) if best else None,
     }
-
-
-def newest_checkpoint(found: RunFolder) -> str | None:
-    return max((path.name for path in found.checkpoints.glob("step-*")), default=None)
 
 
 def reason_of_death(found: RunFolder, state: ViewState) -> str:

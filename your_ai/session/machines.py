@@ -14,9 +14,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from your_ai.config import DEMO, TrainConfig, gigabytes
 from your_ai.errors import UserError
@@ -44,8 +44,6 @@ BACKENDS = ("ring", "jaccl", "jaccl-ring", "mpi", "nccl")
 
 @dataclass(frozen=True)
 class Machine:
-    """A host of a run."""
-
     ssh: str
     """What ssh connects to."""
     ips: tuple[str, ...] = ()
@@ -79,15 +77,6 @@ class Machines:
         return json.dumps({"backend": self.backend, "envs": envs, "hosts": hosts})
 
 
-@dataclass(frozen=True)
-class Tools:
-    """Programs of the machine that this module uses; tests give others."""
-
-    run: Callable[[Sequence[str]], tuple[int, str]] = field(default_factory=lambda: run_program)
-    """command -> its exit status, and the last line it wrote."""
-    which: Callable[[str], str | None] = shutil.which
-
-
 def run_program(command: Sequence[str]) -> tuple[int, str]:
     """Run a program that asks nothing."""
     done = subprocess.run(
@@ -99,6 +88,17 @@ def run_program(command: Sequence[str]) -> tuple[int, str]:
     )
     lines = done.stdout.decode("utf-8", "replace").strip().splitlines()
     return done.returncode, lines[-1].strip() if lines else ""
+
+
+class Tools(NamedTuple):
+    """Programs of the machine that this module uses; tests give others."""
+
+    run: Callable[[Sequence[str]], tuple[int, str]] = run_program
+    """command -> its exit status, and the last line it wrote."""
+    which: Callable[[str], str | None] = shutil.which
+
+
+TOOLS = Tools()
 
 
 def machines_of(config: TrainConfig) -> Machines | None:
@@ -263,37 +263,36 @@ def address_of(name: str) -> str:
     return str(found[0][4][0])
 
 
-def is_mine(ip: str) -> bool:
-    """Return whether this machine has the address."""
+def is_mine(ip: str, port: int = 0) -> bool:
+    """Return whether this machine has the address, and the port is free."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as each:
-            each.bind((ip, 0))
+            each.bind((ip, port))
     except OSError:
         return False
     return True
 
 
-def launcher(tools: Tools | None = None) -> str:
+def launcher(tools: Tools = TOOLS) -> str:
     """The path of mlx.launch. Raises UserError if it is missing."""
     beside = Path(sys.executable).with_name(LAUNCHER)
-    found = str(beside) if beside.exists() else (tools or Tools()).which(LAUNCHER)
+    found = str(beside) if beside.exists() else tools.which(LAUNCHER)
     if found is None:
         raise UserError("--hosts: mlx.launch is missing; install it with: pip install mlx")
     return found
 
 
-def check_programs(machines: Machines, tools: Tools | None = None) -> None:
+def check_programs(machines: Machines, tools: Tools = TOOLS) -> None:
     """Raise UserError if a program that starts the ranks is missing here."""
-    tools = tools or Tools()
     launcher(tools)
     if machines.backend == "mpi" and tools.which("mpirun") is None:
         raise UserError(f"{machines.option}: mpirun is missing, which backend mpi needs")
 
 
-def check_reachable(machines: Machines, tools: Tools | None = None) -> None:
+def check_reachable(machines: Machines, tools: Tools = TOOLS) -> None:
     """Raise UserError naming the first host that ssh cannot reach without a password, or where
     your_ai is not installed at the same path as here."""
-    tools, option = tools or Tools(), machines.option
+    option = machines.option
     if tools.which("ssh") is None:
         raise UserError(f"{option}: ssh is missing, which starts the processes on the other hosts")
     for host in machines.hosts[1:]:
@@ -314,12 +313,11 @@ def check_reachable(machines: Machines, tools: Tools | None = None) -> None:
             )
 
 
-def sync_hosts(machines: Machines, paths: Sequence[str], tools: Tools | None = None) -> None:
+def sync_hosts(machines: Machines, paths: Sequence[str], tools: Tools = TOOLS) -> None:
     """Copy files and folders to the same places on the other hosts, with rsync.
 
     Raises UserError if one cannot be copied.
     """
-    tools = tools or Tools()
     if tools.which("rsync") is None:
         raise UserError("--sync: rsync is missing on this machine")
     for host in machines.hosts[1:]:
@@ -370,12 +368,8 @@ def free_first_port(ip: str) -> int:
     Raises UserError if all that are tried are in use.
     """
     for port in range(FIRST_PORT, FIRST_PORT + 100 * PORTS_TRIED, 100):
-        try:
-            with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as each:
-                each.bind((ip, port))
-        except OSError:
-            continue
-        return port
+        if is_mine(ip, port):
+            return port
     raise UserError(
         f"--hosts: the ports from {FIRST_PORT} on are in use on this machine; is another run on?"
     )

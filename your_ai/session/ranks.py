@@ -23,7 +23,7 @@ from typing import BinaryIO
 import psutil
 
 from your_ai.config import TrainConfig
-from your_ai.errors import RunError, UserError
+from your_ai.errors import RunError, UserError, named_errors
 from your_ai.files import read_text
 from your_ai.gates.text import shown, size_text
 from your_ai.memory.limit import MachineMemory, find_limit
@@ -265,11 +265,9 @@ def started_group(
             yield RankGroup([stack.enter_context(started(arguments, folder, log))])
             return
         place = folder.path / HOSTFILE
-        try:
+        with named_errors(place, "written", RunError):
             hosts = [[f"{LOOPBACK}:{port}"] for port in free_ports(processes)]
             place.write_text(json.dumps(hosts), encoding="utf-8")
-        except OSError as error:
-            raise RunError(f"{place}: cannot be written ({error.strerror})") from error
         stack.callback(place.unlink, missing_ok=True)
         group = RankGroup([])
         stack.callback(group.kill)  # before the pipes close
@@ -285,11 +283,9 @@ def launched_group(
 ) -> Iterator[LaunchedGroup]:
     """Start a rank on each machine with mlx.launch."""
     place, report = folder.path / HOSTFILE, folder.path / REPORT
-    try:
+    with named_errors(place, "written", RunError):
         report.unlink(missing_ok=True)
         place.write_text(machines.as_json(), encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"{place}: cannot be written ({error.strerror})") from error
     limits = json.dumps([host.max_memory for host in machines.hosts])
     own = ["--report", str(report.resolve()), "--parent-pid", str(os.getpid())]
     ips = machines.hosts[0].ips

@@ -151,7 +151,8 @@ def supervise(
     watch = StallWatch(patience or Patience(), offset=offset)
     processes, machines = ready_ranks(folder, config)
     is_alone = processes == 1 and machines is None
-    settings = settings if is_alone else with_settings(folder, settings)
+    if not (is_alone or settings):  # only rank 0 has the config.yaml of the run
+        settings = json.dumps(dataclasses.asdict(folder.read_config()))
     run = str(folder.path if is_alone else folder.path.resolve())
     with open_log(folder) as log:
         while not received:
@@ -365,19 +366,14 @@ def used_share(samples: Sequence[Step], limits: Sequence[events.Limit]) -> float
 
 def decide(lives: Sequence[Life], life: Life, told_to_stop: bool) -> Decision:
     """Decide how to continue after a process that died or requested a restart."""
-    if life.status == RESTART:
-        return after_restart(lives, life)
+    if life.status == RESTART:  # as requested, unless the last three all did so without a step
+        last = [*lives, life][-MAX_IN_A_ROW:]
+        if len(last) == MAX_IN_A_ROW and all(x.status == RESTART and not x.moved for x in last):
+            return Decision(None, f"{describe(life)}, {MAX_IN_A_ROW} times in a row")
+        return Decision(life.level + life.smaller, describe(life))
     if told_to_stop:
         return Decision(None, f"{describe(life)}; not restarted, because a stop was requested")
     return after_death([earlier for earlier in lives if earlier.status != RESTART], life)
-
-
-def after_restart(lives: Sequence[Life], life: Life) -> Decision:
-    """Restart as requested, unless the last three processes all did so without a step."""
-    last = [*lives, life][-MAX_IN_A_ROW:]
-    if len(last) == MAX_IN_A_ROW and all(x.status == RESTART and not x.moved for x in last):
-        return Decision(None, f"{describe(life)}, {MAX_IN_A_ROW} times in a row")
-    return Decision(life.level + life.smaller, describe(life))
 
 
 def after_death(deaths: Sequence[Life], death: Life) -> Decision:
@@ -452,11 +448,6 @@ def ready_ranks(folder: RunFolder, config: TrainConfig | None) -> tuple[int, Mac
     return config.processes, machines
 
 
-def with_settings(folder: RunFolder, settings: str) -> str:
-    """The settings as JSON: only rank 0 has the config.yaml of the run."""
-    return settings or json.dumps(dataclasses.asdict(folder.read_config()))
-
-
 def main() -> None:
     """Supervise one run; errors are one line on stderr, and give the exit status."""
     parser = argparse.ArgumentParser(prog="python -m your_ai.session.supervisor")
@@ -494,10 +485,7 @@ def supervise_run(
         folder = find(run)
         config = given_settings(folder, settings)
         patience, awake = patience_of(config), not config.allow_sleep
-        with (
-            locked(folder, SUPERVISOR_LOCK),
-            looked_after(folder, config, quiet, detached.is_set),
-        ):
+        with locked(folder, SUPERVISOR_LOCK), looked_after(folder, config, quiet, detached.is_set):
             requests.withdraw_all(folder)
             with tracked(folder, config.report_to, received), recorded_errors(folder):
                 status = supervise(folder, received, settings, command, patience, awake, config)

@@ -34,7 +34,7 @@ from your_ai.config import FIELDS, TrainConfig, build, nearest, to_yaml
 from your_ai.dashboard.state import ViewState, fold_all
 from your_ai.dashboard.trials import TrialRow, best_trial, measure_name, measure_text, with_best
 from your_ai.data.sources import find_splits
-from your_ai.errors import RunError, UserError
+from your_ai.errors import RunError, UserError, named_errors
 from your_ai.files import replace_text, sha256
 from your_ai.gates.programs import python_module
 from your_ai.gates.text import shortened
@@ -170,10 +170,8 @@ def settings_in(tune: TuneFolder, study: Study) -> TrainConfig:
     """The settings of a tune. Raises UserError if a file that all trials depend on was changed."""
     for name, before in study.user_attrs["files"].items():
         path = tune.path / name
-        try:
+        with named_errors(path, "read"):
             is_same = sha256(path) == before
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror})") from error
         if not is_same:
             raise UserError(
                 f"{path}: was changed; all trials must have the same settings: restore it, or "
@@ -186,8 +184,6 @@ def settings_in(tune: TuneFolder, study: Study) -> TrainConfig:
 
 
 class EndedRun(NamedTuple):
-    """The end of the processes of a run."""
-
     status: int
     """Exit status of the supervisor, as Popen gives it."""
     output: str = ""
@@ -307,8 +303,6 @@ def clock() -> float:
 
 
 class TuneView(Protocol):
-    """Shows a tune while it runs."""
-
     def progress(self, number: int, settings: Mapping[str, Any], state: ViewState) -> None: ...
 
     def ended(self, row: TrialRow) -> None: ...
@@ -355,8 +349,6 @@ def tune(
 
 
 class Tuning:
-    """A tune in progress."""
-
     def __init__(
         self, folder: TuneFolder, view: TuneView, received: Sequence[int], run: TrialRunner
     ) -> None:
@@ -408,11 +400,9 @@ class Tuning:
             return
         if config.prefix_cache == "disk" and not config.prefix_cache_folder:
             config = dataclasses.replace(config, prefix_cache_folder=str(self.folder.prefix))
-        try:
+        with named_errors(folder.path, "written"):
             folder.path.mkdir(parents=True, exist_ok=True)
             folder.write_config(with_absolute_paths(config))
-        except OSError as error:
-            raise UserError(f"{folder.path}: cannot be written ({error.strerror})") from error
 
     def train(self, watch: TrialWatch, settings: Mapping[str, Any]) -> TrialEnd:
         """Train or continue the run of a trial until it has ended. Raises what `end_of` raises."""
@@ -425,7 +415,10 @@ class Tuning:
 
         ended, times = None, 0
         while True:
-            self.wait_for_process(folder)
+            while is_running(folder):  # of a tune that was killed: it finishes its step and saves
+                if self.received:
+                    raise TrialStopped
+                time.sleep(POLL_S)
             look()
             if (end := end_of(watch, ended)) is not None:
                 return end
@@ -435,13 +428,6 @@ class Tuning:
                     f"{folder.path / child.LOG}"
                 )
             ended, times = self.run(folder, self.received, look), times + 1
-
-    def wait_for_process(self, folder: RunFolder) -> None:
-        """Wait while the processes of a tune that was killed finish their step and save."""
-        while is_running(folder):
-            if self.received:
-                raise TrialStopped
-            time.sleep(POLL_S)
 
     def rows(self) -> list[TrialRow]:
         """The trials that have ended."""
@@ -456,10 +442,8 @@ class Tuning:
         config = self.folder.trial(best.number).read_config()
         if Path(config.prefix_cache_folder) == Path(os.path.realpath(self.folder.prefix)):
             config = dataclasses.replace(config, prefix_cache_folder="")
-        try:
+        with named_errors(self.folder.best, "written", RunError):
             replace_text(self.folder.best, preset(self.folder.name, config, best, rows))
-        except OSError as error:
-            raise RunError(f"{self.folder.best}: cannot be written ({error.strerror})") from error
         for row in rows:
             if not row.is_best:
                 trial = self.folder.trial(row.number)

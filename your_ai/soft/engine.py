@@ -142,8 +142,10 @@ class _Prepared(NamedTuple):
 
 TermsOf = Callable[[mx.array], Terms]
 """(B, T, D) outputs of the last block that predict the tokens -> the terms. Called once."""
-# (rows, (B, T, D) embedding rows of relaxed tokens, terms_of) -> gradients, terms, residual
-Scheme = Callable[[SoftRows, mx.array | None, TermsOf], tuple[dict[int, Arrays], Terms, float]]
+Result = tuple[dict[int, Arrays], Terms, float]
+"""Gradients, terms, residual"""
+# (rows, (B, T, D) embedding rows of relaxed tokens, terms_of) -> the result
+Scheme = Callable[[SoftRows, mx.array | None, TermsOf], Result]
 
 
 def column_engine(
@@ -160,9 +162,7 @@ def column_engine(
         raise UserError("columns read every weight once per token; use sweeps for streamed weights")
     blocks = blocks or cached_blocks(roles.policy)
 
-    def run(
-        rows: SoftRows, soft: mx.array | None, terms_of: TermsOf
-    ) -> tuple[dict[int, Arrays], Terms, float]:
+    def run(rows: SoftRows, soft: mx.array | None, terms_of: TermsOf) -> Result:
         filled = columns.fill(blocks, rows, soft)
         terms = terms_of(filled.hidden)
         return columns.gradients(blocks, settings, rows, filled, terms), terms, 0.0
@@ -177,9 +177,7 @@ def sweep_engine(roles: Roles, settings: SoftSettings) -> SoftEngine:
     """
     policy = roles.policy
 
-    def run(
-        rows: SoftRows, soft: mx.array | None, terms_of: TermsOf
-    ) -> tuple[dict[int, Arrays], Terms, float]:
+    def run(rows: SoftRows, soft: mx.array | None, terms_of: TermsOf) -> Result:
         first = passes.block_inputs(policy, rows, soft)
         *inputs, hidden = passes.forward(policy, first, keep=True)
         terms = terms_of(rows.gather(hidden, -1))

@@ -386,7 +386,11 @@ def main() -> None:
     with contextlib.suppress(OSError):  # the folder is gone, or cannot be written
         os.nice(NICENESS)
         with open_to_append(folder.path / f"trackers-{name}.lock") as lock:
-            wait_for_turn(lock.fileno(), name)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"{name}: another process is sending the events of this run; waiting for it")
+                fcntl.flock(lock, fcntl.LOCK_EX)
             status = 0 if send(folder, name, over) else 1
     leave(status)
 
@@ -413,15 +417,6 @@ def leave(status: int) -> None:
     os._exit(status)
 
 
-def wait_for_turn(lock: int, name: str) -> None:
-    """Wait for an earlier process that still sends the run's events to this tracker."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        say(f"{name}: another process is sending the events of this run; waiting for it")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-
-
 def send(folder: RunFolder, name: str, over: threading.Event) -> bool:
     """Send the run's events until it is over; whether the tracker has all of them.
 
@@ -429,7 +424,11 @@ def send(folder: RunFolder, name: str, over: threading.Event) -> bool:
     The packages retry uploads by themselves, but not the start of a run. So a tracker that
     raised is opened again after RETRY_S, and once more when the run is over.
     """
-    identity, sent = load_progress(folder, name)
+    try:
+        kept = json.loads(read_text(state_of(folder, name), STATE_BYTES))
+        identity, sent = str(kept["id"]), int(kept["events"])
+    except (OSError, ValueError, LookupError, TypeError):  # missing or damaged
+        identity, sent = secrets.token_hex(8), 0
     past, count, offset = UploadState(), 0, 0
     waiting: deque[tuple[int, TrackerRow]] = deque()
     tracker: Tracker | None = None
@@ -466,15 +465,6 @@ def send(folder: RunFolder, name: str, over: threading.Event) -> bool:
                 return False
             over.wait(RETRY_S)
     return True
-
-
-def load_progress(folder: RunFolder, name: str) -> tuple[str, int]:
-    """The run's id in the tracker, and how many of its events the tracker has."""
-    try:
-        kept = json.loads(read_text(state_of(folder, name), STATE_BYTES))
-        return str(kept["id"]), int(kept["events"])
-    except (OSError, ValueError, LookupError, TypeError):  # missing or damaged
-        return secrets.token_hex(8), 0
 
 
 def save_progress(folder: RunFolder, name: str, identity: str, sent: int) -> None:

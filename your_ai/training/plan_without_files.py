@@ -79,7 +79,7 @@ def planned_run(
     plan without the model's files. memory_gb: plan for an idle Mac sold with this many GB, and
     not for this machine. on_measure: as in `planned_budget`. Raises UserError if nothing fits.
     """
-    target = this_machine() if memory_gb is None else other_mac(memory_gb)
+    target = Target(memory_here(), has_gpu()) if memory_gb is None else other_mac(memory_gb)
     model = None
     if (path := config_file(config.model)) is not None:
         model = absent_of_config(path, config, target)
@@ -99,10 +99,6 @@ def planned_run(
     for text in notes_of(config, model, seq_len, target):
         on_note(text)
     return budget
-
-
-def this_machine() -> Target:
-    return Target(memory_here(), has_gpu())
 
 
 def other_mac(memory_gb: float) -> Target:

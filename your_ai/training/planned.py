@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from your_ai.config import AUTO, TrainConfig, defaults
@@ -18,6 +17,7 @@ from your_ai.engine.weights import FileTensor, Opened, open_model
 from your_ai.errors import UserError
 from your_ai.gates.text import size_text
 from your_ai.generation.generate import ANSWER_TOKENS
+from your_ai.hub.built_tensors import entries_in
 from your_ai.hub.find import fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import (
@@ -30,14 +30,14 @@ from your_ai.memory.budget import (
     run_limit,
 )
 from your_ai.memory.costs import MeasuredCosts, keep_costs
-from your_ai.memory.facts import facts_of
+from your_ai.memory.facts import ModelFacts, facts_from, facts_of
 from your_ai.memory.limit import MemoryLimit
 from your_ai.memory.plan import Budget, Option, choose, front_points
 from your_ai.memory.workload import DataSizes, RewardModelSizes, Workload, words, workload_of
 from your_ai.modelfiles.quantize import quantized_lazily
 from your_ai.modelfiles.quantized_copies import needs_copy, place_of_copy
 from your_ai.modelfiles.repack import repacked_lazily
-from your_ai.modelfiles.shards import largest_shard, process_bytes_of
+from your_ai.modelfiles.shards import process_bytes_of
 from your_ai.nets import model
 from your_ai.nets.tokenizer import open_tokenizer
 from your_ai.objectives.chosen import objective_of
@@ -64,24 +64,12 @@ def budget_of_job(
     receives what is measured, if something is.
     """
     sizes = [run.sizes(opened.folder, opened.dtype.size) for run in job.reward_runs]
-    measure = partial(measured_now, opened.network, job.config, tell, opened.tensors)
+    measure = partial(measure_costs, opened.network, job.config, tell=tell, tensors=opened.tensors)
     return budget_of_run(
         job.config, opened.folder, opened.dtype, job.data, limit, opened.can_stream, level, past,
         reward_models=sizes, joined=joined,
         measuring=Measuring(measure),
     )  # fmt: skip
-
-
-def measured_now(
-    network: nn.Module,
-    config: TrainConfig,
-    tell: Callable[[str], object],
-    tensors: Mapping[str, FileTensor],
-    workload: Workload,
-    limit_bytes: int,
-) -> MeasuredCosts | None:
-    """Measure costs, for `budget_of`."""
-    return measure_costs(network, config, workload, limit_bytes, tell, tensors)
 
 
 def budget_of_run(
@@ -97,11 +85,13 @@ def budget_of_run(
     reward_models: Sequence[RewardModelSizes] = (),
     joined: bool = False,
     measuring: Measuring | None = None,
+    facts: ModelFacts | None = None,
 ) -> Budget:
     """The plan of a run on `data` inside `limit`. Raises UserError if nothing fits.
 
     before_bytes: peak memory of the process before it trains. reward_models: those that score.
-    joined: as in `workload_of`. measuring: as in `budget_of`.
+    joined: as in `workload_of`. measuring: as in `budget_of`. facts: of the model, if its folder
+        does not have it yet.
     """
     sizes = DataSizes(
         lengths=tuple(data.lengths),
@@ -113,7 +103,7 @@ def budget_of_run(
     )
     workload = workload_of(
         config,
-        facts_of(folder, dtype.size, config.quantize),
+        facts or facts_of(folder, dtype.size, config.quantize),
         sizes,
         process_here(),
         can_stream=can_stream,
@@ -144,6 +134,7 @@ def planned_budget(
     limit = run_limit(config)
     dtype, before_bytes = model.compute_dtype(config.dtype), 0
     tensors: Mapping[str, FileTensor] = {}
+    facts = None
     if not needs_copy(folder, config.quantize):
         opened = open_model(folder, dtype)
         network, streamable, tensors = opened.network, opened.can_stream, opened.tensors
@@ -151,11 +142,14 @@ def planned_budget(
         if config.quantize is None:
             network, _, input_bytes = repacked_lazily(folder)
         else:
-            network, _, input_bytes = quantized_lazily(folder, config.quantize)
+            network, written, input_bytes = quantized_lazily(folder, config.quantize)
+            facts = facts_from(entries_in(network), written, dtype.size, None)
+            tensors = open_model(folder, dtype).tensors  # as quickly read as those of the copy
         streamable = True  # the copy contains the weights in the form the model uses
         if not place_of_copy(folder, config.quantize).is_dir():
             arrays = dict(tree_flatten(network.parameters()))
-            before_bytes = process_bytes_of(input_bytes + largest_shard(arrays))
+            largest = max(array.nbytes for array in arrays.values())
+            before_bytes = process_bytes_of(input_bytes + largest)
     tokenizer = None
     if any(folder.glob("tokenizer*")):  # its memory counts; models made by `bench` have none
         tokenizer = open_tokenizer(folder)
@@ -186,12 +180,10 @@ def planned_budget(
         machine_bytes = limit_of(None).limit_bytes
 
         def measure(workload: Workload, limit_bytes: int) -> MeasuredCosts | None:
-            return measured_now(network, config, on_measure, tensors, workload, machine_bytes)
+            return measure_costs(network, config, workload, machine_bytes, on_measure, tensors)
 
         measuring = Measuring(measure, always=True)
-    sizes = []
-    if runs := reward_runs(config, fingerprint(folder)):
-        sizes = [run.sizes(folder, dtype.size) for run in runs]
+    runs = reward_runs(config, fingerprint(folder))
     return budget_of_run(
         config,
         folder,
@@ -200,8 +192,9 @@ def planned_budget(
         limit,
         streamable,
         before_bytes=before_bytes,
-        reward_models=sizes,
+        reward_models=[run.sizes(folder, dtype.size) for run in runs],
         measuring=measuring,
+        facts=facts,
     )
 
 
@@ -216,8 +209,10 @@ def announce(
     budget: Budget, past: PriorPlans, config: TrainConfig, log: events.EventLog, folder: RunFolder
 ) -> None:
     """Keep the costs in the run, write the limit and the plan; set MLX's limits."""
-    if budget.workload.costs is not None and not past.begun:  # the run depends on these
-        keep_costs(folder.costs, budget.costs_key, budget.workload.costs)
+    if not past.begun:  # the run depends on these
+        folder.costs.unlink(missing_ok=True)
+        if budget.workload.costs is not None:
+            keep_costs(folder.costs, budget.costs_key, budget.workload.costs)
     chosen = write_plan(budget, config, log)
     allocator.set_limits(
         budget.limit.limit_bytes, chosen.needed_bytes, chosen.estimate.beside_bytes

@@ -147,10 +147,7 @@ def neighbors(choice: Choice, longest: int) -> Table:
     return beside
 
 
-GUESSED = (
-    "a guess from sizes: nothing was measured here; your_ai train measures what is close to the "
-    "limit before it loads the model"
-)
+GUESSED = "a guess from sizes: this model's work was not measured here"
 
 
 def table(budget: Budget) -> RenderableType:

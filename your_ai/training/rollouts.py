@@ -26,32 +26,16 @@ from your_ai.data.rows import Chat, Question
 from your_ai.data.target_columns import COLUMNS, ColumnName, Columns
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, now_and_then, shortened
-from your_ai.generation.rollouts import (
-    Completion,
-    RolloutPrompt,
-    Sampler,
-    complete,
-    sampler_of,
-)
+from your_ai.generation.rollouts import Completion, RolloutPrompt, Sampler, complete, sampler_of
 from your_ai.memory import allocator
 from your_ai.nets import model
-from your_ai.objectives.grpo import (
-    GRPO,
-    advantages_of,
-    completion_weights,
-    spreads_of,
-)
+from your_ai.objectives.grpo import GRPO, advantages_of, completion_weights, spreads_of
 from your_ai.rewards.chosen import Pending, Rewarded
 from your_ai.rewards.rollout import Rollout
 from your_ai.rng import derive_seed
 from your_ai.run import checkpoint, events
 from your_ai.run.folder import RunFolder
-from your_ai.run.rollout_files import (
-    RolloutRecord,
-    read_rollouts,
-    rollout_file,
-    write_rollouts,
-)
+from your_ai.run.rollout_files import RolloutRecord, read_rollouts, rollout_file, write_rollouts
 from your_ai.run.stopping import Stop
 from your_ai.training.distributed import Ranks
 from your_ai.training.reference import computed

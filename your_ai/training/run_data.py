@@ -372,15 +372,8 @@ def load_split(
         reading,
     )
     tally = examples.tally
-    if tally.truncated or tally.split:
-        count = tally.truncated + tally.split
-        verb = "was" if count == 1 else "were"
-        done = f"{verb} truncated" if tally.truncated else f"{verb} split"
-        place = files_of_rows(path, encoder.limit).rpartition("/")[2]
-        text = (
-            f"{place}: {count:,} of {counted(tally.rows, 'row')} "
-            f"{verb} longer than --max-seq-length {config.max_seq_length} and {done}"
-        )
+    if cut := tally.cut_text(f"--max-seq-length {config.max_seq_length}"):
+        text = f"{files_of_rows(path, encoder.limit).rpartition('/')[2]}: {cut}"
         if tally.dropped:
             text += f"; {counted(tally.dropped, 'piece')} with nothing left to train: dropped"
         write(events.Notice(text=text))

@@ -19,12 +19,7 @@ from your_ai.engine.gradients import Gradients
 from your_ai.generation.rollouts import Completion, RolloutPrompt
 from your_ai.objectives.objective import Totals
 from your_ai.rng import derive_seed
-from your_ai.run.rollout_files import (
-    RolloutRecord,
-    read_rollouts,
-    rollout_file,
-    write_rollouts,
-)
+from your_ai.run.rollout_files import RolloutRecord, read_rollouts, rollout_file, write_rollouts
 from your_ai.soft.engine import SoftEngine, column_engine, sweep_engine
 from your_ai.soft.roles import Sampled, SoftSettings
 from your_ai.training.rollouts import RolloutSource, completion_examples
@@ -202,9 +197,7 @@ def parts_of(
     order = sorted(range(len(records)), key=lambda place: -lengths[place])
     found, start = [], 0
     while start < len(order):
-        padded = round_up(
-            lengths[order[start]], MULTIPLE
-        )  # as `SoftRows` pads, and the plan counts
+        padded = round_up(lengths[order[start]], MULTIPLE)  # as `SoftRows` does, and the plan
         count = max(1, rows_at(padded))
         found.append(order[start : start + count])
         start += count

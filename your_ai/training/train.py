@@ -214,8 +214,10 @@ def train_step(loop: Loop, state: TrainState) -> tuple[TrainState, list[Batch]]:
     seed = derive_seed(config.seed, "dropout", index)
     own = work.add_gradients(state.loss_scale / work.denominator, seed, gradients)
     counts = token_counts(work.batches)
-    parameters = trainer.model.trainable_parameters()
-    sums, of_all = trainer.ranks.step_sums(own, gradients, parameters, counts)
+    # In no variable: the update frees old parameters while it computes new ones.
+    sums, of_all = trainer.ranks.step_sums(
+        own, gradients, trainer.model.trainable_parameters(), counts
+    )
     loss = sums.loss / work.denominator
     norm = float(optimizer.global_norm(gradients)) / state.loss_scale
     if not (math.isfinite(loss) and math.isfinite(norm)):

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.ssm import ssm_update
 
+from tests.conftest import peak_of
 from tests.nets.mixers import plain
 from tests.nets.mixers.plain import assert_equal, normal, outputs_and_gradients, relative_error
 from your_ai.nets.mixers import chunks
@@ -163,10 +164,7 @@ def test_memory_grows_linearly_with_the_tokens(kind, compiled):
         step = mx.compile(step) if compiled else step
         mx.eval(arrays)
         mx.clear_cache()
-        held = mx.get_active_memory()
-        mx.reset_peak_memory()
-        mx.eval(step(*arrays))
-        return mx.get_peak_memory() - held
+        return peak_of(lambda: step(*arrays))
 
     assert peak(2048) <= 2.2 * peak(1024)
 
