@@ -410,20 +410,30 @@ def test_peaks_measured_here_are_estimated(
         supervised=1.0,
         steps=5,  # a step peaks lower now and then, as MLX frees buffers when it gets to it
     )
-    gc.collect()
-    before = mx.get_active_memory()  # of other tests
-    ready = our_plans.prepare_ours(contest, contender)
-    for _ in range(contest.steps):
-        ready.step()
-    peak = ready.peak_bytes - before
     plan = Plan(contender, rows * tokens)
     if our_plans.ENGINES.get(contender) == "streamed":
         resident = 2 if contender == "resident" else 0  # of 4 blocks
         alone = Plan("streamed", rows * tokens, contender == "spilled", resident=resident)
         plan = replace(alone, blocks_ahead=int(contender == "resident"))
-    workload = measured_workload(tiny_shape, tokens, rows, layers, targets)
-    found = estimate(workload, plan, rows, tokens)
-    assert found.mlx_bytes == pytest.approx(peak, rel=CLOSE[plan.engine])
+
+    def measured() -> int:
+        gc.collect()
+        before = mx.get_active_memory()  # of other tests
+        ready = our_plans.prepare_ours(contest, contender)
+        for _ in range(contest.steps):
+            ready.step()
+        return ready.peak_bytes - before
+
+    def estimated() -> int:
+        workload = measured_workload(tiny_shape, tokens, rows, layers, targets)
+        return estimate(workload, plan, rows, tokens).mlx_bytes
+
+    for _ in range(3):  # how far MLX runs ahead, in both, depends on who else computes
+        peak, found = measured(), estimated()
+        if found == (close := pytest.approx(peak, rel=CLOSE[plan.engine])):
+            return
+        measured_workload.cache_clear()
+    assert found == close
 
 
 @pytest.mark.compiled

@@ -47,7 +47,8 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def half_gelu(monkeypatch):
     """Compute GELU like llama.cpp's CPU code.
 
-    mlx-lm's gemma and starcoder2 use the exact function, which llama.cpp approximates.
+    mlx-lm's gemma and starcoder2 use the exact function, which llama.cpp approximates. Without
+    `mx.compile`, which would go on with the function that an earlier test compiled.
     """
     approximate = nn.gelu_approx
 
@@ -57,6 +58,9 @@ def half_gelu(monkeypatch):
 
     for name in ("gelu", "gelu_approx"):
         monkeypatch.setattr(nn, name, looked_up)
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
 
 
 def without_effect(trained: Trained, folder: Path) -> Trained:
