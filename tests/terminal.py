@@ -43,7 +43,11 @@ class Terminal:
             self.read()
 
     def press(self, keys: str) -> None:
-        os.write(self.fd, keys.encode())
+        """Write keys. Some are lost if nobody reads them any more: the process may be ending."""
+        left = keys.encode()
+        with contextlib.suppress(OSError):
+            while left and select.select([], [self.fd], [], 1.0)[1]:
+                left = left[os.write(self.fd, left) :]
 
     def resize(self, width: int, height: int) -> None:
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
@@ -80,6 +84,7 @@ def on_terminal(
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
+    os.set_blocking(ours, False)  # a write to a terminal that is being closed would not return
     process = subprocess.Popen(
         [*program, *arguments],
         stdin=theirs,
