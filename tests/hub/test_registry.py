@@ -14,6 +14,7 @@ from your_ai.hub.registry import (
     TENSORS,
     Known,
     alias_of,
+    aliases_like,
     config_of,
     download_text,
     known,
@@ -35,9 +36,10 @@ def test_the_default_model_is_in_the_registry():
 def test_every_model_family_is_in_the_registry():
     families = {alias.split("-")[0] for alias in known()}
     assert families == {
-        *("llama", "qwen2.5", "qwen3", "qwen3.5", "qwen3.6", "mistral", "ministral3"),
+        *("llama", "qwen2.5", "qwen3", "qwen3.5", "qwen3.6", "qwen3.8", "mistral", "ministral3"),
         *("gemma2", "gemma3", "gemma3n", "gemma4", "phi3.5", "phi4", "smollm2", "smollm3"),
-        *("gpt", "lfm2.5", "granite4", "glm4.7", "olmo3"),
+        *("gpt", "lfm2.5", "granite4", "granite4.1", "glm4", "glm4.5", "glm4.7", "olmo3"),
+        *("deepseek", "nemotron3"),
     }
 
 
@@ -56,13 +58,32 @@ PUBLISHED = {
     "phi4-mini": 3.8, "smollm2-135m": 0.135, "smollm2-360m": 0.362, "smollm2-1.7b": 1.71,
     "smollm3-3b": 3.08, "gpt-oss-20b": 20.9, "ministral3-3b": 3.4, "ministral3-8b": 8.4,
     "ministral3-14b": 13.5, "lfm2.5-1.2b": 1.17, "granite4-tiny": 6.94, "granite4-small": 32.2,
-    "olmo3-7b": 7.3,
+    "olmo3-7b": 7.3, "qwen2.5-3b": 3.09, "qwen2.5-14b": 14.7, "qwen2.5-32b": 32.5,
+    "qwen2.5-coder-7b": 7.62, "qwen3-coder-30b-a3b": 30.5, "qwen3-next-80b-a3b": 79.7,
+    "gemma3-270m": 0.268, "gemma3-4b": 3.88, "gemma3-12b": 11.77, "gemma3-27b": 27.0,
+    "gemma4-12b": 11.96, "gpt-oss-120b": 116.829, "lfm2.5-350m": 0.35, "granite4-350m": 0.35,
+    "granite4.1-3b": 3.4, "mistral-small-24b": 23.6, "mistral-nemo-12b": 12.2,
+    "deepseek-r1-1.5b": 1.78, "deepseek-r1-llama-8b": 8.03, "glm4-9b": 9.4, "glm4.5-air": 106.9,
+    "nemotron3-nano-4b": 3.974, "nemotron3-nano-30b-a3b": 31.6,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("alias", PUBLISHED)
 def test_tensors_have_the_published_number_of_parameters(alias):
     assert known()[alias].parameters / 1e9 == pytest.approx(PUBLISHED[alias], rel=0.015)
+
+
+# Published bytes of the weights, of repositories that have no other parts. The headers of their
+# files, and small tensors that are float32, are not counted here.
+PUBLISHED_BYTES = {
+    "granite4.1-3b": 2_127_162_429, "nemotron3-nano-4b": 2_237_078_664,
+    "nemotron3-nano-30b-a3b": 17_775_342_336, "qwen3-0.6b": 335_450_584,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("alias", PUBLISHED_BYTES)
+def test_tensors_have_the_published_number_of_bytes(alias):
+    assert known()[alias].bytes_on_disk == pytest.approx(PUBLISHED_BYTES[alias], rel=0.0005)
 
 
 def test_a_token_uses_a_part_of_a_mixture_of_experts():
@@ -75,6 +96,24 @@ def test_a_token_uses_a_part_of_a_mixture_of_experts():
 def test_every_entry_says_what_it_was_checked_against(model: Known):
     assert model.checked
     assert model.licence
+
+
+@pytest.mark.parametrize(
+    ("name", "aliases"),
+    [
+        ("qwen3-4b", ["qwen3-4b"]),
+        ("Qwen3-4B", ["qwen3-4b"]),
+        ("qwen2.5:7b", ["qwen2.5-7b"]),
+        ("gpt-oss:20B", ["gpt-oss-20b"]),
+        ("smollm3", ["smollm3-3b"]),
+        ("qwen2.5-coder:1", ["qwen2.5-coder-1.5b", "qwen2.5-coder-14b"]),
+        ("qwen2:7b", []),
+        ("", []),
+    ],
+)
+def test_an_alias_is_found_as_people_type_it(name, aliases):
+    """In any case, and with the colon of Ollama's names."""
+    assert aliases_like(name) == aliases
 
 
 @pytest.mark.parametrize(

@@ -134,12 +134,19 @@ def recommend(
     """Return what can train in `room`, best first. Each model comes once, or twice with long rows.
 
     The best is the largest model with its weights in memory and every linear layer adapted; without
-    a GPU, on which any training takes long, the smallest.
+    a GPU, on which any training takes long, the smallest. Of models whose numbers of parameters
+    have the same three digits, the one that is further down in the registry is better.
     """
     models = known().values() if models is None else models
     found = [each for model in models for each in of_model(model, room, objective)]
     sign = -1 if room.has_gpu else 1
-    return sorted(found, key=lambda r: (RANKS[r.tier], sign * r.known.parameters, r.known.alias))
+    places = {alias: place for place, alias in enumerate(known())}
+
+    def rank(each: Recommendation) -> tuple[float, ...]:
+        size = float(f"{each.known.parameters:.3g}")
+        return RANKS[each.tier], sign * size, -places.get(each.known.alias, 0)
+
+    return sorted(found, key=rank)
 
 
 def of_model(model: Known, room: MachineRoom, objective: str) -> Iterator[Recommendation]:

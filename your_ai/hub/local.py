@@ -18,7 +18,7 @@ from your_ai.gates.untrusted import read_json
 from your_ai.hub.check import RECORD, can_run, fault_of, read_record
 from your_ai.hub.download import INCOMPLETE, open_lock, taken
 from your_ai.hub.find import FOLDER, REPO, cached_model, model_roots, put_model, repo_of
-from your_ai.hub.registry import alias_of, known
+from your_ai.hub.registry import alias_of, aliases_like, known
 
 HOUR_S = 3600
 
@@ -142,7 +142,7 @@ def folder_to_remove(name: str) -> Path:
     folders, repo = [], ""
     if FOLDER.fullmatch(name) and name not in known():
         folders = [root / name for root in model_roots()]
-    elif not REPO.fullmatch(name) and name not in known():
+    elif not REPO.fullmatch(name) and not aliases_like(name):
         raise UserError(f"{name}: is not in {model_roots()[0]}; delete it yourself")
     if not any(is_there(folder) for folder in folders):
         repo = repo_of(name, name)

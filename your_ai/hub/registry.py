@@ -179,10 +179,11 @@ def alias_of(repo: str) -> str | None:
 
 
 def aliases_like(name: str) -> list[str]:
-    """The alias with this name, or else those that begin with it."""
-    if name in known():
-        return [name]
-    return [alias for alias in known() if name and alias.startswith(name.lower())]
+    """The alias with this name, or else those that begin with it. `Qwen3:4B` is `qwen3-4b`."""
+    typed = name.lower().replace(":", "-")
+    if typed in known():
+        return [typed]
+    return [alias for alias in known() if typed and alias.startswith(typed)]
 
 
 def nearest_aliases(name: str, others: Iterable[str]) -> list[str]:
