@@ -17,6 +17,7 @@ from your_ai.config.names import (
     flag,
 )
 from your_ai.config.optimizers import OPTIMIZERS
+from your_ai.config.rounding import rounding_of
 from your_ai.config.setting import LARGEST, check_bounds, check_used, settings_of, types_of
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, nearest, quoted, shortened
@@ -66,6 +67,17 @@ def check_adapters(config: TrainConfig) -> None:
         raise UserError(f"--lora-layers {number}: must be at least 1, or all for every block")
     if not config.lora_targets:
         raise UserError("--lora-targets: is empty; try q_proj or all-linear")
+    if config.qat is not None:
+        try:
+            rounding_of(config.qat)
+        except ValueError as error:
+            raise UserError(f"--qat {quoted(config.qat)}: {error}") from error
+        for name in ("use_dora", "lora_dropout"):
+            if getattr(config, name):
+                raise UserError(
+                    f"--qat: not supported with {flag(name)}; the rounded weight is that of LoRA "
+                    "without dropout"
+                )
     if ALL_LINEAR in config.lora_targets and len(config.lora_targets) > 1:
         raise UserError("--lora-targets: all-linear includes every other name; give it alone")
 

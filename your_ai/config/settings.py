@@ -591,6 +591,16 @@ class AdapterSettings:
         of_adapter=True,
         mlxlm="fine_tune_type",
     )
+    qat: str | None = setting(
+        None,
+        "Round the adapted weights in training as the result will be (quantization-aware training):"
+        " same, BITS[:GROUP] such as 4:64, or llama.cpp's q4_0 or q8_0.",
+        before=None,
+        agents="text",
+        in_card=True,
+        of_adapter=True,
+        words=("same", "4", "8", "q4_0", "q8_0"),
+    )
     adapter_dtype: Literal["float32", "bfloat16"] = setting(
         "float32",
         "Data type of the adapters' matrices and their gradients. bfloat16: half of their memory; "

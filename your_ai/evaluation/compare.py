@@ -192,7 +192,8 @@ def compare(
         started = yield from measure_rows("start", ready, rows, replace(request, metric=None))
     saved_adapter.set_arrays(network, run.adapter)
     adapter = yield from measure_rows("adapter", ready, rows, request)
-    notes = (*budget.limit.notices, cut_text(rows, config), start_text(config, started))
+    texts = cut_text(rows, config), start_text(config, started), rounding_text(run.adapter)
+    notes = (*budget.limit.notices, *texts)
     text = words(plan, max(budget.workload.lengths))
     name = None if request.metric is None else request.metric.name
     notes = tuple(filter(None, notes))
@@ -274,6 +275,13 @@ def start_text(config: TrainConfig, started: RowMeasures | None) -> str:
     return "base is the model without an adapter; the run started from another adapter"
 
 
+def rounding_text(adapter: Adapter) -> str:
+    """A notice if the layers of the base are rounded as those of the adapter are."""
+    if adapter.rounding is None:
+        return ""
+    return f"base is the model with its adapted layers rounded as in training (--qat {adapter.rounding})"
+
+
 def training_of(adapter: Adapter, config: TrainConfig, blocks: int) -> Training:
     """Return what the memory estimate needs to know about an adapter."""
     keys = adapter.config["lora_parameters"].get("keys") or config.lora_targets
@@ -284,6 +292,7 @@ def training_of(adapter: Adapter, config: TrainConfig, blocks: int) -> Training:
         targets=tuple(sorted({str(key) for key in keys})),
         adapter=adapter.kind,
         experts=config.lora_experts,
+        rounding=adapter.rounding or "",
     )
 
 

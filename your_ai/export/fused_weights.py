@@ -29,15 +29,16 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
+from your_ai.config.rounding import AFFINE, GROUPS, LLAMA_CPP, Rounding
 from your_ai.errors import UserError
 from your_ai.files import sha256
 from your_ai.memory.budget import limit_of
 from your_ai.modelfiles.quantized_copies import model_folder
-from your_ai.modelfiles.repack import MLX_PARTS
 from your_ai.modelfiles.shards import Lazy, WriteProgress, load_as_written, read_bytes, write_model
 from your_ai.modelfiles.targets import Work, check_target
 from your_ai.nets.adapter_kinds import KINDS, AdapterKind
 from your_ai.nets.model import LINEAR
+from your_ai.nets.rounding import PARTS, dense, packed, quantization_of
 from your_ai.nets.saved_adapter import Adapter, Trained, check_generates, put_adapter, read_adapter
 from your_ai.nets.tokenizer import GENERATION, added_end, content_of, open_tokenizer
 from your_ai.publish.card import exported_card
@@ -45,14 +46,12 @@ from your_ai.rng import derive_seed
 from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS
 
 AUTO, SAME, DEQUANTIZED = "auto", "same", "dequantized"
+TRAINED = "trained"  # what `auto` is after --qat: the adapted layers as they were rounded
 HIGHER = ("4", "5", "6", "8")
 FORMS = (AUTO, SAME, DEQUANTIZED, *HIGHER)
 DTYPES = (AUTO, "float32", "bfloat16", "float16")
-AFFINE_GROUPS = (32, 64, 128)
 SLICE_BYTES = 4 << 20  # bytes in float32 of the rows that are computed together
 SLICES_HELD = 8  # slices in memory at the same time: MLX runs about ten operations ahead
-
-Quantization = dict[str, Any]  # group_size, bits and mode; empty if not quantized
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,12 @@ class Change:
     """The arrays of the adapter; empty if the layer is only dequantized."""
     kind: AdapterKind
     scale: float
-    becomes: Quantization
-    """The quantization of the result."""
+    becomes: Rounding | None
+    """The format of the result; None if it is not quantized."""
     dtype: mx.Dtype
     """The dtype of the result's floating-point arrays."""
+    trained_for: Rounding | None = None
+    """The format that the layer was rounded to in training: it is rounded so again."""
 
 
 def base_of(trained: Trained, max_memory_gb: float | None = None) -> Path:
@@ -84,7 +85,8 @@ def fused_lazily(
 
     to: the form of a quantized base. `same` quantizes the adapted layers again as they were;
     `4` to `8` quantizes them with this many bits if they have fewer; in both cases all other
-    layers stay unchanged. `dequantized` leaves nothing quantized. `auto` is 8.
+    layers stay unchanged. `dequantized` leaves nothing quantized. `auto` is 8, or after training
+        with --qat the format of that.
     dtype: of the weights if nothing is quantized; `auto` keeps the dtype of the base.
     max_memory_gb: memory limit for making the quantized copy of the base if it is missing.
     Raises UserError if the combination is not possible.
@@ -106,12 +108,12 @@ def fused_lazily(
     pieces: dict[str, list[mx.array]] = {}
     for name, array in arrays.items():
         path, _, leaf = name.rpartition(".")
-        if path in changes and leaf in MLX_PARTS:
+        if path in changes and leaf in PARTS:
             if leaf == "weight":
                 parts = changed_pieces(changes[path])
                 found = {part: mx.concatenate([p[part] for p in parts]) for part in parts[0]}
                 written |= {f"{path}.{part}": array for part, array in found.items()}
-                read = sum(sizes.get(f"{path}.{part}", 0) for part in MLX_PARTS)
+                read = sum(sizes.get(f"{path}.{part}", 0) for part in PARTS)
                 beside.append(read + work_bytes(changes[path]))
                 if list(found) == ["weight"]:  # others are computed together
                     pieces[name] = [part["weight"] for part in parts]
@@ -133,7 +135,9 @@ def fused_lazily(
             "total_size": sum(array.nbytes for array in written.values()),
             "total_parameters": parameters,
         },
-        card=exported_card(trained, "model", note=note_on(to) if quantized else ""),
+        card=exported_card(
+            trained, "model", note=note_on(to) if quantized or to == TRAINED else ""
+        ),
         pieces=pieces,
     )
     return with_turn_end(lazy, source)
@@ -155,6 +159,7 @@ def note_on(to: str) -> str:
     """A sentence for the card about the weights of a base that was quantized."""
     notes = {
         SAME: "The adapted layers are quantized as they were.",
+        TRAINED: "The adapted layers are rounded as they were in training (--qat).",
         DEQUANTIZED: "No layer is quantized.",
     }
     return notes.get(to, f"The adapted layers have {to} bits; the others are as they were.")
@@ -174,6 +179,8 @@ def form_of(
         if not isinstance(modules[path], LINEAR) or modules[path].get("global_scale") is not None:
             kind = type(modules[path]).__name__
             raise UserError(f"{adapter.folder}: {path} is a {kind}, which cannot be fused")
+    if to == AUTO and adapter.rounding not in (None, *LLAMA_CPP):
+        return TRAINED
     if not any(map(quantization_of, modules.values())):
         if to in HIGHER:
             then = "fuse it without --to, then quantize the result with your_ai quantize"
@@ -182,7 +189,8 @@ def form_of(
     to = HIGHER[-1] if to == AUTO else to
     if to != DEQUANTIZED and dtype != AUTO:
         raise UserError(f"--dtype {dtype}: layers stay quantized; add --to {DEQUANTIZED}")
-    bits = [quantization_of(modules[path]).get("bits", 0) for path in adapter.layers]
+    found = (quantization_of(modules[path]) for path in adapter.layers)
+    bits = [0 if own is None else own.bits for own in found]
     if to in HIGHER and int(to) < min(bits):
         raise UserError(
             f"--to {to}: the adapted layers already have {min(bits)} bits; give {min(bits)} or more"
@@ -203,37 +211,32 @@ def changes_of(
         for _, array in tree_flatten(network.parameters())
         if mx.issubdtype(array.dtype, mx.floating)
     )
-    changes, adapted = {}, adapter.layers
+    changes, adapted, after = {}, adapter.layers, dict(network.named_modules())
     for path, layer in modules.items():
         own, parts = quantization_of(layer), adapted.get(path, {})
         if parts or (own and to == DEQUANTIZED):
             kind = layer.scales.dtype if own else layer.weight.dtype
             kind = kind if mx.issubdtype(kind, mx.floating) else first
-            becomes = {} if to == DEQUANTIZED else raised(own, to)
+            trained_for: Rounding | None = getattr(after[path], "rounding", None)
+            becomes = None if to == DEQUANTIZED else raised(own, to)
+            if to == TRAINED:
+                becomes = trained_for or own
             seed = derive_seed("fuse", path)
             changes[path] = Change(
-                layer, seed, parts, KINDS[adapter.kind], adapter.scale, becomes, floats or kind
-            )
+                layer, seed, parts, KINDS[adapter.kind], adapter.scale, becomes, floats or kind,
+                trained_for,
+            )  # fmt: skip
     return changes
 
 
-def quantization_of(layer: nn.Module) -> Quantization:
-    """The quantization of a layer's weight; empty if it has none."""
-    if layer.get("scales") is None:
-        return {}
-    mode = getattr(layer, "mode", "affine")
-    return {"group_size": layer.group_size, "bits": layer.bits, "mode": mode}
-
-
-def raised(own: Quantization, to: str) -> Quantization:
+def raised(own: Rounding | None, to: str) -> Rounding | None:
     """Return `own` with the bits of `to`, if those are more.
 
     MXFP8 has eight bits too, but three of them for digits: rounding would undo small changes.
     """
-    if not own or to == SAME or (own["bits"] >= int(to) and own["mode"] == "affine"):
+    if own is None or to in (SAME, TRAINED) or (own.bits >= int(to) and own.mode == AFFINE):
         return own
-    group_size = own["group_size"] if own["group_size"] in AFFINE_GROUPS else AFFINE_GROUPS[0]
-    return {"group_size": group_size, "bits": int(to), "mode": "affine"}
+    return Rounding(int(to), own.group_size if own.group_size in GROUPS else GROUPS[0])
 
 
 def config_of(
@@ -247,8 +250,8 @@ def config_of(
             part.pop("quantization_config", None)
         floats = floats or next(iter(changes.values())).dtype
     for path, change in changes.items():
-        if change.becomes != quantization_of(change.layer) and change.becomes:
-            config["quantization"][path] = change.becomes
+        if change.becomes is not None and change.becomes != quantization_of(change.layer):
+            config.setdefault("quantization", change.becomes.options)[path] = change.becomes.options
     if floats is not None:
         name = str(floats).removeprefix("mlx.core.")
         keys = [key for key in ("dtype", "torch_dtype") if key in config]
@@ -268,7 +271,10 @@ def changed_pieces(change: Change) -> list[dict[str, mx.array]]:
         weight = dense_rows(layer, rows, after)
         if change.parts:
             weight = change.kind.fused_rows(weight, change.parts, change.scale, rows)
-        if change.becomes.get("mode") == "affine":
+        if change.becomes is None:
+            pieces.append({"weight": weight.astype(change.dtype)})
+            continue
+        if change.becomes.mode == AFFINE and change.becomes != change.trained_for:
             weight = dithered(weight, change.becomes, derive_seed(change.seed, rows.start))
         pieces.append(packed(weight, change.becomes, change.dtype))
     return pieces
@@ -276,32 +282,16 @@ def changed_pieces(change: Change) -> list[dict[str, mx.array]]:
 
 def dense_rows(layer: nn.Module, rows: slice, after: list[mx.array]) -> mx.array:
     """Rows of a layer's weight in float32, computed only after the arrays `after`."""
-    given = [layer[name][rows] for name in MLX_PARTS if layer.get(name) is not None]
+    given = [layer[name][rows] for name in PARTS if layer.get(name) is not None]
     parts: list[mx.array] = mx.depends(given, after) if after else given
-    weight, *others = parts
-    quantization = quantization_of(layer)
-    if not quantization:
-        return weight.astype(mx.float32)
-    if quantization["mode"] == "affine":
-        others = [array.astype(mx.float32) for array in others]
-    scales, biases = others[0], others[1] if len(others) > 1 else None
-    return mx.dequantize(weight, scales, biases, **quantization, dtype=mx.float32)
+    return dense(dict(zip(PARTS, parts, strict=False)), quantization_of(layer))
 
 
-def dithered(weight: mx.array, becomes: Quantization, seed: int) -> mx.array:
+def dithered(weight: mx.array, becomes: Rounding, seed: int) -> mx.array:
     """Add uniform noise of one step, so that rounding to the nearest rounds at random."""
-    _, steps, _ = mx.quantize(weight, **becomes)
+    _, steps, _ = mx.quantize(weight, **becomes.options)
     noise = mx.random.uniform(-0.5, 0.5, weight.shape, key=mx.random.key(seed))
-    return weight + mx.repeat(steps, becomes["group_size"], axis=-1) * noise
-
-
-def packed(weight: mx.array, becomes: Quantization, dtype: mx.Dtype) -> dict[str, mx.array]:
-    if not becomes:
-        return {"weight": weight.astype(dtype)}
-    weight, *others = mx.quantize(weight, **becomes)
-    if becomes["mode"] == "affine":
-        others = [array.astype(dtype) for array in others]
-    return dict(zip(MLX_PARTS, (weight, *others), strict=False))
+    return weight + mx.repeat(steps, becomes.group_size, axis=-1) * noise
 
 
 def slices(layer: nn.Module) -> list[slice]:

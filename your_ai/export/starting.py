@@ -57,6 +57,7 @@ def settings_of(source: str, base: str | None) -> dict[str, Any]:
         "lora_layers": blocks_counted(adapter),
         "lora_targets": tuple(sorted({name_in_block(path) for path in adapter.layers})),
         **settings_choosing(adapter.kind),
+        "qat": adapter.rounding,
     }
 
 

@@ -97,6 +97,7 @@ def settings_of(adapter: Adapter, name: str, path: Path) -> TrainConfig:
             lora_targets=tuple(sorted(keys)),
             lora_dropout=float(parameters.get("dropout", 0.0)),
             use_dora=adapter.kind is DORA,
+            qat=adapter.rounding,
         )
     except UserError as error:
         raise UserError(f"{path}: {error}") from error

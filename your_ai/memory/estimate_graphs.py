@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from your_ai.memory.facts import ModelFacts, head_step, is_quantized, layers_named
+from your_ai.memory.facts import (
+    BlockFacts,
+    ModelFacts,
+    head_step,
+    is_quantized,
+    layers_named,
+    names_of,
+)
 from your_ai.memory.guess import is_tiled
 from your_ai.memory.memoized import memoized
 from your_ai.memory.sizes import (
@@ -22,6 +29,7 @@ from your_ai.memory.workload import NOTHING, Kept, Plan, Workload
 GRAPH_BYTES = 85_000  # operations of one slice that waits to be evaluated
 FORWARD_GRAPH = 0.4  # size of a graph without a backward pass, relative to one with it
 GRAPHS_MARGIN = 1.25
+ROUNDED_SLICE = 3  # operations of a slice that is rounded, relative to one that is dequantized
 # Bytes of a compiled graph for each of the things in it: a fused one, those of a kind of block, and
 # that of the first trained block, which has no gradient of its input.
 Table = dict[str, int]
@@ -89,15 +97,19 @@ def graphs_bytes(
 
 @memoized
 def dequantized_slices(workload: Workload) -> int:
-    """Slices in which the weights of a block are dequantized; 0 if they are not."""
-    if not workload.process.sliced:
-        return 0
-    facts = workload.facts
+    """Slices in which the weights of a block are dequantized, or more if they are rounded, too."""
+    facts, training = workload.facts, workload.training
+    rounded = names_of(facts, training.targets) if training.rounding else []
+
+    def weight_of(kind: BlockFacts, name: str) -> int:
+        if name in rounded:
+            return ROUNDED_SLICE
+        return int(workload.process.sliced and is_quantized(facts, kind, name))
+
     return max(
         sum(
-            -(-i * o * facts.float_bytes // DEQUANTIZED_SLICE_BYTES)
+            weight_of(kind, name) * -(-i * o * facts.float_bytes // DEQUANTIZED_SLICE_BYTES)
             for name, (i, o) in kind.linears.items()
-            if is_quantized(facts, kind, name)
         )
         for kind in facts.kinds
     )

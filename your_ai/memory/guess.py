@@ -97,6 +97,8 @@ def block_costs(facts: ModelFacts, training: Training, score_head: bool) -> Bloc
     number, hidden = facts.float_bytes, facts.hidden + facts.passed
     matrix, largest = quantized_matrix_bytes(facts), largest_matrix_bytes(facts)
     dequantized = min(DEQUANTIZED_SLICE_BYTES, matrix)
+    if training.rounding:  # of a slice there are the dense, adapted and rounded weight, and parts
+        dequantized = 2 * min(DEQUANTIZED_SLICE_BYTES, largest)
     dense, wide = dense_share(facts), widest_outputs(facts)
     part = slice_width(wide, backward_features(facts.hidden)) if slices_mlp(facts) else wide
     adapted = layers_named(facts, training.targets, training.experts)

@@ -51,6 +51,8 @@ class Training:
     """Of the matrices A and B, and of their gradients: float32 or bfloat16."""
     experts: bool = False
     """Whether names without a dot select routed experts, too: --lora-experts."""
+    rounding: str = ""
+    """The format that adapted weights are rounded to, as of `--qat`; "" for none."""
 
 
 class Kept(NamedTuple):
@@ -310,6 +312,7 @@ def workload_of(
             adapter=config.adapter,
             adapter_dtype=config.adapter_dtype,
             experts=config.lora_experts,
+            rounding=config.qat or "",
         ),
         lengths=lengths,
         batch_size=batch_size,

@@ -21,6 +21,7 @@ from mlx_lm.utils import load_model
 
 from your_ai.config import TrainConfig, defaults, flag, nearest
 from your_ai.config.names import selects
+from your_ai.config.rounding import OPTION
 from your_ai.data.batches import MULTIPLE
 from your_ai.errors import UserError, first_line, is_memory_error
 from your_ai.gates.text import counted, shown
@@ -286,7 +287,12 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
         "keys": list(keys),
     }
     mx.random.seed(derive_seed(config.seed, "adapters"))  # used by from_base
-    KINDS[config.adapter].put(model, count, parameters)
+    if config.qat is not None:
+        parameters[OPTION] = config.qat
+    try:
+        KINDS[config.adapter].put(model, count, parameters)
+    except ValueError as error:
+        raise UserError(f"--qat {config.qat}: {error}") from error
     cast_matrices(model, config.adapter_dtype)
     dropout_keys = DropoutKeys([None])
     if config.lora_dropout > 0:
@@ -388,8 +394,9 @@ def find_targets(blocks: list[nn.Module], config: TrainConfig) -> tuple[str, ...
         found |= matches
     experts = sorted(name for name in found if linear[name])
     supported = config.adapter.adapts_experts
-    if experts and (not supported or config.lora_dropout > 0):
-        option = flag("lora_dropout" if supported else config.adapter.setting)
+    if experts and (not supported or config.lora_dropout > 0 or config.qat is not None):
+        other = "qat" if config.qat is not None else "lora_dropout"
+        option = flag(other if supported else config.adapter.setting)
         raise UserError(f"{option}: not supported on the expert layers {', '.join(experts)}")
     return tuple(sorted(found))
 

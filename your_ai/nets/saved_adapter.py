@@ -18,6 +18,7 @@ import mlx.nn as nn
 
 from your_ai.config import TrainConfig
 from your_ai.config.adapter_facts import FACTS, LORA, MATRICES, VECTORS, AdapterFacts, chosen_by
+from your_ai.config.rounding import OPTION, rounding_of
 from your_ai.errors import UserError, first_line
 from your_ai.gates.text import shown
 from your_ai.gates.untrusted import JSON_BYTES, is_number, parse_json, read_bytes, read_header
@@ -64,6 +65,12 @@ class Adapter:
     @property
     def rank(self) -> int:
         return int(self.config["lora_parameters"]["rank"])
+
+    @property
+    def rounding(self) -> str | None:
+        """The format that its layers were rounded to in training, as of `--qat`; None for none."""
+        found: str | None = self.config["lora_parameters"].get(OPTION)
+        return found
 
     @property
     def kind(self) -> AdapterFacts:
@@ -263,6 +270,12 @@ def check_settings(path: Path, config: Any, largest: int) -> None:
     for key, value, most in (("scale", scale, MOST_SCALE), ("dropout", dropout, 1.0)):
         if not is_number(value) or not abs(value) <= most:
             refuse(key, value, f"a number of at most {most:g}")
+    rounding = parameters.get(OPTION)
+    try:
+        if rounding is not None:
+            rounding_of(rounding if isinstance(rounding, str) else shown(rounding))
+    except ValueError as error:
+        refuse(OPTION, rounding, str(error).removeprefix("give "))
     keys, step = parameters.get("keys"), config.get("step")
     if keys is not None and not (
         isinstance(keys, list) and all(isinstance(key, str) for key in keys)

@@ -1,0 +1,73 @@
+"""--qat under each plan: LoRA's gradients at the rounded weights, slice by slice."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_unflatten
+
+from tests.conftest import TINY, make_model
+from tests.engine.test_fused import assert_gradients, encode, engine_loss, load
+from tests.engine.test_plans import by_plan, small_pieces
+from your_ai.engine.dequantized import dequantize_on_the_cpu
+from your_ai.nets import lora
+from your_ai.nets.rounding import PARTS, dense, quantization_of, rounded
+
+__all__ = ["small_pieces"]  # a fixture
+ALL = {"lora_targets": ("all-linear",), "lora_layers": "all"}
+
+
+class Whole(nn.Module):
+    """The layer in one formula, differentiated by MLX."""
+
+    def __init__(self, layer: lora.RoundedLayer) -> None:
+        super().__init__()
+        self.linear, self.lora_a, self.lora_b = layer.linear, layer.lora_a, layer.lora_b
+        self.scale, self.rounding = layer.scale, layer.rounding
+
+    def __call__(self, x: mx.array) -> mx.array:
+        parts = {name: self.linear[name] for name in PARTS if self.linear.get(name) is not None}
+        weight = dense(parts, quantization_of(self.linear))
+        parts = {"lora_a": self.lora_a, "lora_b": self.lora_b}
+        weight = lora.fused_rows(weight, parts, self.scale, slice(None))
+        weight = weight + mx.stop_gradient(rounded(weight, self.rounding, mx.float32) - weight)
+        y = x @ weight.T
+        return y + self.linear.bias if "bias" in self.linear else y
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Makes a model, and the loss and gradients of `Whole` layers; once for each case."""
+    made = {}
+
+    def make(architecture: str, bits: int | None, qat: str):
+        case = (architecture, bits, qat)
+        if case not in made:
+            place = tmp_path_factory.mktemp("case")
+            folder = make_model(place / "m", architecture, bits, **TINY)
+            network, tokenizer, adapters = load(folder, qat=qat, **ALL)
+            dequantize_on_the_cpu(network)
+            layers = {n: m for n, m in network.named_modules() if isinstance(m, lora.RoundedLayer)}
+            assert layers
+            network.update_modules(tree_unflatten([(n, Whole(m)) for n, m in layers.items()]))
+            loss, grads = engine_loss(network, adapters, encode(tokenizer, place), seed=3)
+            made[case] = folder, loss, grads
+        return made[case]
+
+    return make
+
+
+@pytest.mark.parametrize("plan", ["fused", "staged", "streamed", "kept", "partly kept"])
+@pytest.mark.parametrize(
+    ("architecture", "bits", "qat"),
+    [("llama", 4, "same"), ("llama", None, "4:32"), ("qwen2", None, "q4_0"), ("qwen3", 8, "q8_0")],
+)
+def test_gradients_are_those_of_lora_at_the_rounded_weights(
+    tmp_path, reference, architecture, bits, qat, plan
+):
+    folder, expected, expected_grads = reference(architecture, bits, qat)
+    loss, grads, alone = by_plan(folder, tmp_path, plan, qat=qat, **ALL)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert alone == pytest.approx(expected, rel=1e-5)
+    assert_gradients(grads, expected_grads)
