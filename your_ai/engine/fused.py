@@ -43,7 +43,8 @@ def fused_engine(
 ) -> Engine:
     """An engine that compiles one graph for forward and backward, per batch shape.
 
-    parts: the model in parts; packed batches need them to keep their texts separate.
+    parts: the model in parts, if it can be split; packed batches need them to keep their texts
+        separate.
     head: the head as a `LinearHead`, if `head.linear_head` found one; by default split.head.
     graphs: the cache of compiled graphs.
     neftune: noise on the embeddings in training.
@@ -64,11 +65,11 @@ def fused_engine(
     def trunk(
         tokens: mx.array, segments: mx.array | None, max_segment_tokens: int | None
     ) -> mx.array:
-        if segments is None and (parts is None or not parts.has_windows(tokens.shape[1])):
-            return split.trunk(tokens)
-        if parts is None:
+        if parts is not None:  # with masks that need less memory than the model's own may
+            return parts.finish(parts.run_blocks(tokens, segments, max_segment_tokens))
+        if segments is not None:
             raise ValueError("a packed batch needs the parts of the model, but they are missing")
-        return parts.finish(parts.run_blocks(tokens, segments, max_segment_tokens))
+        return split.trunk(tokens)
 
     @with_norms
     def trainable_loss(

@@ -69,7 +69,7 @@ MOST_READ_BYTES = 64 << 20  # of the files, to measure their speed
 # Of the parts of embeddings and heads that two skeletons have, and their copies.
 MADE_VOCABULARY_BYTES = 6 * SLICES * HEAD_SLICE_BYTES
 HEAD_SIZES = (128, 512, 1024, 2048)  # N
-LONG = 2048  # tokens of a row that shows which blocks attend within a window
+LONG = 2048  # tokens of a row that shows which blocks attend within a window, or have whole scores
 EVERYTHING = Keeps(True, True, True)
 GRAPH_BLOCKS = 3  # of a fused graph that is measured: the first saves more or less than others
 # Peaks depend on how far MLX's threads compute ahead, most in large graphs: the largest counts.
@@ -245,6 +245,12 @@ def shapes_for(workload: Workload) -> list[Shape]:
     return [Shape(1, FEW_TOKENS), Shape(1, most), *pairs]
 
 
+def longer_shapes(workload: Workload) -> list[Shape]:
+    """A row that is longer than those of `shapes_for`; none if no row is."""
+    _, longest = longest_rows(workload)
+    return [Shape(1, min(longest, LONG))] * (longest > MOST_TOKENS)
+
+
 def tiled_shape(workload: Workload) -> Shape:
     """The fewest rows of the run that run on tiles: a tile has more tokens of each than of more."""
     _, longest = longest_rows(workload)
@@ -301,8 +307,9 @@ def costs_of(
         arrays, own = staged.arrays_at(index), trained_arrays(staged.blocks[index])
         mx.eval(arrays, own)
         block = MeasuredBlock(
-            staged, fused, index, guess, room, workload.packed, arrays, own, shapes_for(workload)
-        )
+            staged, fused, index, guess, room, workload.packed, arrays, own,
+            shapes_for(workload), longer_shapes(workload),
+        )  # fmt: skip
         tile_tokens = guess.tile_tokens
         is_fused, is_staged = engines_of(workload)
         if is_staged:
@@ -336,6 +343,8 @@ class MeasuredBlock:
     own: Arrays
     """Its trained arrays."""
     shapes: list[Shape]
+    longer: list[Shape]
+    """One more, if rows are longer than those of `shapes`."""
     batches: dict[Shape, BatchRows] = field(default_factory=dict)
     memory: dict[str, CostCurve] = field(default_factory=dict)
     """The curves that were found, by phase: bytes."""
@@ -453,7 +462,8 @@ class MeasuredBlock:
         saved: dict[Shape, float] = {}
         found: dict[Shape, Cost] = {}
         gradients = sum(array.nbytes for array in self.own.values())
-        for shape in self.shapes:
+        shapes = list(self.shapes)
+        for shape in shapes:
             guess = costs.graph_bytes(self.guess, GRAPH_BLOCKS, gradients, *shape)
             if self.room.has(guess, "fused"):
                 one, two = (self.saved_bytes(count, shape) for count in (1, 2))
@@ -461,6 +471,8 @@ class MeasuredBlock:
                 run = self.graph(GRAPH_BLOCKS, shape)
                 found[shape] = cost_of(partial(self.states, shape, 0), run, varies=True)
                 self.room.learn("fused", found[shape].bytes, guess)
+            if shape == self.shapes[-1] and self.longer and CostCurve.through(saved).of_pair:
+                shapes += self.longer  # where scores are whole, other phases of longer rows peak
         if not found:
             return
         self.memory["saved"] = CostCurve.through(saved)
