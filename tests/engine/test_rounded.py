@@ -7,11 +7,14 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_unflatten
 
-from tests.conftest import TINY, make_model
+from tests.conftest import TINY, load_base, make_model
 from tests.engine.test_fused import assert_gradients, encode, engine_loss, load
 from tests.engine.test_plans import by_plan, small_pieces
+from your_ai.config import TrainConfig
 from your_ai.engine.dequantized import dequantize_on_the_cpu
+from your_ai.errors import UserError
 from your_ai.nets import lora
+from your_ai.nets.model import add_adapters
 from your_ai.nets.rounding import PARTS, dense, quantization_of, rounded
 
 __all__ = ["small_pieces"]  # a fixture
@@ -71,3 +74,36 @@ def test_gradients_are_those_of_lora_at_the_rounded_weights(
     assert loss == pytest.approx(expected, rel=1e-5)
     assert alone == pytest.approx(expected, rel=1e-5)
     assert_gradients(grads, expected_grads)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"qat": "4", "use_dora": True}, "--qat: not supported with --use-dora"),
+        ({"qat": "4", "lora_dropout": 0.1}, "--qat: not supported with --lora-dropout"),
+        ({"qat": "q5_k_m"}, "--qat 'q5_k_m': give same, BITS"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        TrainConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("bits", "qat", "message"),
+    [
+        (None, "same", "q_proj is not quantized; give its bits"),
+        (4, "4:128", "q_proj has 32 inputs, no multiple of 128"),
+    ],
+)
+def test_layers_that_cannot_be_rounded_so_are_named(tmp_path, bits, qat, message):
+    network, _ = load_base(make_model(tmp_path / "m", "llama", bits, **TINY), mx.float32)
+    with pytest.raises(UserError, match=rf"^--qat {qat}: .*{message}"):
+        add_adapters(network, TrainConfig(qat=qat, lora_targets=("q_proj",), lora_rank=2))
+
+
+def test_experts_are_refused(tmp_path):
+    network, _ = load_base(make_model(tmp_path / "m", "qwen3_moe", 4), mx.float32)
+    config = TrainConfig(qat="same", lora_experts=True, lora_rank=2)
+    with pytest.raises(UserError, match="--qat: not supported on the expert layers"):
+        add_adapters(network, config)

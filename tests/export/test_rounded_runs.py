@@ -25,7 +25,7 @@ from your_ai.nets.saved_adapter import Trained, read_adapter
 from your_ai.run import checkpoint
 
 
-def made(tmp_path: Path, data: Path, bits: int | None, qat: str | None) -> Trained:
+def made(tmp_path: Path, data: Path, bits: int | None, qat: str) -> Trained:
     model = make_model(tmp_path / "base" / "model", "llama", bits)
     return drawn_run(model, data, strength=0.02, qat=qat)
 
@@ -62,7 +62,7 @@ def test_fused_weights_are_those_of_training(tmp_path, data_folder, bits, qat):
 
 
 def test_without_it_rounding_changes_more(tmp_path, data_folder):
-    trained, out = made(tmp_path, data_folder, 4, None), tmp_path / "out"
+    trained, out = made(tmp_path, data_folder, 4, ""), tmp_path / "out"
     for _ in fuse(trained, out, "same"):
         pass
     assert difference(trained, out, None).largest > 1e-2

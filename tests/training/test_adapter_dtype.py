@@ -31,6 +31,8 @@ def dtypes_of(run) -> set[str]:
         ("sft", {"packing": True, "lora_dropout": 0.1, "plan": "fused"}),
         ("sft", {"prefix_cache": "disk", "use_dora": True, "plan": "streamed", **SMALL}),
         ("sft", {"grad_accumulation": 2, "dtype": "float16", "plan": "staged", **SMALL}),
+        ("sft", {"qat": "4:32", "plan": "streamed", **SMALL}),
+        ("dpo", {"qat": "same", "plan": "fused"}),
         ("dpo", {"packing": True, "use_dora": True, "plan": "staged", **SMALL}),
         ("kto", {"plan": "streamed", **SMALL}),
         ("reward", {"use_dora": True, "plan": "staged", **SMALL}),

@@ -67,7 +67,7 @@ def check_adapters(config: TrainConfig) -> None:
         raise UserError(f"--lora-layers {number}: must be at least 1, or all for every block")
     if not config.lora_targets:
         raise UserError("--lora-targets: is empty; try q_proj or all-linear")
-    if config.qat is not None:
+    if config.qat:
         try:
             rounding_of(config.qat)
         except ValueError as error:

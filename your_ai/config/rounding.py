@@ -12,7 +12,7 @@ AFFINE = "affine"
 LLAMA_CPP = {"q4_0": (4, 32), "q8_0": (8, 32)}  # llama.cpp's types: bits, and weights of a scale
 BITS, GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 GROUP = 64  # MLX's default
-FORMAT = re.compile(r"(?P<bits>\d)(:(?P<group>\d{2,3}))?")
+FORMAT = re.compile(r"(?P<bits>[0-9])(:(?P<group>[0-9]{2,3}))?")
 KNOWN = f"{SAME}, BITS or BITS:GROUP (such as 4:64), {' or '.join(LLAMA_CPP)}"
 
 
@@ -28,7 +28,7 @@ class Rounding:
 
     @property
     def options(self) -> dict[str, Any]:
-        """As MLX's functions take them, and config.json has them."""
+        """The arguments of MLX's functions, which are also the entries of a config.json."""
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
 

@@ -591,11 +591,11 @@ class AdapterSettings:
         of_adapter=True,
         mlxlm="fine_tune_type",
     )
-    qat: str | None = setting(
-        None,
+    qat: str = setting(
+        "",
         "Round the adapted weights in training as the result will be (quantization-aware training):"
         " same, BITS[:GROUP] such as 4:64, or llama.cpp's q4_0 or q8_0.",
-        before=None,
+        before="",
         agents="text",
         in_card=True,
         of_adapter=True,

@@ -277,9 +277,8 @@ def start_text(config: TrainConfig, started: RowMeasures | None) -> str:
 
 def rounding_text(adapter: Adapter) -> str:
     """A notice if the layers of the base are rounded as those of the adapter are."""
-    if adapter.rounding is None:
-        return ""
-    return f"base is the model with its adapted layers rounded as in training (--qat {adapter.rounding})"
+    how = adapter.rounding and f"--qat {adapter.rounding}"
+    return how and f"base is the model with its adapted layers rounded as in training ({how})"
 
 
 def training_of(adapter: Adapter, config: TrainConfig, blocks: int) -> Training:
@@ -292,7 +291,7 @@ def training_of(adapter: Adapter, config: TrainConfig, blocks: int) -> Training:
         targets=tuple(sorted({str(key) for key in keys})),
         adapter=adapter.kind,
         experts=config.lora_experts,
-        rounding=adapter.rounding or "",
+        rounding=adapter.rounding,
     )
 
 

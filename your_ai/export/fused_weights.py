@@ -179,7 +179,7 @@ def form_of(
         if not isinstance(modules[path], LINEAR) or modules[path].get("global_scale") is not None:
             kind = type(modules[path]).__name__
             raise UserError(f"{adapter.folder}: {path} is a {kind}, which cannot be fused")
-    if to == AUTO and adapter.rounding not in (None, *LLAMA_CPP):
+    if to == AUTO and adapter.rounding not in ("", *LLAMA_CPP):
         return TRAINED
     if not any(map(quantization_of, modules.values())):
         if to in HIGHER:

@@ -312,7 +312,7 @@ def workload_of(
             adapter=config.adapter,
             adapter_dtype=config.adapter_dtype,
             experts=config.lora_experts,
-            rounding=config.qat or "",
+            rounding=config.qat,
         ),
         lengths=lengths,
         batch_size=batch_size,

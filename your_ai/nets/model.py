@@ -287,7 +287,7 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
         "keys": list(keys),
     }
     mx.random.seed(derive_seed(config.seed, "adapters"))  # used by from_base
-    if config.qat is not None:
+    if config.qat:
         parameters[OPTION] = config.qat
     try:
         KINDS[config.adapter].put(model, count, parameters)
@@ -394,8 +394,8 @@ def find_targets(blocks: list[nn.Module], config: TrainConfig) -> tuple[str, ...
         found |= matches
     experts = sorted(name for name in found if linear[name])
     supported = config.adapter.adapts_experts
-    if experts and (not supported or config.lora_dropout > 0 or config.qat is not None):
-        other = "qat" if config.qat is not None else "lora_dropout"
+    if experts and (not supported or config.lora_dropout > 0 or config.qat):
+        other = "qat" if config.qat else "lora_dropout"
         option = flag(other if supported else config.adapter.setting)
         raise UserError(f"{option}: not supported on the expert layers {', '.join(experts)}")
     return tuple(sorted(found))

@@ -67,10 +67,9 @@ class Adapter:
         return int(self.config["lora_parameters"]["rank"])
 
     @property
-    def rounding(self) -> str | None:
-        """The format that its layers were rounded to in training, as of `--qat`; None for none."""
-        found: str | None = self.config["lora_parameters"].get(OPTION)
-        return found
+    def rounding(self) -> str:
+        """The format that its layers were rounded to in training, as of `--qat`; "" for none."""
+        return str(self.config["lora_parameters"].get(OPTION, ""))
 
     @property
     def kind(self) -> AdapterFacts:
@@ -270,12 +269,11 @@ def check_settings(path: Path, config: Any, largest: int) -> None:
     for key, value, most in (("scale", scale, MOST_SCALE), ("dropout", dropout, 1.0)):
         if not is_number(value) or not abs(value) <= most:
             refuse(key, value, f"a number of at most {most:g}")
-    rounding = parameters.get(OPTION)
-    try:
-        if rounding is not None:
-            rounding_of(rounding if isinstance(rounding, str) else shown(rounding))
-    except ValueError as error:
-        refuse(OPTION, rounding, str(error).removeprefix("give "))
+    if (rounding := parameters.get(OPTION)) is not None:
+        try:
+            rounding_of(rounding if isinstance(rounding, str) else "")
+        except ValueError as error:
+            refuse(OPTION, rounding, str(error).removeprefix("give "))
     keys, step = parameters.get("keys"), config.get("step")
     if keys is not None and not (
         isinstance(keys, list) and all(isinstance(key, str) for key in keys)
