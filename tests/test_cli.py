@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -297,3 +298,33 @@ def test_failed_run_with_a_broken_display_is_kept(capsys, options, monkeypatch):
     monkeypatch.setattr("your_ai.training.train.train_step", failing)
     assert call(*options, "--run", "first") == 1
     assert os.path.isdir("runs/first/checkpoints/step-000000")
+
+
+WAITING = """
+import sys, time
+from your_ai import cli
+
+@cli.app.command()
+def wait():
+    try:
+        print("begun", flush=True)
+        time.sleep(60)
+    finally:
+        print("cleaned", flush=True)
+
+sys.argv = ["your_ai", "wait"]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signals_end_a_command_as_ctrl_c_does(number):
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(number)
+    out, error = process.communicate(timeout=30)
+    assert out == "cleaned\n"
+    assert error.strip() in ("", "interrupted")
+    assert process.returncode == 128 + number

@@ -7,6 +7,7 @@ import errno
 import functools
 import io
 import os
+import signal
 import sys
 from typing import Annotated, Any
 
@@ -109,8 +110,10 @@ def name_of(info: typer.models.CommandInfo) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; errors are one line on stderr, tracebacks only with --debug."""
+    signals: list[int] = []
     if arguments is None:
         claim_process()
+        signals = end_as_interrupted()
         arguments = sys.argv[1:]
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"]
@@ -129,11 +132,28 @@ def main(arguments: list[str] | None = None) -> None:
         if debug and not isinstance(error, SystemExit):
             echo_traceback()
         status = report(error)
+    if signals:
+        status = 128 + signals[0]
     try:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader closed the pipe, so the rest of the output is dropped
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status or 0)
+
+
+def end_as_interrupted() -> list[int]:
+    """Let SIGTERM and a closed terminal end a command as Ctrl-C does, unless they are ignored;
+    return a list to which such a signal is added."""
+    received: list[int] = []
+
+    def interrupt(number: int, frame: object) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, interrupt)
+    return received
 
 
 def open_streams() -> None:

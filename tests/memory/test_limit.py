@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -225,3 +226,10 @@ def test_more_memory_never_lowers_the_limit(any_machine, name, more):
 @given(any_machine=MACHINES)
 def test_text_of_a_limit_is_one_line(any_machine):
     assert "\n" not in text(detect(any_machine))
+
+
+@pytest.mark.parametrize("asked_gb", [math.nan, math.inf, 0.0, -1.0])
+def test_request_that_is_no_size_is_refused(asked_gb):
+    for force in (False, True):
+        with pytest.raises(UserError, match=r"--max-memory .*: must be a number of GB above 0"):
+            requested(MAC, asked_gb, force=force)

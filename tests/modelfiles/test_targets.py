@@ -44,10 +44,18 @@ def test_existing_model_is_replaced_only_with_force(model):
 
 
 def test_file_is_replaced_only_with_force(tmp_path):
-    (tmp_path / "a.gguf").write_bytes(b"")
+    (tmp_path / "a.gguf").write_bytes(b"GGUF and more")
     with pytest.raises(UserError, match="exists"):
         check_target(tmp_path / "a.gguf", force=False, is_file=True)
     check_target(tmp_path / "a.gguf", force=True, is_file=True)
+
+
+def test_file_of_another_kind_is_never_replaced(tmp_path):
+    (tmp_path / "rows.csv").write_text("question,answer\n")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("rows.csv", "pipe"):
+        with pytest.raises(UserError, match="is no GGUF file, which alone is replaced"):
+            check_target(tmp_path / name, force=True, is_file=True)
 
 
 def test_folder_and_file_never_replace_each_other(model, tmp_path):

@@ -118,9 +118,12 @@ def detect(machine: MachineMemory) -> MemoryLimit:
 def requested(machine: MachineMemory, max_memory_gb: float, force: bool) -> MemoryLimit:
     """The limit that the user requested, without a margin.
 
-    Raises UserError if the machine or the container has less memory, unless `force` is set.
+    Raises UserError if it is no such number, or if the machine or the container has less memory,
+    unless `force` is set.
     """
     asked = f"--max-memory {max_memory_gb:g}"
+    if not 0 < max_memory_gb < math.inf:
+        raise UserError(f"{asked}: must be a number of GB above 0")
     limit_bytes = max(1, int(max_memory_gb * GB))
     most, where = machine.ram_bytes, "machine"
     if machine.container_bytes is not None and machine.container_bytes < most:

@@ -31,6 +31,7 @@ MARKS = ("config.json", "adapter_config.json")
 WEIGHTS = ".safetensors"
 MODELFILE = "Modelfile"  # Ollama's settings of a model
 GGUF = ".gguf"  # a folder with one such file is a model too
+GGUF_MAGIC = b"GGUF"
 KINDS = (WEIGHTS, GGUF, MODELFILE, ".json", ".jinja", ".txt", ".model", ".tiktoken", ".md",
          ".py", ".png", ".gitattributes")  # fmt: skip
 
@@ -38,7 +39,7 @@ KINDS = (WEIGHTS, GGUF, MODELFILE, ".json", ".jinja", ".txt", ".model", ".tiktok
 def check_target(target: Path, force: bool, is_file: bool = False) -> None:
     """Raise UserError if a result cannot be written to `target`.
 
-    force: a file may replace a file, and a folder may replace a folder that contains only a
+    force: a GGUF file may replace another, and a folder may replace a folder that contains only a
         model or an adapter. Nothing else is ever replaced.
     is_file: the result is a file, not a folder.
     """
@@ -59,8 +60,21 @@ def check_target(target: Path, force: bool, is_file: bool = False) -> None:
         raise UserError(
             f"{target}: contains files that do not belong to a model; choose another name"
         )
+    if is_file and not is_gguf(target):
+        raise UserError(f"{target}: is no GGUF file, which alone is replaced; choose another name")
     if not force:  # last, because --force would not help against the others
         raise UserError(f"{target}: exists; choose another name, or replace it with --force")
+
+
+def is_gguf(file: Path) -> bool:
+    """Return whether a file is one of llama.cpp's."""
+    try:
+        if not file.is_file():  # a device, or a pipe
+            return False
+        with file.open("rb") as opened:
+            return opened.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+    except OSError:
+        return False
 
 
 def is_replaceable(folder: Path) -> bool:
