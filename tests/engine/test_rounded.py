@@ -15,7 +15,7 @@ from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.errors import UserError
 from your_ai.nets import lora
 from your_ai.nets.model import add_adapters
-from your_ai.nets.rounding import PARTS, dense, quantization_of, rounded
+from your_ai.nets.rounding import MLX_PARTS, float32_weight, quantization_of, rounded
 
 __all__ = ["small_pieces"]  # a fixture
 ALL = {"lora_targets": ("all-linear",), "lora_layers": "all"}
@@ -30,8 +30,8 @@ class Whole(nn.Module):
         self.scale, self.rounding = layer.scale, layer.rounding
 
     def __call__(self, x: mx.array) -> mx.array:
-        parts = {name: self.linear[name] for name in PARTS if self.linear.get(name) is not None}
-        weight = dense(parts, quantization_of(self.linear))
+        parts = {name: self.linear[name] for name in MLX_PARTS if self.linear.get(name) is not None}
+        weight = float32_weight(parts, quantization_of(self.linear))
         parts = {"lora_a": self.lora_a, "lora_b": self.lora_b}
         weight = lora.fused_rows(weight, parts, self.scale, slice(None))
         weight = weight + mx.stop_gradient(rounded(weight, self.rounding, mx.float32) - weight)

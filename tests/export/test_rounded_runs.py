@@ -20,7 +20,7 @@ from your_ai.export.fused_weights import fuse
 from your_ai.export.starting import settings_of
 from your_ai.generation import generate
 from your_ai.nets.lora import RoundedLayer, fused_rows
-from your_ai.nets.rounding import dense, quantization_of, rounded
+from your_ai.nets.rounding import float32_weight, quantization_of, rounded
 from your_ai.nets.saved_adapter import Trained, read_adapter
 from your_ai.run import checkpoint
 
@@ -36,7 +36,7 @@ def rounded_weights(trained: Trained) -> dict[str, mx.array]:
     found = {}
     for path, layer in network.named_modules():
         if isinstance(layer, RoundedLayer):
-            weight = dense(layer.linear, quantization_of(layer.linear))
+            weight = float32_weight(layer.linear, quantization_of(layer.linear))
             weight = fused_rows(weight, layer, layer.scale, slice(None))
             found[path] = rounded(weight, layer.rounding, mx.float32)
     assert found
@@ -53,7 +53,7 @@ def test_fused_weights_are_those_of_training(tmp_path, data_folder, bits, qat):
     network, _ = mlx_lm.load(str(out))
     layers = dict(network.named_modules())
     for path, weight in rounded_weights(trained).items():
-        found = dense(layers[path], quantization_of(layers[path]))
+        found = float32_weight(layers[path], quantization_of(layers[path]))
         assert mx.allclose(found, weight, rtol=1e-5, atol=1e-6), path
     assert "as they were in training (--qat)" in (out / "README.md").read_text()
     found = difference(trained, out, None)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from your_ai.config.rounding import Rounding, rounding_of
-from your_ai.nets.rounding import dense, packed, rounded
+from your_ai.nets.rounding import float32_weight, packed, rounded
 
 TYPES = {"q4_0": gguf.GGMLQuantizationType.Q4_0, "q8_0": gguf.GGMLQuantizationType.Q8_0}
 
@@ -57,6 +57,6 @@ def test_rounded_weights_are_those_of_the_layer_that_holds_them(text, dtype):
     weight, rounding = mx.random.normal((6, 128), key=mx.random.key(1)), rounding_of(text)
     parts = packed(weight, rounding, dtype)
     assert parts["scales"].dtype == dtype
-    layer = dense(parts, rounding)
+    layer = float32_weight(parts, rounding)
     assert mx.array_equal(rounded(weight, rounding, dtype), layer)
     assert mx.abs(layer - weight).max() < mx.abs(weight).max()

@@ -9,11 +9,11 @@ from typing import Any
 OPTION = "qat"  # in `lora_parameters` of adapter_config.json: the format
 SAME = "same"
 AFFINE = "affine"
-LLAMA_CPP = {"q4_0": (4, 32), "q8_0": (8, 32)}  # llama.cpp's types: bits, and weights of a scale
+GGML_TYPES = {"q4_0": (4, 32), "q8_0": (8, 32)}  # llama.cpp's types: bits, and weights of a scale
 BITS, GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 GROUP = 64  # MLX's default
 FORMAT = re.compile(r"(?P<bits>[0-9])(:(?P<group>[0-9]{2,3}))?")
-KNOWN = f"{SAME}, BITS or BITS:GROUP (such as 4:64), {' or '.join(LLAMA_CPP)}"
+KNOWN = f"{SAME}, BITS or BITS:GROUP (such as 4:64), {' or '.join(GGML_TYPES)}"
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ def rounding_of(text: str) -> Rounding | None:
     """
     if text == SAME:
         return None
-    if text in LLAMA_CPP:
-        return Rounding(*LLAMA_CPP[text], text)
+    if text in GGML_TYPES:
+        return Rounding(*GGML_TYPES[text], text)
     found = FORMAT.fullmatch(text)
     if found is not None:
         rounding = Rounding(int(found["bits"]), int(found["group"] or GROUP))

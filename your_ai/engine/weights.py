@@ -36,10 +36,11 @@ from your_ai.files import read_into
 from your_ai.gates.untrusted import read_header
 from your_ai.memory.facts import VOCABULARY
 from your_ai.nets.adapter_kinds import compute_magnitudes
-from your_ai.nets.head import HeadSlice, LinearHead, dense, part_of
+from your_ai.nets.head import HeadSlice, LinearHead, part_of
 from your_ai.nets.mlx_types import Arrays, load_arrays, memory_of
 from your_ai.nets.model import EXPERTS, load_network
 from your_ai.nets.parts import arrays_of, put
+from your_ai.nets.rounding import dense
 from your_ai.nets.split import StandIn, blocks_path, module_at
 from your_ai.nets.tokenizer import open_tokenizer
 

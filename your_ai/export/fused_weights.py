@@ -29,7 +29,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
-from your_ai.config.rounding import AFFINE, GROUPS, LLAMA_CPP, Rounding
+from your_ai.config.rounding import AFFINE, GGML_TYPES, GROUPS, Rounding
 from your_ai.errors import UserError
 from your_ai.files import sha256
 from your_ai.memory.budget import limit_of
@@ -38,7 +38,7 @@ from your_ai.modelfiles.shards import Lazy, WriteProgress, load_as_written, read
 from your_ai.modelfiles.targets import Work, check_target
 from your_ai.nets.adapter_kinds import KINDS, AdapterKind
 from your_ai.nets.model import LINEAR
-from your_ai.nets.rounding import PARTS, dense, packed, quantization_of
+from your_ai.nets.rounding import MLX_PARTS, float32_weight, packed, quantization_of
 from your_ai.nets.saved_adapter import Adapter, Trained, check_generates, put_adapter, read_adapter
 from your_ai.nets.tokenizer import GENERATION, added_end, content_of, open_tokenizer
 from your_ai.publish.card import exported_card
@@ -108,12 +108,12 @@ def fused_lazily(
     pieces: dict[str, list[mx.array]] = {}
     for name, array in arrays.items():
         path, _, leaf = name.rpartition(".")
-        if path in changes and leaf in PARTS:
+        if path in changes and leaf in MLX_PARTS:
             if leaf == "weight":
                 parts = changed_pieces(changes[path])
                 found = {part: mx.concatenate([p[part] for p in parts]) for part in parts[0]}
                 written |= {f"{path}.{part}": array for part, array in found.items()}
-                read = sum(sizes.get(f"{path}.{part}", 0) for part in PARTS)
+                read = sum(sizes.get(f"{path}.{part}", 0) for part in MLX_PARTS)
                 beside.append(read + work_bytes(changes[path]))
                 if list(found) == ["weight"]:  # others are computed together
                     pieces[name] = [part["weight"] for part in parts]
@@ -179,7 +179,7 @@ def form_of(
         if not isinstance(modules[path], LINEAR) or modules[path].get("global_scale") is not None:
             kind = type(modules[path]).__name__
             raise UserError(f"{adapter.folder}: {path} is a {kind}, which cannot be fused")
-    if to == AUTO and adapter.rounding not in ("", *LLAMA_CPP):
+    if to == AUTO and adapter.rounding not in ("", *GGML_TYPES):
         return TRAINED
     if not any(map(quantization_of, modules.values())):
         if to in HIGHER:
@@ -282,9 +282,9 @@ def changed_pieces(change: Change) -> list[dict[str, mx.array]]:
 
 def dense_rows(layer: nn.Module, rows: slice, after: list[mx.array]) -> mx.array:
     """Rows of a layer's weight in float32, computed only after the arrays `after`."""
-    given = [layer[name][rows] for name in PARTS if layer.get(name) is not None]
+    given = [layer[name][rows] for name in MLX_PARTS if layer.get(name) is not None]
     parts: list[mx.array] = mx.depends(given, after) if after else given
-    return dense(dict(zip(PARTS, parts, strict=False)), quantization_of(layer))
+    return float32_weight(dict(zip(MLX_PARTS, parts, strict=False)), quantization_of(layer))
 
 
 def dithered(weight: mx.array, becomes: Rounding, seed: int) -> mx.array:

@@ -37,10 +37,10 @@ from your_ai.memory.facts import entries_of
 from your_ai.modelfiles.shards import Lazy, lazy_of
 from your_ai.nets.mlx_types import load_arrays
 from your_ai.nets.model import positions_of
+from your_ai.nets.rounding import MLX_PARTS
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of 8 neighboring outputs
 LEAST_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # the lowest bit of each value
-MLX_PARTS = ("weight", "scales", "biases")  # the arrays of a quantized weight
 WORK_ARRAYS = 8  # arrays as large as a result that computing it needs, at most
 
 

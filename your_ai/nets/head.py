@@ -19,6 +19,7 @@ import mlx.nn as nn
 from your_ai.errors import suppress_model_errors
 from your_ai.memory.sizes import HEAD_SLICE_BYTES
 from your_ai.nets.mlx_types import Arrays
+from your_ai.nets.rounding import dense, quantization_of, quantized_arrays
 from your_ai.nets.split import StandIn, module_at, replaced
 from your_ai.rng import derive_seed
 from your_ai.run.checkpoint import SCORE_WEIGHT as WEIGHT
@@ -124,7 +125,7 @@ def part_of(arrays: dict[str, mx.array], quantization: dict[str, Any]) -> HeadSl
     """
     count, bias = arrays["weight"].shape[0], arrays.get("bias")
     if quantization and mx.default_device().type != mx.cpu:
-        packed = _packed(arrays)
+        packed = quantized_arrays(arrays)
 
         def forward(hidden: mx.array) -> mx.array:
             return mx.quantized_matmul(hidden, *packed, transpose=True, **quantization)
@@ -151,19 +152,6 @@ def part_of(arrays: dict[str, mx.array], quantization: dict[str, Any]) -> HeadSl
     return HeadSlice(count, lambda hidden: forward(hidden) + bias, backward)
 
 
-def dense(
-    arrays: dict[str, mx.array], quantization: dict[str, Any], dtype: mx.Dtype | None = None
-) -> mx.array:
-    """The rows as a dense array.
-
-    dtype: of quantized rows. Without it, modes of 4-bit and 8-bit floats give bfloat16, which each
-    product with float32 would copy.
-    """
-    if not quantization:
-        return arrays["weight"]
-    return mx.dequantize(*_packed(arrays), **quantization, dtype=dtype)
-
-
 def rows_at_once(slice_bytes: int, inputs: int, bits: int = 32, mode: str = "affine") -> int:
     """The number of rows of a weight that need `slice_bytes` in float32, or to dequantize.
 
@@ -174,10 +162,6 @@ def rows_at_once(slice_bytes: int, inputs: int, bits: int = 32, mode: str = "aff
     if mode != "affine" and bits == 4:
         arrays = 2
     return max(1, slice_bytes // (4 * inputs * arrays))
-
-
-def _packed(arrays: dict[str, mx.array]) -> tuple[mx.array, mx.array, mx.array | None]:
-    return arrays["weight"], arrays["scales"], arrays.get("biases")
 
 
 @dataclass(frozen=True)
@@ -219,10 +203,8 @@ class LayerRows:
         return {name: self.layer[name] for name in names if self.layer.get(name) is not None}
 
     def _quantization(self) -> dict[str, Any]:
-        if "scales" not in self.layer:
-            return {}
-        mode = getattr(self.layer, "mode", "affine")
-        return {"group_size": self.layer.group_size, "bits": self.layer.bits, "mode": mode}
+        found = quantization_of(self.layer)
+        return {} if found is None else found.options
 
 
 @dataclass(frozen=True)

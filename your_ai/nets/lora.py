@@ -23,8 +23,9 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from your_ai.config.rounding import OPTION, Rounding, rounding_of
 from your_ai.memory.sizes import DEQUANTIZED_SLICE_BYTES
+from your_ai.nets.head import rows_at_once
 from your_ai.nets.mlx_types import custom_function
-from your_ai.nets.rounding import PARTS, dense, quantization_of, rounded
+from your_ai.nets.rounding import MLX_PARTS, float32_weight, quantization_of, rounded
 
 __all__ = ["Layer", "RoundedLayer", "fused_rows", "limits", "put"]
 
@@ -66,8 +67,10 @@ def rounded_matmul(
     own: the format of W, whose arrays are `weight` and `others`. Differentiable in x, A and B.
     """
 
+    formats = [(each.bits, each.mode) for each in (rounding, own) if each is not None]
+
     def slices(weight: mx.array, inputs: int) -> list[slice]:
-        rows = max(1, DEQUANTIZED_SLICE_BYTES // (4 * inputs))
+        rows = min(rows_at_once(DEQUANTIZED_SLICE_BYTES, inputs, *each) for each in formats)
         return [slice(i, min(i + rows, weight.shape[0])) for i in range(0, weight.shape[0], rows)]
 
     def rows_of(
@@ -76,7 +79,7 @@ def rounded_matmul(
     ) -> mx.array:  # fmt: skip
         """Rounded rows, (n, D), computed only after the arrays `after`."""
         given = mx.depends([array[part] for array in arrays], after)
-        weight = dense(dict(zip(PARTS, given, strict=False)), own)
+        weight = float32_weight(dict(zip(MLX_PARTS, given, strict=False)), own)
         adapted = fused_rows(weight, {"lora_a": lora_a, "lora_b": lora_b}, scale, part)
         kept = arrays[1].dtype if own and mx.issubdtype(arrays[1].dtype, mx.floating) else dtype
         return rounded(adapted, rounding, kept).astype(dtype)
@@ -132,7 +135,7 @@ class RoundedLayer(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """x: (..., D) -> (..., O)"""
-        arrays = [self.linear[name] for name in PARTS if self.linear.get(name) is not None]
+        arrays = [self.linear[name] for name in MLX_PARTS if self.linear.get(name) is not None]
         product = rounded_matmul(self.rounding, quantization_of(self.linear), float(self.scale))
         y = product(x.reshape(-1, x.shape[-1]), self.lora_a, self.lora_b, *arrays)
         y = y.reshape(*x.shape[:-1], -1)

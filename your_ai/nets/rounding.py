@@ -6,13 +6,14 @@ Shapes: O outputs, D inputs; leading axes, as of experts, are free.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from your_ai.config.rounding import AFFINE, LLAMA_CPP, Rounding
+from your_ai.config.rounding import AFFINE, GGML_TYPES, Rounding
 
-PARTS = ("weight", "scales", "biases")
+MLX_PARTS = ("weight", "scales", "biases")  # the arrays of a quantized weight
 
 
 def quantization_of(layer: nn.Module) -> Rounding | None:
@@ -28,24 +29,44 @@ def packed(weight: mx.array, rounding: Rounding, dtype: mx.Dtype) -> dict[str, m
     values, *others = mx.quantize(weight, **rounding.options)
     if rounding.mode == AFFINE:
         others = [array.astype(dtype) for array in others]
-    return dict(zip(PARTS, (values, *others), strict=False))
+    return dict(zip(MLX_PARTS, (values, *others), strict=False))
 
 
-def dense(parts: Mapping[str, mx.array], rounding: Rounding | None) -> mx.array:
-    """The weight of a layer in float32, from its arrays by name."""
-    weight, *others = (parts[name] for name in PARTS if name in parts)
+def quantized_arrays(
+    arrays: Mapping[str, mx.array],
+) -> tuple[mx.array, mx.array, mx.array | None]:
+    """Weight, scales and biases of a quantized layer, from its arrays by name."""
+    return arrays["weight"], arrays["scales"], arrays.get("biases")
+
+
+def dense(
+    arrays: Mapping[str, mx.array], quantization: dict[str, Any], dtype: mx.Dtype | None = None
+) -> mx.array:
+    """The weight of a layer as a dense array.
+
+    quantization: the arguments of mx.dequantize, or {} if the layer is not quantized.
+    dtype: of quantized rows. Without it, modes of 4-bit and 8-bit floats give bfloat16, which each
+    product with float32 would copy.
+    """
+    if not quantization:
+        return arrays["weight"]
+    return mx.dequantize(*quantized_arrays(arrays), **quantization, dtype=dtype)
+
+
+def float32_weight(arrays: Mapping[str, mx.array], rounding: Rounding | None) -> mx.array:
+    """The weight of a layer, dequantized in float32 also where its scales have fewer digits."""
     if rounding is None:
-        return weight.astype(mx.float32)
+        return arrays["weight"].astype(mx.float32)
     if rounding.mode == AFFINE:
-        others = [array.astype(mx.float32) for array in others]
-    scales, biases = others[0], others[1] if len(others) > 1 else None
-    return mx.dequantize(weight, scales, biases, **rounding.options, dtype=mx.float32)
+        others = {name: arrays[name].astype(mx.float32) for name in MLX_PARTS[1:]}
+        arrays = {"weight": arrays["weight"], **others}
+    return dense(arrays, rounding.options, mx.float32)
 
 
 def rounded(weight: mx.array, rounding: Rounding, dtype: mx.Dtype) -> mx.array:
     """(O, D) float32, rounded; dtype: as in `packed`."""
-    if rounding.mode not in LLAMA_CPP:
-        return dense(packed(weight, rounding, dtype), rounding)
+    if rounding.mode not in GGML_TYPES:
+        return float32_weight(packed(weight, rounding, dtype), rounding)
     return rounded_by_ggml(weight, rounding)
 
 
