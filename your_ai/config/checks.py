@@ -60,6 +60,10 @@ def check(config: TrainConfig) -> None:
         raise UserError("--spill: --plan fused has nothing to offload; use --plan staged")
 
 
+VOCABULARY_PARTS = ("embeddings", "head")
+TRAINABLE = (*VOCABULARY_PARTS, ",".join(VOCABULARY_PARTS))
+
+
 def check_adapters(config: TrainConfig) -> None:
     """Raise UserError for layers that no model has."""
     if isinstance(config.lora_layers, int) and not 1 <= config.lora_layers <= LARGEST:
@@ -78,8 +82,30 @@ def check_adapters(config: TrainConfig) -> None:
                     f"--qat: not supported with {flag(name)}; the rounded weight is that of LoRA "
                     "without dropout"
                 )
+    check_vocabulary(config)
     if ALL_LINEAR in config.lora_targets and len(config.lora_targets) > 1:
         raise UserError("--lora-targets: all-linear includes every other name; give it alone")
+
+
+def check_vocabulary(config: TrainConfig) -> None:
+    """Raise UserError for a training of embeddings or heads that is not possible."""
+    names = config.train.split(",") if config.train else []
+    for name in names:
+        if name not in VOCABULARY_PARTS or names.count(name) > 1:
+            raise UserError(f"--train {quoted(config.train)}: give {' or '.join(TRAINABLE)}")
+    new = config.add_tokens or config.add_special_tokens
+    option = "--train" if names else "--add-tokens"
+    if not (names or new):
+        if config.embedding_learning_rate is not None:
+            raise UserError("--embedding-learning-rate: only works with --train or --add-tokens")
+        return
+    if config.objective == SOFT:
+        raise UserError(f"{option}: not supported with --objective soft")
+    if config.prefix_cache != "off" and (new or "embeddings" in names):
+        raise UserError(
+            f"{option}: the embeddings change in each step, so nothing can be cached; use "
+            "--prefix-cache off"
+        )
 
 
 def check_optimizer(config: TrainConfig) -> None:

@@ -66,7 +66,6 @@ INSTEAD = {
     "--seed": "--random-state",
     "--push-to": "--hub-model-id --push-to-hub --push-model",
     "--processes": "--num-processes",
-    "not needed: `your_ai train` trains": "--train",
     "measure the test rows afterwards with `your_ai eval`": "--test",
     "`your_ai eval` measures all test rows": "--test-batches",
     "not needed: every step is reported": "--steps-per-report --logging-steps",

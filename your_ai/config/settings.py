@@ -601,6 +601,34 @@ class AdapterSettings:
         of_adapter=True,
         words=("same", "4", "8", "q4_0", "q8_0"),
     )
+    train: str = setting(
+        "",
+        "Train all rows of these, too: embeddings, head, or both, separated by a comma.",
+        before="",
+        agents="text",
+        in_card=True,
+        words=("embeddings", "head", "embeddings,head"),
+    )
+    add_tokens: str = setting(
+        "",
+        "Add these tokens and train their embeddings: separated by commas, or a file with one in a "
+        "line.",
+        before="",
+        in_card=True,
+    )
+    add_special_tokens: str = setting(
+        "",
+        "Add these tokens, as --add-tokens does, as special ones, which answers are shown without.",
+        before="",
+        in_card=True,
+    )
+    embedding_learning_rate: float | None = setting(
+        None,
+        "Learning rate of trained embeddings and heads; default: --learning-rate.",
+        before=None,
+        bounds=Bounds(0, LARGEST),
+        in_card=True,
+    )
     adapter_dtype: Literal["float32", "bfloat16"] = setting(
         "float32",
         "Data type of the adapters' matrices and their gradients. bfloat16: half of their memory; "

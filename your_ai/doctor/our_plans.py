@@ -182,7 +182,7 @@ def prepare_ours(
     plan, facts = budget.choice.option.plan, budget.workload.facts
     training = budget.workload.training
     job = asked.with_adapters(training.rank, training.blocks, len(network.layers))
-    adapters, start = add_adapters(job, network, facts.hidden, folder)
+    adapters, start = add_adapters(job, opened, facts.hidden, folder)
     if beside is not None and plan.engine != "streamed":
         network.update(beside.loop.trainer.model.parameters())
     graphs = graphs_within(budget)

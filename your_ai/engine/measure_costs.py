@@ -55,7 +55,7 @@ from your_ai.memory.sizes import (
     tiles_of,
 )
 from your_ai.memory.workload import Workload
-from your_ai.nets.head import LinearHead, ScoreHead
+from your_ai.nets.head import LinearHead, ScoreHead, put_in, trained_in
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import TRIED_TOKENS
 from your_ai.nets.tiled_attention import Tile
@@ -491,15 +491,14 @@ class MeasuredBlock:
         rows, batch = self.rows(shape), batch_of(shape, self.packed)
         run = fused.graphs.compile(partial(fused.trained_gradients, rows.shape), fused.state)
         trained = [{name: array + 0 for name, array in self.own.items()} for _ in range(count)]
-        of_head = fused.head.trained if isinstance(fused.head, ScoreHead) else {}
+        of_head = trained_in(fused.head)
         scale = mx.array(1.0, mx.float32)
         rest = [self.extras(shape)] * count, Targets.of(batch), scale
         mx.eval(trained)
 
         def run_graph(given: list[Any]) -> Any:
             found = run(trained, of_head, [self.arrays] * count, given.pop(), *rest)
-            if isinstance(fused.head, ScoreHead):
-                fused.head.put(of_head)  # tracing replaced it with a placeholder
+            put_in(fused.head, of_head)  # tracing replaced it with a placeholder
             return found
 
         return run_graph

@@ -40,11 +40,12 @@ from your_ai.engine.weights import Streamed, streams_vocabulary
 from your_ai.memory.sizes import tiles_of
 from your_ai.memory.workload import NOTHING, Kept, KeptAt
 from your_ai.nets.adapter_kinds import normed_layers, norms_of
-from your_ai.nets.head import Head, LinearHead, ScoreHead
+from your_ai.nets.head import Head, LinearHead, ScoreHead, put_in, trained_in
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import DropoutKeys, KeyedDropout, TokenKeys
 from your_ai.nets.neftune import Neftune, noise_added
 from your_ai.nets.parts import Parts
+from your_ai.nets.vocabulary import trained_layers
 from your_ai.objectives.objective import Objective, Scores, Sums, Targets
 
 FEWEST_BYTES = 16 << 20  # minimum bytes of hidden states per read of the frozen blocks
@@ -132,8 +133,9 @@ class Staged:
         neftune: Neftune | None = None,
         kept: Kept = NOTHING,
     ) -> None:
-        if store is not None and neftune is not None:
-            raise ValueError("cached hidden states would have the noise of one step in every step")
+        self.embeddings = [layer for layer in trained_layers(model) if layer.is_embedding]
+        if store is not None and (neftune is not None or self.embeddings):
+            raise ValueError("cached hidden states would be those of one step in every step")
         self.objective, self.parts, self.neftune = objective, parts, neftune
         self.blocks, self.store = parts.blocks, store
         self.weights = weights or Resident(self.blocks)
@@ -146,7 +148,7 @@ class Staged:
         names = {id(module): name for name, module in model.named_modules()}
         self.names = [names[id(block)] for block in model.layers]
         self.normed = [normed_layers(block) for block in self.blocks]
-        self.first = first_trained(self.blocks)
+        self.first = 0 if self.embeddings else first_trained(self.blocks)
         self.frozen = range(self.first)
         self.trained: Sequence[int] = range(self.first, len(self.blocks))
         self.keep(lambda rows, tokens: kept)
@@ -159,6 +161,7 @@ class Staged:
         if isinstance(head, ScoreHead):
             self.state.append(head.layer.state)
         self._embed = self._compiled(self._embedded)
+        self._embed_gradient = self._compiled(self._gradients_of_embeddings)
         self._context = self._compiled(self._context_of)
         self._head_gradient = self._compiled(self._loss_and_gradient)
         self._head_loss = self._compiled(self._loss)
@@ -184,13 +187,18 @@ class Staged:
 
     def gradients(self, batch: Batch, scale: float, step_seed: int) -> tuple[Sums, Any]:
         found: Arrays = {}
-        sums = self.gradients_by_block(batch, scale, step_seed, found.update)
+
+        def add(grads: Arrays) -> None:
+            found.update(summed(grads, found))
+
+        sums = self.gradients_by_block(batch, scale, step_seed, add)
         return sums, tree_unflatten(list(found.items()))
 
     def gradients_by_block(
         self, batch: Batch, scale: float, step_seed: int, add: Callable[[Arrays], None]
     ) -> Sums:
-        """Call `add` with the gradients of each block, the last first, and then of the head."""
+        """Call `add` with the gradients of the head, of each block, the last first, and then of the
+        embedding, which has the name of the head's if they are tied."""
         rows = self.rows_of(batch, step_seed)
         hidden = self._below(batch, rows)
         kept = self.kept_at(rows.shape.rows, rows.shape.tokens)
@@ -202,10 +210,13 @@ class Staged:
         factor = mx.array(scale, mx.float32)
         sums, cotangents, of_head = self.at_head(batch, rows, hidden, factor)
         mx.eval(sums, cotangents, of_head)
+        if of_head:
+            add(of_head)
+        of_head = {}
         for index in reversed(self.trained):
             arrays, trained = self.arrays_at(index), trained_arrays(self.blocks[index])
             self.weights.ahead(reversed(range(self.first, index)))
-            lowest = index == self.first
+            lowest = index == self.first and not self.embeddings
             given: tuple[Any, ...]
             tiled = self._tiled(index, rows, arrays, trained, keeps[index])
             if tiled is not None:
@@ -231,8 +242,11 @@ class Staged:
             grads = self._named(index, grads)
             add(grads)
             del grads
-        if of_head:
-            add(dict(of_head))
+        if self.embeddings:
+            given = (mx.array(rows.tokens), rows.noise, joined(cotangents))
+            del cotangents
+            add(self._embed_gradient(rows.shape, *given))
+            del given
         return Sums(*sums)
 
     def loss(self, batch: Batch) -> Sums:
@@ -298,28 +312,51 @@ class Staged:
             targets = targets._replace(columns={**targets.columns, "given": known.weights})
             mx.eval(known.sums, known.weights)
         every: list[Sums] = []
+        of_head = {}
         for part in self._target_parts(batch, targets):
             tiles = hidden[part.tiles]
             if part.targets is None:
                 hidden[part.tiles] = map(mx.zeros_like, tiles)
                 continue
             widths = [tile.shape[1] for tile in tiles]
-            sums, cotangent, _ = self._head_gradient(rows.shape, joined(tiles), part.targets, scale)
+            given = (joined(tiles), part.targets, scale)
+            sums, cotangent, of_part = self._head_gradient(rows.shape, *given)
+            of_head = summed(of_part, of_head)
             ends = np.cumsum(widths)
             parts = [
                 slice(end - width, end) for end, width in zip(ends.tolist(), widths, strict=True)
             ]
             hidden[part.tiles] = cut([cotangent], parts)
-            del cotangent
+            del cotangent, of_part
             every.append(Sums(*sums))
-            mx.eval(sums)
-        return Sums.over(every) if known is None else known.sums, hidden, {}
+            mx.eval(sums, of_head)
+        return Sums.over(every) if known is None else known.sums, hidden, of_head
 
     def _embedded(self, tokens: mx.array, noise: Extras) -> mx.array:
         """(B, T) -> (B, T, D) input of the first block."""
         keys = TokenKeys(noise["keys"], noise["places"]) if noise else None
         with noise_added(self.neftune, keys, noise.get("lengths")):
             return self.parts.embed(tokens)
+
+    def _gradients_of_embeddings(
+        self, tokens: mx.array, noise: Extras, cotangent: mx.array
+    ) -> Arrays:
+        """The gradients of the trained rows of the embedding, by name in the model.
+
+        cotangent: (B, T, D) of the input of the first block.
+        """
+        (layer,) = self.embeddings
+        before = layer.trained
+
+        def of(*arrays: mx.array) -> mx.array:
+            layer.put(arrays)
+            return self._embedded(tokens, noise)
+
+        try:
+            _, grads = mx.vjp(of, list(before.values()), [cotangent])
+        finally:
+            layer.put([*before.values()])
+        return dict(zip(before, grads, strict=True))
 
     def _context_of(self, tokens: mx.array, noise: Extras) -> list[Extras]:
         keys = TokenKeys(noise["keys"], noise["places"]) if noise else None
@@ -528,12 +565,11 @@ class FusedAboveCache(Staged):
         run = self.graphs.get(
             rows.shape, "joined", lambda: self.graphs.compile(function, self.state)
         )
-        before = self.head.trained if isinstance(self.head, ScoreHead) else {}
+        before = trained_in(self.head)
         targets = Targets.of(batch)
         extras = [rows.extras_of(index) for index in self.trained]
         sums, (grads, of_head) = run(trained, before, frozen, hidden, extras, targets, factor)
-        if isinstance(self.head, ScoreHead):
-            self.head.put(before)  # tracing replaced it with a placeholder
+        put_in(self.head, before)  # tracing replaced it with a placeholder
         found: Arrays = {}
         for index, of_block in zip(self.trained, grads, strict=True):
             found |= self._named(index, of_block)
@@ -551,8 +587,7 @@ class FusedAboveCache(Staged):
 
         def scaled(trained: list[Arrays], of_head: Arrays) -> Sums:
             h = hidden
-            if isinstance(self.head, ScoreHead):
-                self.head.put(of_head)
+            put_in(self.head, of_head)
             blocks = zip(self.trained, frozen, trained, extras, strict=True)
             for index, block_frozen, block_trained, given in blocks:
                 h = self.programs.of(index, shape).run(block_frozen, block_trained, h, given)
@@ -566,6 +601,11 @@ def finished(parts: Parts, head: Head) -> Head:
     if not isinstance(head, LinearHead | ScoreHead):
         return lambda hidden: head(parts.finish(hidden))
     return replace(head, before=lambda rows: head.inputs(parts.finish(rows[None])[0]))
+
+
+def summed(first: Arrays, second: Arrays) -> Arrays:
+    """The arrays of `first`, by name, with those of `second` added where it has them."""
+    return {n: array + second[n] if n in second else array for n, array in first.items()}
 
 
 def as_tuple(found: Any) -> tuple[mx.array, ...]:

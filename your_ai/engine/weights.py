@@ -19,7 +19,7 @@ import os
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -36,13 +36,14 @@ from your_ai.files import read_into
 from your_ai.gates.untrusted import read_header
 from your_ai.memory.facts import VOCABULARY
 from your_ai.nets.adapter_kinds import compute_magnitudes
-from your_ai.nets.head import HeadSlice, LinearHead, part_of
+from your_ai.nets.head import HeadRows, HeadSlice, LinearHead, part_of
 from your_ai.nets.mlx_types import Arrays, load_arrays, memory_of
 from your_ai.nets.model import EXPERTS, load_network
 from your_ai.nets.parts import arrays_of, put
 from your_ai.nets.rounding import dense
 from your_ai.nets.split import StandIn, blocks_path, module_at
 from your_ai.nets.tokenizer import open_tokenizer
+from your_ai.nets.vocabulary import TrainedLayer, rows_of_layer, start_rows, trained_layers
 
 # Streamed experts: of a layer with many experts, read only those that its tokens are routed to
 
@@ -518,17 +519,39 @@ def stream_vocabulary(
     before: dict[str, nn.Module] = {}
     blocks = ".".join(map(str, blocks_path(model)))
     for name, module in model.named_modules():
-        leaf = name.rpartition(".")[2]
+        in_files = name.removesuffix(".linear")  # of a layer of which some rows are trained
+        leaf = in_files.rpartition(".")[2]
         if blocks and name.startswith(f"{blocks}."):
             continue
-        own = {n: tensors[f"{name}.{n}"] for n in module if f"{name}.{n}" in tensors}
+        own = {n: tensors[f"{in_files}.{n}"] for n in module if f"{in_files}.{n}" in tensors}
         if leaf in VOCABULARY and own.keys() == arrays_of(module).keys():
-            options = ("group_size", "bits", "mode") if "scales" in own else ()
-            quantization = {n: vars(module)[n] for n in options if n in vars(module)}
-            rows = FileRows(own, quantization, clock or ReadClock())
             before[name] = module
+            rows = rows_in_files(module, own, clock or ReadClock())
             put_layers(model, {name: StreamedLayer(rows)})
     return before
+
+
+def rows_in_files(layer: nn.Module, tensors: dict[str, FileTensor], clock: ReadClock) -> FileRows:
+    """The rows of an embedding or a head; tensors: of its arrays, by name."""
+    options = ("group_size", "bits", "mode") if "scales" in tensors else ()
+    quantization = {name: vars(layer)[name] for name in options if name in vars(layer)}
+    return FileRows(tensors, quantization, clock)
+
+
+def start_vocabulary(opened: Opened, spelled: Mapping[int, Sequence[int]]) -> None:
+    """Set what is trained of the vocabulary of a model to its first values; spelled: as of
+    `vocabulary.start_rows`."""
+    for layer in trained_layers(opened.network):
+        start_rows(layer, first_rows(layer, opened.tensors), spelled)
+
+
+def first_rows(layer: TrainedLayer, tensors: dict[str, FileTensor]) -> HeadRows:
+    """The base's rows of a layer that is trained, read from their file if they are there."""
+    base = layer.base_layer
+    own = {n: tensors[f"{layer.path}.{n}"] for n in base if f"{layer.path}.{n}" in tensors}
+    if own.keys() != base.keys():
+        return rows_of_layer(base)
+    return rows_in_files(base, own, ReadClock())
 
 
 def put_layers(model: nn.Module, layers: dict[str, nn.Module]) -> None:
@@ -578,9 +601,12 @@ class Opened:
     can_stream: bool
     """Whether the files store all weights in the form that the network uses."""
 
-    def tokenizer(self) -> Any:
-        """Load the tokenizer of the folder. Raises UserError if it cannot be loaded."""
-        return open_tokenizer(self.folder)
+    def tokenizer(self, files: Path | None = None) -> Any:
+        """Load the tokenizer of the folder. Raises UserError if it cannot be loaded.
+
+        files: as of `open_tokenizer`.
+        """
+        return open_tokenizer(self.folder, files)
 
 
 def open_model(folder: Path, dtype: mx.Dtype) -> Opened:

@@ -27,7 +27,7 @@ from your_ai.data.preferences import Kind
 from your_ai.engine.build import build_engine
 from your_ai.engine.measure_costs import measure_costs
 from your_ai.engine.protocol import Engine
-from your_ai.engine.weights import open_model
+from your_ai.engine.weights import open_model, start_vocabulary
 from your_ai.errors import RunError, UserError
 from your_ai.evaluation.custom_metric import Metric
 from your_ai.evaluation.dataset_scores import ExampleScores, scored
@@ -41,7 +41,7 @@ from your_ai.evaluation.rows import (
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.generation.generate import Sampling, answer_room
 from your_ai.generation.samples import MOST_TOGETHER, sampled
-from your_ai.hub.find import fingerprint, tokenizer_fingerprint
+from your_ai.hub.find import tokenizer_fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import Measuring, budget_of_evaluation, limit_of, row_limit
 from your_ai.memory.plan import Budget, choose
@@ -140,8 +140,9 @@ def compare(
     yield EvaluationProgress(f"reading {Path(file_of_first_row(path)).name}")
     dtype = model.compute_dtype(config.dtype)
     opened = open_model(folder, dtype)
-    network, tokenizer = opened.network, opened.tokenizer()
-    tokenized_by = tokenizer_fingerprint(fingerprint(run.base), tokenizer.eos_token_ids)
+    network, tokenizer = opened.network, opened.tokenizer(run.tokenizer_files)
+    tokenized_by = tokenizer_fingerprint(run.files(), tokenizer.eos_token_ids)
+    saved_adapter.put_trained_rows(network, run.adapter)
     limit = row_limit(config.max_row_bytes, memory)
     kind: Kind = config.row_kind if config.row_kind in ("answers", "rated") else "any"
     encoder = Encoder(tokenizer, config.mask_prompt, vocabulary_of(network), limit, kind)
@@ -172,6 +173,7 @@ def compare(
     sizes = None if request.metric is None else sized(range(len(rows)))
     budget = budget_for(answers=sizes, engine=request.engine)
     hold(budget)
+    start_vocabulary(opened, {})
     untrained = put_new_layers(network, run.adapter)
     if is_reward:
         saved_adapter.put_trained_score_head(network, run.adapter, budget.workload.facts.hidden)

@@ -212,7 +212,7 @@ def load_reward_model(
     limit = limit_of(max_memory_gb)
     config, folder = run.config, weights_of(run, limit)
     opened = open_model(folder, model.compute_dtype(config.dtype))
-    encoder = encoder_of(run, opened, opened.tokenizer(), limit)
+    encoder = encoder_of(run, opened, opened.tokenizer(run.tokenizer_files), limit)
     blocks = len(opened.network.layers)
     budget = budget_of_evaluation(
         training_of(run.adapter, config, blocks),

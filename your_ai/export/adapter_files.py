@@ -129,7 +129,13 @@ def read(files: AdapterFiles) -> Adapter:
     Raises UserError if the arrays are damaged, not finite, or contradict the settings.
     """
     if files.peft is None:
-        return in_float32(files.file, read_adapter(files.folder, files.file))
+        found = read_adapter(files.folder, files.file)
+        if found.vocabulary:
+            raise UserError(
+                f"{files.folder}: has trained embeddings; go on with its run (--resume), or train "
+                "the fused model: your_ai fuse"
+            )
+        return in_float32(files.file, found)
     arrays = read_arrays(files.file)
     named = {name: parse(files.file, name) for name in arrays}
     sizes = peft.sizes_of(files.peft, {path for path, _ in named.values()})

@@ -20,11 +20,11 @@ from your_ai.data.batches import Batch, bucket_edges, micro_batches
 from your_ai.data.encode import Encoder
 from your_ai.data.examples import Examples, load_examples
 from your_ai.data.sources import find_splits
-from your_ai.engine.weights import open_model, prepare_for_generation
+from your_ai.engine.weights import open_model, prepare_for_generation, start_vocabulary
 from your_ai.errors import UserError
 from your_ai.export.fused_weights import base_of
 from your_ai.gates.token_ids import vocabulary_of
-from your_ai.hub.find import fingerprint, store, tokenizer_fingerprint
+from your_ai.hub.find import store, tokenizer_fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import limit_of, python_bytes, row_limit
 from your_ai.memory.estimate import weights_bytes
@@ -34,7 +34,7 @@ from your_ai.memory.limit import MemoryLimit, rounded_up
 from your_ai.memory.sample import in_gb
 from your_ai.memory.sizes import PREFILL_TOKENS
 from your_ai.nets.model import check_positions, compute_dtype
-from your_ai.nets.saved_adapter import Adapter, Trained, put_adapter
+from your_ai.nets.saved_adapter import Adapter, Trained, put_adapter, put_trained_rows
 from your_ai.nets.split import Split, split
 
 SPLITS = ("valid", "test", "train")  # the first existing one is used
@@ -130,7 +130,10 @@ def difference(trained: Trained, fused: Path, max_memory_gb: float | None = None
     dtype = compute_dtype(trained.config.dtype)
     models = [open_model(folder, dtype) for folder in (source, source, fused)]
     networks = [opened.network for opened in models]
-    base, tokenizer = networks[0], models[0].tokenizer()
+    for network in networks[:2]:
+        put_trained_rows(network, trained.adapter)
+    start_vocabulary(models[0], {})
+    base, tokenizer = networks[0], models[0].tokenizer(trained.tokenizer_files)
     path, examples = examples_of(trained, base, tokenizer, limit)
     chosen = choose(examples)
     streamable = all(opened.can_stream for opened in models)
@@ -182,7 +185,7 @@ def examples_of(
     return splits[name], load_examples(
         splits[name],
         Encoder(tokenizer, masked, vocabulary_of(network), limit, config.measured_kind),
-        tokenizer_fingerprint(fingerprint(trained.base), tokenizer.eos_token_ids),
+        tokenizer_fingerprint(trained.files(), tokenizer.eos_token_ids),
         config.max_seq_length,
         config.too_long,
         store() / "cache",

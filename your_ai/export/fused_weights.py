@@ -41,9 +41,10 @@ from your_ai.nets.model import LINEAR
 from your_ai.nets.rounding import MLX_PARTS, float32_weight, packed, quantization_of
 from your_ai.nets.saved_adapter import Adapter, Trained, check_generates, put_adapter, read_adapter
 from your_ai.nets.tokenizer import GENERATION, added_end, content_of, open_tokenizer
+from your_ai.nets.vocabulary import TrainedLayer, trained_layers
 from your_ai.publish.card import exported_card
 from your_ai.rng import derive_seed
-from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS
+from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, files_beside
 
 AUTO, SAME, DEQUANTIZED = "auto", "same", "dequantized"
 TRAINED = "trained"  # what `auto` is after --qat: the adapted layers as they were rounded
@@ -71,6 +72,8 @@ class Change:
     """The dtype of the result's floating-point arrays."""
     trained_for: Rounding | None = None
     """The format that the layer was rounded to in training: it is rounded so again."""
+    rows: TrainedLayer | None = None
+    """The layer with the rows that take the place of some, or are added."""
 
 
 def base_of(trained: Trained, max_memory_gb: float | None = None) -> Path:
@@ -135,6 +138,7 @@ def fused_lazily(
             "total_size": sum(array.nbytes for array in written.values()),
             "total_parameters": parameters,
         },
+        tokenizer_files=trained.tokenizer_files,
         card=exported_card(
             trained, "model", note=note_on(to) if quantized or to == TRAINED else ""
         ),
@@ -145,7 +149,7 @@ def fused_lazily(
 
 def with_turn_end(lazy: Lazy, source: Path) -> Lazy:
     """Name the token that ends a turn as an end token of the model, if its files do not."""
-    tokenizer = open_tokenizer(source)
+    tokenizer = open_tokenizer(source, lazy.tokenizer_files)
     end = added_end(source, tokenizer)
     if end is None:
         return lazy
@@ -212,8 +216,11 @@ def changes_of(
         if mx.issubdtype(array.dtype, mx.floating)
     )
     changes, adapted, after = {}, adapter.layers, dict(network.named_modules())
+    rows = {layer.path: layer for layer in trained_layers(network)}
     for path, layer in modules.items():
         own, parts = quantization_of(layer), adapted.get(path, {})
+        if path in rows:
+            parts = rows[path].trained
         if parts or (own and to == DEQUANTIZED):
             kind = layer.scales.dtype if own else layer.weight.dtype
             kind = kind if mx.issubdtype(kind, mx.floating) else first
@@ -224,7 +231,7 @@ def changes_of(
             seed = derive_seed("fuse", path)
             changes[path] = Change(
                 layer, seed, parts, KINDS[adapter.kind], adapter.scale, becomes, floats or kind,
-                trained_for,
+                trained_for, rows.get(path),
             )  # fmt: skip
     return changes
 
@@ -250,6 +257,10 @@ def config_of(
             part.pop("quantization_config", None)
         floats = floats or next(iter(changes.values())).dtype
     for path, change in changes.items():
+        if change.rows is not None:
+            for part in (config, config.get("text_config") or {}):
+                if "vocab_size" in part or part is config:
+                    part["vocab_size"] = change.rows.count
         if change.becomes is not None and change.becomes != quantization_of(change.layer):
             config.setdefault("quantization", change.becomes.options)[path] = change.becomes.options
     if floats is not None:
@@ -265,6 +276,8 @@ def config_of(
 def changed_pieces(change: Change) -> list[dict[str, mx.array]]:
     """Successive rows of the changed weight: its arrays by their names in the layer."""
     layer = change.layer
+    if change.rows is not None:
+        return [rows_with_trained(change, change.rows, rows) for rows in slices(layer, change.rows)]
     pieces: list[dict[str, mx.array]] = []
     for rows in slices(layer):
         after = list(pieces[-1].values()) if pieces else []
@@ -278,6 +291,28 @@ def changed_pieces(change: Change) -> list[dict[str, mx.array]]:
             weight = dithered(weight, change.becomes, derive_seed(change.seed, rows.start))
         pieces.append(packed(weight, change.becomes, change.dtype))
     return pieces
+
+
+def rows_with_trained(change: Change, trained: TrainedLayer, rows: slice) -> dict[str, mx.array]:
+    """Rows of an embedding or a head: the base's, which are not rounded again if they stay in their
+    format, and the trained ones."""
+    layer, count = change.layer, change.layer.weight.shape[0]
+    first, last = trained.between(rows.start, min(rows.stop, trained.count))
+
+    def arrays_of(weight: mx.array) -> dict[str, mx.array]:
+        if change.becomes is None:
+            return {"weight": weight.astype(change.dtype)}
+        return packed(weight.astype(mx.float32), change.becomes, change.dtype)
+
+    own = arrays_of(trained.rows_between(first, last))
+    if "linear" not in trained:
+        return own
+    known = slice(min(rows.start, count), min(rows.stop, count))
+    base = {name: layer[name][known] for name in own if layer.get(name) is not None}
+    if change.becomes != quantization_of(layer):
+        base = arrays_of(dense_rows(layer, known, []))
+    places = mx.array(trained.places(rows.start, min(rows.stop, trained.count)))
+    return {n: mx.concatenate([base[n].astype(own[n].dtype), own[n]])[places] for n in own}
 
 
 def dense_rows(layer: nn.Module, rows: slice, after: list[mx.array]) -> mx.array:
@@ -294,18 +329,26 @@ def dithered(weight: mx.array, becomes: Rounding, seed: int) -> mx.array:
     return weight + mx.repeat(steps, becomes.group_size, axis=-1) * noise
 
 
-def slices(layer: nn.Module) -> list[slice]:
-    """Slices of the first axis; each slice of the weight has about SLICE_BYTES in float32."""
-    return slices_of(layer.weight, row_bytes(layer))
+def slices(layer: nn.Module, trained: TrainedLayer | None = None) -> list[slice]:
+    """Slices of the first axis; each slice of the weight has about SLICE_BYTES in float32.
+
+    trained: has more rows, if new ones are added.
+    """
+    if trained is None:
+        return slices_of(layer.weight, row_bytes(layer))
+    return slices_of(trained.count, row_bytes(layer))
 
 
-def slices_of(array: mx.array, of_row: int = 0) -> list[slice]:
-    """Slices of the first axis, of about SLICE_BYTES. of_row: bytes of a row, if it becomes
-    larger."""
-    if not array.ndim:
-        return []
-    step = max(1, SLICE_BYTES // max(1, of_row, array.nbytes // max(1, array.shape[0])))
-    return [slice(start, start + step) for start in range(0, array.shape[0], step)]
+def slices_of(array: mx.array | int, of_row: int = 0) -> list[slice]:
+    """Slices of the first axis, of about SLICE_BYTES. array: or its length. of_row: bytes of a row,
+    if it becomes larger."""
+    if not isinstance(array, int):
+        if not array.ndim:
+            return []
+        of_row = max(of_row, array.nbytes // max(1, array.shape[0]))
+        array = array.shape[0]
+    step = max(1, SLICE_BYTES // max(1, of_row))
+    return [slice(start, start + step) for start in range(0, array, step)]
 
 
 def row_bytes(layer: nn.Module) -> int:
@@ -354,7 +397,8 @@ def fuse(
     source, adapter = base_of(trained, max_memory_gb), trained.adapter.folder
     spare_the_run(trained, source, target)
     lazy = fused_lazily(trained, to, dtype, max_memory_gb)
-    settings = [*(sha256(adapter / name) for name in (ADAPTERS, ADAPTER_CONFIG)), to, dtype]
+    names = (ADAPTERS, ADAPTER_CONFIG, *files_beside(adapter))
+    settings = [*(sha256(adapter / name) for name in names), to, dtype]
     work = work_of(target)
     limit = limit_of(max_memory_gb)
     yield from write_model(lazy, source, work, settings, limit, replaces=force)

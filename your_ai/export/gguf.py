@@ -35,8 +35,7 @@ from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.modelfiles.shards import Lazy, WriteProgress, compute, hold_memory
 from your_ai.modelfiles.targets import check_disk, write_error
 from your_ai.nets.model import load_network
-from your_ai.nets.saved_adapter import Trained, check_generates, put_adapter
-from your_ai.nets.tokenizer import open_tokenizer
+from your_ai.nets.saved_adapter import Trained, check_generates, check_no_vocabulary, put_adapter
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
@@ -131,9 +130,11 @@ def write_model(
 
     network, config = load_network(model_folder(trained.base, None), mx.float32)
     described = describe(trained.base, network, config)
+    rows = described.settings.args.vocab_size
     del network
-    tokenizer = open_tokenizer(trained.base)
+    tokenizer = trained.tokenizer()
     lazy = fused_lazily(trained, DEQUANTIZED, "float32", max_memory_gb)
+    described.settings.args.vocab_size = lazy.config.get("vocab_size", rows)
     tensors = model_tensors(described, lazy, kind)
     allocator.free()
     largest = max(tensor.at_once_bytes for tensor in tensors)
@@ -152,6 +153,7 @@ def check_adapter(trained: Trained) -> None:
     """Raise UserError if llama.cpp cannot apply an adapter of this kind."""
     adapter = trained.adapter
     check_generates(adapter)
+    check_no_vocabulary(adapter, "an adapter of llama.cpp")
     if not adapter.kind.is_sum:
         raise UserError(
             f"{adapter.folder}: is {adapter.kind.title}, which llama.cpp does not support; fuse it "

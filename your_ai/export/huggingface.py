@@ -19,9 +19,8 @@ from your_ai.memory.budget import limit_of
 from your_ai.modelfiles.shards import Lazy, WriteProgress, write_model
 from your_ai.modelfiles.targets import Work
 from your_ai.nets.saved_adapter import Trained, has_score_head, read_score_head
-from your_ai.nets.tokenizer import open_tokenizer
 from your_ai.publish.card import exported_card
-from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, SCORE_HEAD, SCORE_WEIGHT
+from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, SCORE_WEIGHT, files_beside
 
 RECORD = "exported.json"
 LM_HEAD = "lm_head"
@@ -45,7 +44,7 @@ def write(
     """
     lazy = in_transformers(trained, dtype, max_memory_gb)
     lazy = replace(lazy, texts={**lazy.texts, **(texts or {})})
-    names = (ADAPTERS, ADAPTER_CONFIG, *([SCORE_HEAD] if has_score_head(trained.adapter) else []))
+    names = (ADAPTERS, ADAPTER_CONFIG, *files_beside(trained.adapter.folder))
     sums = [sha256(trained.adapter.folder / name) for name in names]
     source, settings = base_of(trained, max_memory_gb), [*sums, dtype]
     yield from write_model(
@@ -79,7 +78,7 @@ def as_classifier(lazy: Lazy, trained: Trained, scorer: str) -> Lazy:
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
         "problem_type": "regression",
-        "pad_token_id": padding_of(open_tokenizer(trained.base), lazy.config),
+        "pad_token_id": padding_of(trained.tokenizer(), lazy.config),
     }
     return replace(lazy, arrays=arrays, index=index, config=config)
 

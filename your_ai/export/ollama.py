@@ -22,8 +22,7 @@ from your_ai.export.go_template import PLAIN, drops_reasoning, is_kept, shape_of
 from your_ai.generation.generate import context_tokens
 from your_ai.modelfiles.shards import WriteProgress
 from your_ai.modelfiles.targets import MODELFILE
-from your_ai.nets.saved_adapter import Trained, check_generates
-from your_ai.nets.tokenizer import open_tokenizer
+from your_ai.nets.saved_adapter import Trained, check_generates, check_no_vocabulary
 
 # The text of Ollama's Modelfile
 
@@ -120,9 +119,10 @@ def decide(
     """
     check_generates(trained.adapter)
     script_named = partial(gguf_convert.script_for, trained.base, converter, llama_cpp)
-    tokenizer = open_tokenizer(trained.base)
+    tokenizer = trained.tokenizer()
     settings, notes = settings_of(trained, tokenizer)
     if adapter_for is not None:
+        check_no_vocabulary(trained.adapter, "an adapter of Ollama")
         if not trained.adapter.kind.is_sum:
             raise UserError(
                 f"{trained.adapter.folder}: is {trained.adapter.kind.title}, which Ollama cannot "

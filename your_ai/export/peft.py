@@ -42,7 +42,8 @@ from your_ai.export.transformers_names import KNOWN
 from your_ai.gates.text import counted, shown
 from your_ai.gates.untrusted import is_number
 from your_ai.hub.find import HubName
-from your_ai.nets.saved_adapter import Trained, has_score_head, read_score_head
+from your_ai.nets.saved_adapter import Adapter, Trained, has_score_head, read_score_head
+from your_ai.nets.vocabulary import ALL_ROWS, NEW_ROWS, NEW_TOKENS, TRAINED_MODULES
 from your_ai.run.checkpoint import (
     PEFT_ADAPTERS,
     SCORE_WEIGHT,
@@ -64,13 +65,15 @@ def write(trained: Trained, target: Path) -> None:
     check_dense(trained, "PEFT", experts=True)
     check_experts(trained, kind)
     check_layers(trained, kind)
-    arrays = arrays_of(trained.adapter.layers, kind)
+    arrays = arrays_of(trained.adapter.layers, kind) | vocabulary_arrays(trained.adapter)
     if has_score_head(trained.adapter):
         check_scorer(trained.base, KNOWN[kind])
         arrays[f"{PREFIX}{SCORE_WEIGHT}"] = read_score_head(trained.adapter)
 
     def save(folder: Path) -> None:
         save_arrays(folder / PEFT_ADAPTERS, arrays, "pt")
+        if trained.tokenizer_files is not None:
+            trained.tokenizer().save_pretrained(str(folder))
 
     write_folder(trained, target, "peft", config_of(trained, trained.hub_name, kind), save)
 
@@ -107,10 +110,42 @@ def config_of(trained: Trained, base: HubName | None, kind: str) -> dict[str, An
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "modules_to_save": [SCORE_WEIGHT.partition(".")[0]] if is_reward else None,
+        "modules_to_save": saved_whole(adapter, is_reward),
+        **settings_of_vocabulary(adapter),
         "rank_pattern": {},
         "alpha_pattern": {},
     }
+
+
+def vocabulary_arrays(adapter: Adapter) -> dict[str, mx.array]:
+    """The trained rows of the vocabulary in PEFT's file: those of some tokens, or all."""
+    ends = {ALL_ROWS: "weight", NEW_ROWS: "token_adapter.trainable_tokens_delta"}
+    return {
+        f"{PREFIX}{path}.{ends[leaf]}": array
+        for (path, leaf), array in adapter.trained_rows.items()
+    }
+
+
+def saved_whole(adapter: Adapter, is_reward: bool) -> list[str] | None:
+    """The modules that PEFT saves as a whole, by name; None if there are none."""
+    return names_with(adapter, ALL_ROWS) + [SCORE_WEIGHT.partition(".")[0]] * is_reward or None
+
+
+def names_with(adapter: Adapter, leaf: str) -> list[str]:
+    """The names of the layers that have trained rows of a kind."""
+    return [path.rpartition(".")[2] for path, kind in adapter.trained_rows if kind == leaf]
+
+
+def settings_of_vocabulary(adapter: Adapter) -> dict[str, Any]:
+    """PEFT's settings for the rows of some tokens, and for a head that is tied to the embedding.
+
+    A base that lacks some of the tokens must be resized first, as transformers does with
+    `resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)`.
+    """
+    names = names_with(adapter, NEW_ROWS)
+    tokens = adapter.config.get(NEW_TOKENS, [])
+    found: dict[str, Any] = {"trainable_token_indices": dict.fromkeys(names, tokens) or None}
+    return {**found, "ensure_weight_tying": True} if adapter.config.get(TRAINED_MODULES) else found
 
 
 def whole(alpha: float) -> int | float:

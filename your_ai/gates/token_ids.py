@@ -30,8 +30,10 @@ def rows_of(model: nn.Module, names: tuple[str, ...]) -> int | None:
         if path.rpartition(".")[2] in names and is_outside_blocks(path):
             if "weight" in module:
                 found.append(module["weight"].shape[0])
-            elif "rows" in vars(module):  # an embedding that stays in its file
-                found.append(vars(module)["rows"].shape[0])
+            elif (
+                rows := getattr(module, "rows", None)
+            ) is not None:  # partly trained, or in a file
+                found.append(rows.shape[0])
     return min(found, default=None)
 
 

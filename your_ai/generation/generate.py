@@ -285,7 +285,8 @@ def load_run(
 ) -> tuple[nn.Module, Any]:
     """Load the model of a run and its tokenizer, as `load` does; `adapted`: with its adapter."""
     adapter = trained.adapter if adapted else None
-    return load(trained.config, trained.base, adapter, max_memory_gb, tokens)[:2]
+    files = trained.tokenizer_files if adapted else None
+    return load(trained.config, trained.base, adapter, max_memory_gb, tokens, files)[:2]
 
 
 def load(
@@ -294,6 +295,7 @@ def load(
     adapter: Adapter | None,
     max_memory_gb: float | None,
     room: int | RolloutSizes,
+    tokenizer_files: Path | None = None,
 ) -> tuple[nn.Module, Any, int]:
     """Load the model in `base`, with the dtype and quantization of a run, and its tokenizer.
 
@@ -304,6 +306,7 @@ def load(
     either.
     room: the tokens of one prompt and answer, or all completions, which are generated in waves;
     without max_memory_gb, these fit into what the machine has.
+    tokenizer_files: as `Trained.tokenizer_files`.
     """
     if max_memory_gb is not None and not (math.isfinite(max_memory_gb) and max_memory_gb > 0):
         raise UserError(f"--max-memory {max_memory_gb}: must be a number above 0")
@@ -312,7 +315,7 @@ def load(
     dtype = compute_dtype(config.dtype)
     base = model_folder(base, config.quantize, limit_of(max_memory_gb))
     opened = open_model(base, dtype)
-    model, tokenizer = opened.network, opened.tokenizer()
+    model, tokenizer = opened.network, opened.tokenizer(tokenizer_files)
     check_answers(model, tokenizer, base)
     plan = WavePlan(1, streams=False)
     if isinstance(room, RolloutSizes):
@@ -359,13 +362,14 @@ def open_answerer(run: str, room: int | RolloutSizes, request: GenerateRequest) 
     """
     if request.checkpoint is not None and not request.adapter:
         raise UserError("--checkpoint: no adapter is used with --no-adapter; leave one out")
-    used, note = None, ""
+    used, note, files = None, "", None
     if request.adapter:
         trained = open_trained(run, request.checkpoint, request.model)
         config, base, used, note = trained.config, trained.base, trained.adapter, trained.note
+        files = trained.tokenizer_files
     else:
         config, base = find_base_model(run, request.model)
-    network, tokenizer, together = load(config, base, used, request.max_memory, room)
+    network, tokenizer, together = load(config, base, used, request.max_memory, room, files)
     return Answerer(network, tokenizer, context_tokens(base), note or "", together)
 
 

@@ -91,7 +91,7 @@ def of_tracing(workload: Workload, plan: Plan, rows: int, tokens: int) -> int:
     of_kinds = [constants(kind) for kind in facts.kinds]
     if not whole:
         return max(of_kinds, default=0)
-    trained = 0 if workload.forward else workload.training.blocks
+    trained = 0 if workload.forward else workload.training.reach(facts)
     every, backward = Counter(facts.order), Counter(facts.last(trained))
     shares = {kind: FORWARD * n + (1 - FORWARD) * backward[kind] for kind, n in every.items()}
     return int(sum(of_kinds[kind] * share for kind, share in shares.items()))

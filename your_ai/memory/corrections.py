@@ -74,7 +74,8 @@ class Corrections:
         return self._kept[key]
 
     def _most_kept(self, rows: int, tokens: int) -> Kept:
-        blocks, planned = self.workload.training.blocks, self.plan.kept
+        blocks = self.workload.training.reach(self.workload.facts)
+        planned = self.plan.kept
 
         def at(rung: int) -> Kept:
             return planned if rung == rung_of(planned) else at_rung(blocks, rung)

@@ -18,6 +18,7 @@ from your_ai.memory.estimate_adapters import (
     adapter_bytes,
     float32_bytes,
     gradient_bytes,
+    head_gradient_bytes,
     norms_bytes,
     optimizer_bytes,
     reduction_bytes,
@@ -246,7 +247,7 @@ def weights_bytes(facts: ModelFacts, engine: str, resident: int = 0, blocks_ahea
 def read_alone_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
     """Bytes of the blocks that are read, of the weights in memory together, if only the forward
     pass reads any, because all trained blocks stay; else 0."""
-    if plan.engine != "streamed" or plan.resident < training.blocks:
+    if plan.engine != "streamed" or plan.resident < training.reach(facts):
         return 0
     together = weights_bytes(facts, plan.engine, plan.resident, plan.blocks_ahead)
     return together - facts.bytes_of_last(plan.resident) - facts.rest_bytes
@@ -262,7 +263,8 @@ def fused_phases(
 ) -> Phases:
     """Bytes at three moments of one graph: in its frozen blocks; at the head or the last trained
     block, with all that is saved; and at the first, where gradients took the place of that."""
-    found, trained = costs_of(workload), workload.training.blocks
+    found = costs_of(workload)
+    trained = workload.training.reach(workload.facts)
     hidden = hidden_bytes(workload.facts, rows, tokens)
     block = found.largest("working", rows, tokens, trained)
     head = found.heads[costs.FUSED_TRAINED].at(rows * tokens)
@@ -294,9 +296,9 @@ def staged_phases(
     reads = read_alone_bytes(facts, training, plan)
     tiled = is_tiled(workload, rows, tokens)
     forward = hidden + work_of(found, "forward", rows, tokens, facts.blocks)
-    backward = work_of(found, "backward", rows, tokens, training.blocks)
+    backward = work_of(found, "backward", rows, tokens, training.reach(facts))
     backward += hidden if tiled else 2 * hidden
-    kept, blocks = plan.kept, training.blocks
+    kept, blocks = plan.kept, training.reach(facts)
     linear = kept.linear  # the last blocks, which also need other work; `lean` are those before
     is_cut = tiled and not linear and not workload.score_head  # in tiles at the head
     head = hidden + at_head(found.heads[costs.TRAINED], rows * tokens, hidden, is_cut)
@@ -312,7 +314,7 @@ def staged_phases(
             "gradients": earlier,
             "block inputs": blocks * inputs,
             "kept outputs": kept_bytes(facts, kept, rows, tokens),
-            "head chunk": head,
+            "head chunk": head + head_gradient_bytes(training),
         },
         {
             "weights": -reads,
@@ -396,7 +398,7 @@ def soft_phase(
         held = caches * (1 + 4 / number) + SOFT_COLUMNS * facts.blocks * rows * hidden * number
     together = min(PREFILL_TOKENS, rows * sizes.prompt_tokens)
     together = max(together, rows * tokens if streamed else 0)
-    block = costs_of(workload).largest("backward", 1, together, workload.training.blocks)
+    block = costs_of(workload).largest("backward", 1, together, workload.training.reach(facts))
     block += 2 * hidden_bytes(facts, 1, together)
     head_slice = min(HEAD_SLICE_BYTES, facts.vocabulary * hidden * number)
     slices = head_slice * (facts.head_quantized or streamed)
@@ -435,7 +437,7 @@ def spilled_bytes(facts: ModelFacts, training: Training, plan: Plan, tokens: int
     if plan.states_on_disk:
         found += optimizer_bytes(facts, training)
     if plan.inputs_on_disk:
-        found += training.blocks * hidden_bytes(facts, 1, tokens)
+        found += training.reach(facts) * hidden_bytes(facts, 1, tokens)
     return found
 
 
@@ -450,5 +452,5 @@ def read_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
     if plan.engine == "streamed":
         stay = facts.bytes_of_last(max(1, plan.resident))
         found += facts.blocks_bytes - facts.bytes_of_last(plan.resident)
-        found += max(0, facts.bytes_of_last(training.blocks) - stay)
+        found += max(0, facts.bytes_of_last(training.reach(facts)) - stay)
     return found

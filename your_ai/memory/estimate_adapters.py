@@ -59,7 +59,15 @@ def bytes_with(facts: ModelFacts, training: Training, matrix_bytes: int) -> int:
         matrices = matrix_bytes * training.rank * sum(i + o for i, o in layers)
         vectors = FLOAT32_BYTES * sum(o for _, o in layers) * len(training.adapter.vectors)
         total += count * (matrices + vectors)
-    return total
+    return total + sum(bytes_outside(training, matrix_bytes))
+
+
+def bytes_outside(training: Training, matrix_bytes: int) -> list[int]:
+    """Bytes of each trained array outside of the blocks; matrix_bytes: as of `bytes_with`."""
+    return [
+        (matrix_bytes if array.is_whole else FLOAT32_BYTES) * array.rows * array.width
+        for array in training.vocabulary
+    ]
 
 
 @memoized
@@ -83,6 +91,9 @@ def optimizer_bytes(facts: ModelFacts, training: Training) -> int:
         vectors = len(training.adapter.vectors)
         of_block = sum(i + o + 2 * training.rank + o * vectors for i, o in layers)
         numbers += count * of_block
+    numbers += sum(
+        array.rows + array.width * -(-array.rows // array.step) for array in training.vocabulary
+    )
     return FLOAT32_BYTES * numbers
 
 
@@ -94,6 +105,9 @@ def arrays_of(facts: ModelFacts, training: Training) -> Iterator[tuple[int, int]
             yield training.rank * outputs, count
             for _ in training.adapter.vectors:
                 yield outputs, count
+    for array in training.vocabulary:
+        yield array.step * array.width, array.rows // array.step
+        yield array.rows % array.step * array.width, 1
 
 
 def state_bytes(values: int, training: Training) -> int:
@@ -113,18 +127,33 @@ def gradient_bytes(
     those of one block are in memory.
     """
     adapters = adapter_bytes(facts, training)
-    of_block = adapters // training.blocks
+    outside = bytes_outside(training, MATRIX_BYTES[training.adapter_dtype])
+    of_block = max([(adapters - sum(outside)) // training.blocks, *outside])
     if plan.gradients_on_disk:
         return 0, of_block
     earlier = float32_bytes(facts, training) if micro_batches > 1 else 0
-    return earlier, earlier + (adapters if earlier == 0 or plan.engine == "fused" else of_block)
+    if earlier == 0 or plan.engine == "fused":
+        # A tied array has a gradient from the head, to which that of the embedding is added.
+        pairs = zip(outside, training.vocabulary, strict=True)
+        twice = sum(size for size, array in pairs if array.is_tied)
+        return earlier, earlier + adapters + twice
+    return earlier, earlier + of_block
+
+
+def head_gradient_bytes(training: Training) -> int:
+    """Bytes of the gradients of the trained rows of the head, which are there at once."""
+    sizes = bytes_outside(training, MATRIX_BYTES[training.adapter_dtype])
+    every = zip(sizes, training.vocabulary, strict=True)
+    return sum(size for size, array in every if array.is_tied or not array.is_embedding)
 
 
 @memoized
 def largest_array(facts: ModelFacts, training: Training) -> int:
     """Values of the largest trained array."""
     parts = adapted_parts(facts, training)
-    return max((training.rank * max(i, o) for layers, _ in parts for i, o in layers), default=0)
+    largest = [training.rank * max(i, o) for layers, _ in parts for i, o in layers]
+    largest += [min(array.rows, array.step) * array.width for array in training.vocabulary]
+    return max(largest, default=0)
 
 
 def reduction_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:

@@ -90,7 +90,7 @@ def graphs_bytes(
         found += FUSED_HEAD_GRAPH * slices
     else:
         found = sum(size_of(STAGED_GRAPH, each) for each in workload.alone)
-        found *= len({training.blocks, *(n for n in kept if n)})
+        found *= len({training.reach(facts), *(n for n in kept if n)})
         found += max((size_of(FIRST_GRAPH, each) for each in workload.alone), default=0)
     return int(GRAPHS_MARGIN * found * (1 if trained else FORWARD_GRAPH))
 
@@ -119,7 +119,7 @@ def queries_in_graph(
     workload: Workload, engine: str, rows: int, tokens: int, kept: Kept = NOTHING
 ) -> int:
     """The blocks of queries in the graph of a block; the arguments are as of `graphs_bytes`."""
-    some_keep_none = engine != "fused" and kept.linear < workload.training.blocks
+    some_keep_none = engine != "fused" and kept.linear < workload.training.reach(workload.facts)
     if some_keep_none and is_tiled(workload, rows, tokens):
         return tiled_query_blocks(workload.facts, rows, tokens)
     return query_blocks(workload.facts, engine, rows, tokens)

@@ -55,8 +55,8 @@ def step_cost(facts: ModelFacts, training: Training, plan: Plan) -> float:
     A backward pass through frozen weights costs as much as a forward pass. Reading weights is
     not counted.
     """
-    fused = facts.blocks + training.blocks
-    again = computed_again(plan.kept, training.blocks)
+    fused = facts.blocks + training.reach(facts)
+    again = computed_again(plan.kept, training.reach(facts))
     return 1.0 if plan.engine == "fused" else (fused + again) / fused
 
 

@@ -222,7 +222,7 @@ def kept_choices(workload: Workload, engine: str, spill: bool, blocks_ahead: int
     """The choices of what blocks keep under an engine, the most first: few of many possible."""
     if not may_keep(workload, Plan(engine, 0, spill, blocks_ahead=blocks_ahead)):
         return [NOTHING]
-    blocks = workload.training.blocks
+    blocks = workload.training.reach(workload.facts)
     rungs = (math.ceil(share * highest(blocks)) for share in KEPT_SHARES)
     return list(dict.fromkeys(at_rung(blocks, rung) for rung in rungs))
 
@@ -236,10 +236,10 @@ def with_more_kept(workload: Workload, option: Option, fits: Callable[[Option], 
         return option
 
     def at(rung: int) -> Option:
-        more = replace(plan, kept=at_rung(workload.training.blocks, rung))
+        more = replace(plan, kept=at_rung(workload.training.reach(workload.facts), rung))
         return option_of(workload, more, bytes_to_update(workload, more))
 
-    low, high = rung_of(plan.kept), highest(workload.training.blocks)
+    low, high = rung_of(plan.kept), highest(workload.training.reach(workload.facts))
     best = option
     while low < high:  # all up to `low` fit, and none above `high`
         middle = (low + high + 1) // 2
@@ -471,7 +471,7 @@ def with_plan(workload: Workload, every: list[Option], plan: Plan) -> list[Optio
     if any(option.plan == plan for option in every):
         return every
     alike = [i for i, o in enumerate(every) if replace(o.plan, kept=plan.kept) == plan]
-    if not alike or max(plan.kept) > workload.training.blocks:
+    if not alike or max(plan.kept) > workload.training.reach(workload.facts):
         return every
     (own,) = timed(workload, [option_of(workload, plan, bytes_to_update(workload, plan))])
     place = next((i for i in alike if every[i].needed_bytes < own.needed_bytes), alike[-1] + 1)

@@ -60,7 +60,7 @@ def micro_batch_seconds(
     """The seconds of the gradients of a micro-batch of (B, T) by term; scored: as in
     `step_seconds`."""
     time, sizes = measured.time, workload.steps
-    blocks, trained = workload.facts.blocks, workload.training.blocks
+    blocks, trained = workload.facts.blocks, workload.training.reach(workload.facts)
     targets = max(1, round(sizes.trained_share * rows * tokens))
     fused, is_long = plan.engine == "fused", len(tiles_of(rows, tokens)) > 1
 

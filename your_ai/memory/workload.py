@@ -37,6 +37,21 @@ class RolloutSizes:
     """Completions of a step."""
 
 
+class VocabularyArray(NamedTuple):
+    """Trained arrays outside of the blocks: rows of an embedding or a head."""
+
+    rows: int
+    width: int
+    step: int
+    """Rows of each array that they are cut into."""
+    is_whole: bool
+    """Whether it has all the rows, in the dtype of the adapters, and not some in float32."""
+    is_embedding: bool
+    """Whether its gradient needs that of the input of the first block."""
+    is_tied: bool = False
+    """Whether the head uses it, too."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """The adapters: `rank`, on the layers named in `targets`, in the last `blocks` blocks."""
@@ -53,6 +68,13 @@ class Training:
     """Whether names without a dot select routed experts, too: --lora-experts."""
     rounding: str = ""
     """The format that adapted weights are rounded to, as of `--qat`; "" for none."""
+    vocabulary: tuple[VocabularyArray, ...] = ()
+    """What is trained of the embedding and the head."""
+
+    def reach(self, facts: ModelFacts) -> int:
+        """The number of blocks, from the last, that gradients pass through."""
+        trains_embedding = any(array.is_embedding for array in self.vocabulary)
+        return facts.blocks if trains_embedding else self.blocks
 
 
 class Kept(NamedTuple):
@@ -257,7 +279,7 @@ class Workload:
         """The parts of the model, for each size of block: the workload of a model that only has
         such blocks, how many the model has, and how many of them are trained."""
         facts, training = self.facts, self.training
-        trained = facts.counts_of_last(training.blocks)
+        trained = facts.counts_of_last(training.reach(facts))
         every = facts.counts_of_last(facts.blocks)
         return [(self.alone[kind], count, trained.get(kind, 0)) for kind, count in every.items()]
 
@@ -282,10 +304,11 @@ def workload_of(
     before_bytes: int = 0,
     reward_models: tuple[RewardModelSizes, ...] = (),
     joined: bool = False,
+    vocabulary: tuple[VocabularyArray, ...] = (),
 ) -> Workload:
     """The workload of a training run, with the adapters that it has if memory is no limit.
 
-    before_bytes, reward_models: as in Workload.
+    before_bytes, reward_models: as in Workload. vocabulary: as in Training.
     joined: whether this process has met others that train with it, even if the settings name none;
         its memory includes what that takes.
     """
@@ -313,6 +336,7 @@ def workload_of(
             adapter_dtype=config.adapter_dtype,
             experts=config.lora_experts,
             rounding=config.qat,
+            vocabulary=vocabulary,
         ),
         lengths=lengths,
         batch_size=batch_size,

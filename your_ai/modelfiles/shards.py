@@ -87,6 +87,8 @@ class Lazy:
     """Other files to write, by name."""
     pieces: dict[str, list[mx.array]] = field(default_factory=dict)
     """Successive rows of some arrays, so that a large one need not be in memory as a whole."""
+    tokenizer_files: Path | None = None
+    """The folder of the tokenizer, if it is not that of the source."""
 
     def taken(self, name: str) -> list[mx.array]:
         """Remove an array; return its pieces, or the array itself if it has none."""
@@ -148,7 +150,7 @@ def write_model(
     RunError if the source cannot be read.
     """
     target = work.target
-    tokenizer = open_tokenizer(source)
+    tokenizer = open_tokenizer(source, lazy.tokenizer_files)
     allocator.free()
     sizes = {name: array.nbytes for name, array in lazy.arrays.items()}
     shards = cut(sizes)

@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from your_ai.errors import suppress_model_errors
 from your_ai.memory.sizes import HEAD_SLICE_BYTES
@@ -113,6 +114,25 @@ class HeadRows(Protocol):
 
     def gather(self, tokens: mx.array) -> mx.array:
         """(S, D) the rows of the tokens `tokens`, (S,)."""
+
+
+@runtime_checkable
+class SomeTrained(HeadRows, Protocol):
+    """Rows of which some are trained, or all."""
+
+    @property
+    def trained(self) -> Arrays:
+        """The arrays of the trained rows, (K, D) together, by name in the model."""
+
+    @property
+    def ids(self) -> np.ndarray:
+        """(K,) their tokens, ascending."""
+
+    def put(self, arrays: Arrays) -> None:
+        """Set what `trained` returns."""
+
+    def trained_part(self, first: int, last: int, after: Sequence[mx.array] = ()) -> HeadSlice:
+        """The trained rows from `first` to `last`, computed only after the arrays `after`."""
 
 
 def part_of(arrays: dict[str, mx.array], quantization: dict[str, Any]) -> HeadSlice:
@@ -235,18 +255,43 @@ class LinearHead:
         (logits,), (slopes,) = mx.vjp(self.after, [products], [mx.ones_like(products)])
         return logits, slopes
 
-    def slices(self, count: int) -> Iterator[tuple[int, int]]:
-        """(start, stop) of slices of the vocabulary, sized for `count` hidden states."""
+    def slices(self, count: int, rows: int | None = None) -> Iterator[tuple[int, int]]:
+        """(start, stop) of slices of the vocabulary, sized for `count` hidden states.
+
+        rows: the number of rows, if they are not all of the vocabulary.
+        """
         vocabulary, width = self.rows.shape
         step = max(1, self.slice_bytes // (4 * max(count, width)))
+        vocabulary = vocabulary if rows is None else rows
         for start in range(0, vocabulary, step):
             yield start, min(start + step, vocabulary)
+
+    @property
+    def trained(self) -> Arrays:
+        """The trained arrays, by name in the model."""
+        return self.rows.trained if isinstance(self.rows, SomeTrained) else {}
+
+    def put(self, trained: Arrays) -> None:
+        """Set what `trained` returns."""
+        if isinstance(self.rows, SomeTrained):
+            self.rows.put(trained)
 
 
 # A LinearHead, any function from (1, S, D) hidden states to (1, S, V) logits, or the head of a
 # reward model, whose scores take the place of log-probabilities.
 TokenHead = LinearHead | Function
 Head = TokenHead | ScoreHead
+
+
+def trained_in(head: Head) -> Arrays:
+    """The trained arrays of a head, by name in the model."""
+    return head.trained if isinstance(head, LinearHead | ScoreHead) else {}
+
+
+def put_in(head: Head, trained: Arrays) -> None:
+    """Set what `trained_in` returns."""
+    if isinstance(head, LinearHead | ScoreHead):
+        head.put(trained)
 
 
 def at_temperature(head: Head, temperature: float) -> Head:

@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from your_ai.memory.sizes import HEAD_ROWS
-from your_ai.nets.head import Function, Head, HeadSlice, LinearHead, ScoreHead, TokenHead
+from your_ai.nets.head import (
+    Function,
+    Head,
+    HeadSlice,
+    LinearHead,
+    ScoreHead,
+    SomeTrained,
+    TokenHead,
+    trained_in,
+)
 from your_ai.nets.mlx_types import Arrays, custom_function
 from your_ai.nets.numerics import exp, settled
 from your_ai.objectives.objective import (
@@ -96,7 +105,7 @@ def trainable_loss(
     would compute all logits again, or keep them.)
     """
     names: list[str] = []
-    trained = head.trained if isinstance(head, ScoreHead) else {}
+    trained = trained_in(head)
     count = 1 + len(trained)  # of gradients
 
     @custom_function
@@ -120,8 +129,8 @@ def loss_and_gradient(
 
     The caller does not differentiate this function: that would keep every slice of a head that
     is read from a file. The scale is applied inside, so that float16 gradients are scaled
-    before they are rounded. A head over the vocabulary is frozen; a ScoreHead is trained, and
-    the third result has its gradients times `scale`, by name in the model.
+    before they are rounded. The third result has the gradients of what is trained of the head,
+    times `scale`, by name in the model.
     """
 
     if "given" in targets.columns:
@@ -136,10 +145,10 @@ def loss_and_gradient(
 
     if objective.token_local:
         pieces = chunks(hidden, head)
-        return *_in_pieces(hidden, targets.tokens, weigh_part, scale, head, pieces), {}
+        return _in_pieces(hidden, targets.tokens, weigh_part, scale, head, pieces)
     if isinstance(head, LinearHead):  # one pass over the vocabulary for all rows
         whole = [slice(0, len(hidden))]
-        return *_in_pieces(hidden, targets.tokens, weigh_part, scale, head, whole), {}
+        return _in_pieces(hidden, targets.tokens, weigh_part, scale, head, whole)
     scores = Scores(-chunked_losses(hidden, targets.tokens, head))
     weighed = objective.weigh(scores, targets)
 
@@ -147,8 +156,8 @@ def loss_and_gradient(
         return lambda _: Weighed(mx.array(0.0), weighed.weights[part])
 
     pieces = chunks(hidden, head)
-    _, grad = _in_pieces(hidden, targets.tokens, known, scale, head, pieces)
-    return weighed.sums, grad, {}
+    _, grad, of_head = _in_pieces(hidden, targets.tokens, known, scale, head, pieces)
+    return weighed.sums, grad, of_head
 
 
 def _in_pieces(
@@ -158,19 +167,22 @@ def _in_pieces(
     scale: mx.array,
     head: TokenHead,
     pieces: Iterable[slice],
-) -> tuple[Sums, mx.array]:
-    """The sums over all pieces, and the gradient of `hidden` times `scale`, piece by piece."""
-    of_piece: Callable[..., tuple[Sums, mx.array]] = (
+) -> tuple[Sums, mx.array, Arrays]:
+    """The sums over all pieces, and the gradients of `hidden` and of the head, times `scale`, piece
+    by piece."""
+    of_piece: Callable[..., tuple[Sums, mx.array, Arrays]] = (
         _sliced if isinstance(head, LinearHead) else _differentiated
     )
     found: list[Sums] = []
     grads: list[mx.array] = []
+    total: Arrays = {}
     for part in pieces:
-        rows = _in_turn(hidden[part], [sums.loss for sums in found], grads)
-        sums, grad = of_piece(rows, tokens[part], weigh_part(part), scale, head)
+        rows = _in_turn(hidden[part], [sums.loss for sums in found], grads, list(total.values()))
+        sums, grad, of_head = of_piece(rows, tokens[part], weigh_part(part), scale, head)
         found.append(sums)
         grads.append(grad)
-    return Sums.over(found), mx.concatenate(grads)
+        total = {n: g + total[n] if n in total else g for n, g in of_head.items()}
+    return Sums.over(found), mx.concatenate(grads), total
 
 
 def chunks(hidden: mx.array, head: TokenHead) -> Iterator[slice]:
@@ -199,7 +211,7 @@ def _in_turn(rows: mx.array, *before: list[mx.array]) -> mx.array:
 
 def _differentiated(
     rows: mx.array, tokens: mx.array, weigh: Weigh, scale: mx.array, head: Function
-) -> tuple[Sums, mx.array]:
+) -> tuple[Sums, mx.array, Arrays]:
     """The sums of a chunk and its gradient times `scale`.
 
     MLX differentiates the head; the gradient of the logits is written by hand, with one exp per
@@ -225,7 +237,7 @@ def _differentiated(
         return outputs[1]
 
     (value, _, *figures), grad = mx.value_and_grad(lambda rows: loss(head(rows[None])[0]))(rows)
-    return Sums(value, unflat(figures, names)), grad
+    return Sums(value, unflat(figures, names)), grad, {}
 
 
 def flat(metrics: Metrics, names: list[str]) -> list[mx.array]:
@@ -336,30 +348,63 @@ def softmax_losses(softmax: OnlineSoftmax, logits: mx.array) -> mx.array:
 
 def finish(
     softmax: OnlineSoftmax, head: LinearHead, weigh: Weigh, scale: mx.array | float = 1.0
-) -> tuple[Sums, mx.array]:
-    """After the last slice: the sums of the objective, and its gradient times `scale`.
+) -> tuple[Sums, mx.array, Arrays]:
+    """After the last slice: the sums of the objective, and its gradients times `scale`.
 
-    The gradient is with respect to the inputs of the linear layer, (S, D).
+    They are with respect to the inputs of the linear layer, (S, D), and to its trained rows.
     """
     softmax = OnlineSoftmax(*settled(softmax))  # so that the logits of the last slice are freed
     logits, slopes = head.logits_and_slopes(softmax.at_target)
     weighed = weigh(-softmax_losses(softmax, logits))
     rows = head.rows.gather(softmax.targets.squeeze(-1)).astype(mx.float32)
     rows = rows if slopes is None else rows * slopes
-    grad = (softmax.grad_acc / softmax.exp_sum - rows) * (weighed.weights * scale)[:, None]
-    return weighed.sums, grad.astype(softmax.inputs.dtype)
+    factors = (weighed.weights * scale)[:, None]
+    grad = ((softmax.grad_acc / softmax.exp_sum - rows) * factors).astype(softmax.inputs.dtype)
+    return weighed.sums, grad, gradients_of_rows(softmax, head, factors, grad)
+
+
+def gradients_of_rows(
+    softmax: OnlineSoftmax, head: LinearHead, factors: mx.array, after: mx.array
+) -> Arrays:
+    """The gradients of the trained rows of a head, by name in the model: (K, D) together.
+
+    That of row j is the sum over s of (softmax(logits_s)[j] - [j is the target]) x slope x factor
+    x input. The softmax is known only after the last slice, so their logits are computed again.
+
+    factors: (S, 1). after: is computed first.
+    """
+    rows = head.rows
+    if not isinstance(rows, SomeTrained):
+        return {}
+    inputs, first, grads = softmax.inputs, 0, dict[str, mx.array]()
+    ids = mx.array(rows.ids.astype("uint32"))
+    for name, array in rows.trained.items():
+        found: list[mx.array] = []
+        for start, stop in head.slices(len(inputs), len(array)):
+            inputs, factors = mx.depends([inputs, factors], [after])
+            part = rows.trained_part(first + start, first + stop, [inputs])
+            logits, slopes = head.logits_and_slopes(part.forward(inputs))
+            shares = mx.exp(logits.astype(mx.float32) - softmax.max_logit) / softmax.exp_sum
+            targets = ids[first + start : first + stop] == softmax.targets
+            shares = (shares - targets) * factors
+            shares = shares if slopes is None else shares * slopes
+            after = (shares.T @ inputs.astype(mx.float32)).astype(array.dtype)
+            found.append(after)
+        grads[name] = found[0] if len(found) == 1 else mx.concatenate(found)
+        first += len(array)
+    return grads
 
 
 def _sliced(
     rows: mx.array, tokens: mx.array, weigh: Weigh, scale: mx.array, head: LinearHead
-) -> tuple[Sums, mx.array]:
-    """The sums of a chunk and its gradient times `scale`."""
-    sums, grad = finish(
+) -> tuple[Sums, mx.array, Arrays]:
+    """The sums of a chunk and its gradients times `scale`."""
+    sums, grad, of_head = finish(
         _over_vocabulary(begin(head.inputs(rows), tokens), head), head, weigh, scale
     )
     if head.before is not None:
         _, (grad,) = mx.vjp(head.before, [rows], [grad])
-    return sums, grad
+    return sums, grad, of_head
 
 
 def _over_vocabulary(softmax: OnlineSoftmax, head: LinearHead) -> OnlineSoftmax:

@@ -31,8 +31,10 @@ from your_ai.hub.awq_gptq import packing_of
 from your_ai.hub.check import check_model
 from your_ai.hub.config_values import method_of
 from your_ai.nets.adapter_kinds import KINDS
+from your_ai.nets.new_tokens import NewTokens
 from your_ai.nets.parts import put, weights_read
 from your_ai.nets.shared_keys import share_keys
+from your_ai.nets.vocabulary import put_trained_layers, training_in, vocabulary_training
 from your_ai.rng import derive_seed
 
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
@@ -307,8 +309,24 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
             "model": config.model,
             "num_layers": count,
             "lora_parameters": parameters,
+            **training_in(model).entries,
         },
     )
+
+
+def train_vocabulary(model: nn.Module, config: TrainConfig, new: NewTokens) -> None:
+    """Let a model train what the settings say of its embedding and head; before its adapters.
+
+    Raises UserError if they cannot be trained.
+    """
+    vocabulary = vocabulary_of(model)
+    if vocabulary is None and (config.train or new.spelled):
+        raise UserError("--train, --add-tokens: the embedding of this model was not found")
+    asked = vocabulary_training(config.train, new.trained(vocabulary or 0))
+    try:
+        put_trained_layers(model, asked, getattr(mx, config.adapter_dtype))
+    except ValueError as error:
+        raise UserError(f"{'--train' if config.train else '--add-tokens'}: {error}") from error
 
 
 def adapted_layers(model: nn.Module, config: TrainConfig) -> tuple[int, tuple[str, ...]]:

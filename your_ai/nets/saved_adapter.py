@@ -8,7 +8,7 @@ An adapter has mlx-lm's layout (`run.checkpoint` writes it): `adapters.safetenso
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +26,14 @@ from your_ai.hub.find import HubName, find_model, fingerprint, hub_name
 from your_ai.nets import head, model
 from your_ai.nets.adapter_kinds import KINDS
 from your_ai.nets.mlx_types import load_arrays
+from your_ai.nets.new_tokens import files_of_tokenizer
+from your_ai.nets.tokenizer import open_tokenizer
+from your_ai.nets.vocabulary import (
+    LEAVES,
+    put_trained_layers,
+    trained_layers,
+    vocabulary_of_adapter,
+)
 from your_ai.run import checkpoint
 from your_ai.run.folder import RunFolder, find, is_running
 
@@ -49,6 +57,8 @@ class Adapter:
     """Lazy arrays, by path in the model."""
     config: dict[str, Any]
     """Contents of adapter_config.json."""
+    vocabulary: dict[str, mx.array] = field(default_factory=dict)
+    """Lazy arrays of the trained rows of embedding and head, by path in the model."""
 
     @property
     def step(self) -> int | None:
@@ -76,6 +86,16 @@ class Adapter:
         return FACTS[self.config.get("fine_tune_type", LORA.name)]
 
     @property
+    def trained_rows(self) -> dict[tuple[str, str], mx.array]:
+        """The trained rows of the vocabulary, by the path of the layer, and which they are."""
+        parts: dict[tuple[str, str], list[tuple[int, mx.array]]] = defaultdict(list)
+        for name, array in self.vocabulary.items():
+            path, leaf, index = name.rsplit(".", 2)
+            parts[path, leaf].append((int(index), array))
+        ordered = {key: sorted(found, key=lambda part: part[0]) for key, found in parts.items()}
+        return {key: mx.concatenate([a for _, a in found]) for key, found in ordered.items()}
+
+    @property
     def layers(self) -> dict[str, dict[str, mx.array]]:
         """The arrays of each adapted layer by their names in it, by path in the model."""
         found: dict[str, dict[str, mx.array]] = defaultdict(dict)
@@ -96,6 +116,19 @@ class Trained:
     """The folder of the base model, before `--quantize`."""
     note: str = ""
     """A message for the user about the choice of the adapter, or ""."""
+
+    @property
+    def tokenizer_files(self) -> Path | None:
+        """The folder of the tokenizer, if the run added tokens to that of the model."""
+        return self.folder.tokenizer if self.folder.tokenizer.is_dir() else None
+
+    def tokenizer(self) -> Any:
+        """Open the tokenizer of the run. Raises UserError."""
+        return open_tokenizer(self.base, self.tokenizer_files)
+
+    def files(self) -> dict[str, str]:
+        """The fingerprint of the base model, with the run's tokenizer."""
+        return fingerprint(self.base) | files_of_tokenizer(self.folder.tokenizer)
 
     @property
     def hub_name(self) -> HubName | None:
@@ -227,7 +260,32 @@ def read_adapter(folder: Path, file: Path | None = None) -> Adapter:
     if foreign or not arrays:
         what = shown(foreign[0]) if foreign else "nothing"
         raise UserError(f"{file}: contains {what}, not LoRA layers")
-    return Adapter(folder, arrays, config)
+    vocabulary = read_vocabulary(folder, config)
+    return Adapter(folder, arrays, config, vocabulary)
+
+
+def read_vocabulary(folder: Path, config: dict[str, Any]) -> dict[str, mx.array]:
+    """The trained rows of an adapter. Raises UserError if a file is damaged, or is missing."""
+    try:
+        trained = vocabulary_of_adapter(config)
+    except ValueError as error:
+        raise UserError(f"{folder / checkpoint.ADAPTER_CONFIG}: {error}") from error
+    found: dict[str, mx.array] = {}
+    for leaf in LEAVES if trained else ():
+        file = folder / checkpoint.BESIDE[leaf]
+        if not file.is_file():
+            continue
+        try:
+            names = [entry.name for entry in read_header(file)]
+            found |= load_arrays(file)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise UserError(f"{file}: cannot be read ({shown(first_line(error))})") from error
+        foreign = [name for name in names if leaf not in name.split(".")]
+        if foreign:
+            raise UserError(f"{file}: contains {shown(foreign[0])}, not rows of a vocabulary")
+    if trained and not found:
+        raise UserError(f"{folder}: the trained rows of its vocabulary are missing")
+    return found
 
 
 def with_new_keys(config: Any) -> Any:
@@ -312,6 +370,8 @@ def put_layers(network: nn.Module, adapter: Adapter) -> None:
     Raises UserError if the model has no such layers.
     """
     parameters = {"dropout": 0.0, **adapter.config["lora_parameters"]}
+    if not trained_layers(network):
+        put_trained_rows(network, adapter)
     try:
         count = int(adapter.config["num_layers"])
         KINDS[adapter.kind].put(network, count, parameters)
@@ -319,6 +379,28 @@ def put_layers(network: nn.Module, adapter: Adapter) -> None:
         reason = first_line(error)
         raise UserError(f"{adapter.folder}: does not fit the model ({reason})") from error
     network.eval()
+
+
+def put_trained_rows(network: nn.Module, adapter: Adapter) -> None:
+    """Add layers for the trained rows of the adapter's vocabulary; the rows are 0.
+
+    Raises UserError if the model has no such layers.
+    """
+    dtypes = {array.dtype for array in adapter.vocabulary.values()}
+    try:
+        asked = vocabulary_of_adapter(adapter.config)
+        put_trained_layers(network, asked, next(iter(dtypes), mx.float32))
+    except ValueError as error:
+        raise UserError(f"{adapter.folder}: does not fit the model ({error})") from error
+
+
+def check_no_vocabulary(adapter: Adapter, what: str) -> None:
+    """Raise UserError if rows of the vocabulary were trained. what: the thing that has none."""
+    if adapter.vocabulary:
+        raise UserError(
+            f"{adapter.folder}: has trained embeddings, which {what} cannot hold; write the fused "
+            "model: your_ai fuse, or your_ai export --to hf"
+        )
 
 
 def has_score_head(adapter: Adapter) -> bool:
@@ -379,6 +461,6 @@ def put_adapter(network: nn.Module, adapter: Adapter) -> None:
 def set_arrays(network: nn.Module, adapter: Adapter) -> None:
     """Set the layers of `put_layers` to the trained arrays."""
     try:
-        model.set_adapters(network, adapter.arrays)
+        model.set_adapters(network, adapter.arrays | adapter.vocabulary)
     except UserError as error:
         raise UserError(f"{adapter.folder}: {error}; use another --model") from error

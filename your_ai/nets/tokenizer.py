@@ -30,17 +30,20 @@ QUESTIONS, ANSWERS = ("\ue000", "\ue001"), ("\ue002", "\ue003")  # in no templat
 dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # refuse custom code of a model without asking
 
 
-def open_tokenizer(folder: Path) -> Any:
+def open_tokenizer(folder: Path, files: Path | None = None) -> Any:
     """Open the tokenizer of a model folder (an mlx-lm TokenizerWrapper).
+
+    files: the folder with its files, if they are not those of the model.
 
     Its `eos_token_ids` are those of the model, and the token that ends a turn in its chat template.
     Never runs code from the folder, and never prompts. Raises UserError if it cannot be loaded.
     """
-    check_tokenizer_files(folder)
+    files = files or folder
+    check_tokenizer_files(files)
     try:
-        check_class(folder)
-        options = {"trust_remote_code": False, **template_of_processor(folder)}
-        tokenizer = load_tokenizer(folder, options, eos_token_ids=configured_ends(folder))
+        check_class(files)
+        options = {"trust_remote_code": False, **template_of_processor(files)}
+        tokenizer = load_tokenizer(files, options, eos_token_ids=configured_ends(folder))
         ends = list(tokenizer.eos_token_ids)
     except UserError:
         raise

@@ -23,7 +23,7 @@ from your_ai.evaluation import record
 from your_ai.gates.untrusted import JSON_BYTES, links_outside, read_bytes, read_json
 from your_ai.hub.find import REPO
 from your_ai.modelfiles.targets import write_error
-from your_ai.nets.saved_adapter import Trained, has_score_head
+from your_ai.nets.saved_adapter import Trained, check_no_vocabulary, has_score_head
 from your_ai.nets.tokenizer import added_end_text
 from your_ai.publish.card import (
     CARD,
@@ -91,6 +91,7 @@ class Contents:
 def of_run(trained: Trained, repo: str) -> Contents:
     """The contents to send for a run. Raises UserError if its events or files cannot be read."""
     adapter, step = trained.adapter, trained.adapter.step or 0
+    check_no_vocabulary(adapter, "a published adapter")
     base = base_of(trained)
     records, _ = events.tail(trained.folder.events)
     records = up_to(records, step)

@@ -3,6 +3,8 @@
 checkpoints/step-000120/
     adapters.safetensors, adapter_config.json   readable by mlx-lm
     score_head.safetensors                      of a reward model
+    new_tokens.safetensors                      trained rows of new tokens
+    vocabulary.safetensors                      embeddings and heads that are trained as a whole
     optimizer.safetensors
     state.json                                  TrainState and the files that the run depends on
     checksums.json                              sha256 of each of the above; written last
@@ -33,6 +35,12 @@ ADAPTERS = "adapters.safetensors"
 PEFT_ADAPTERS = "adapter_model.safetensors"  # the same in the format of PEFT
 SCORE_HEAD = "score_head.safetensors"  # in a file of its own, so that mlx-lm loads the adapter
 SCORE_WEIGHT = "score.weight"  # its only array, (1, D)
+# Other arrays of an adapter, by their names or parts of these, in files that mlx-lm does not read.
+BESIDE = {
+    SCORE_WEIGHT: SCORE_HEAD,
+    "new_rows": "new_tokens.safetensors",
+    "all_rows": "vocabulary.safetensors",
+}
 ADAPTER_CONFIG = "adapter_config.json"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
@@ -112,10 +120,17 @@ def save_adapter(
 
 def files_of(adapters: Mapping[str, mx.array]) -> dict[str, dict[str, mx.array]]:
     """The arrays of each file of an adapter."""
-    found = {ADAPTERS: {n: array for n, array in adapters.items() if n != SCORE_WEIGHT}}
-    if SCORE_WEIGHT in adapters:
-        found[SCORE_HEAD] = {SCORE_WEIGHT: adapters[SCORE_WEIGHT]}
+    found: dict[str, dict[str, mx.array]] = {ADAPTERS: {}}
+    for name, array in adapters.items():
+        parts = name.split(".")
+        ends = (file for end, file in BESIDE.items() if name == end or end in parts)
+        found.setdefault(next(ends, ADAPTERS), {})[name] = array
     return found
+
+
+def files_beside(folder: Path) -> list[str]:
+    """The names of the files of an adapter that are there, besides that of its layers."""
+    return [name for name in BESIDE.values() if (folder / name).is_file()]
 
 
 def adapter_step(folder: Path) -> int | None:
@@ -185,8 +200,8 @@ def fault(path: Path, names: tuple[str, ...] = CONTENT) -> str | None:
     try:
         sums = json.loads(read_text(path / CHECKSUMS, JSON_BYTES))
         expected = {name: sums[name] for name in names}
-        if ADAPTERS in names and SCORE_HEAD in sums:
-            expected[SCORE_HEAD] = sums[SCORE_HEAD]
+        if ADAPTERS in names:
+            expected |= {name: sums[name] for name in BESIDE.values() if name in sums}
     except FileNotFoundError:
         return f"{path / CHECKSUMS}: is missing"
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -236,10 +251,10 @@ def load(path: Path) -> SavedCheckpoint:
 
 
 def load_adapters(path: Path) -> dict[str, mx.array]:
-    """The lazy arrays of an adapter by name, with those of its score head."""
+    """The lazy arrays of an adapter by name, with those of the files beside it."""
     found = load_arrays(path / ADAPTERS)
-    if (path / SCORE_HEAD).exists():
-        found |= load_arrays(path / SCORE_HEAD)
+    for name in files_beside(path):
+        found |= load_arrays(path / name)
     return found
 
 

@@ -83,6 +83,11 @@ class RunFolder:
         """The adapter that the run starts from. This folder exists only with --from."""
         return self.path / "start"
 
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer with the tokens that the run added. This folder exists only if it did."""
+        return self.path / "tokenizer"
+
     def origin(self, kind: Untrained) -> Path:
         """The file that says where the adapter of an imported or merged run came from."""
         return self.path / f"{kind}.json"

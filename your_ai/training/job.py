@@ -6,7 +6,7 @@ Nothing here computes with MLX. Of the model it uses only what the files say.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from your_ai.hub.find import fingerprint, store
 from your_ai.memory.limit import MemoryLimit
 from your_ai.memory.workload import StepSizes
 from your_ai.nets import model
+from your_ai.nets.new_tokens import NewTokens, tokenizer_with_new
 from your_ai.nets.tokenizer import end_notes
 from your_ai.objectives.chosen import objective_of
 from your_ai.objectives.objective import Objective
@@ -33,6 +34,7 @@ from your_ai.rewards.chosen import Rewards, load_rewards
 from your_ai.rewards.judge import JudgeSettings
 from your_ai.rewards.names import reward_texts
 from your_ai.run import events
+from your_ai.run.folder import RunFolder
 from your_ai.run.rollout_files import missing_in_a_row
 from your_ai.training.reward_models import RewardRun, reward_runs
 from your_ai.training.run_data import RunData, read_data
@@ -96,6 +98,8 @@ class Job:
     """The checksums of the model's files."""
     reward_runs: list[RewardRun]
     tokenizer: Any
+    new: NewTokens = field(default_factory=NewTokens)
+    """The tokens that the run adds to those of its model."""
 
     @property
     def objective(self) -> Objective:
@@ -145,25 +149,32 @@ class ResolvedJob(Job):
 
 
 def job_of(
-    config: TrainConfig, base: Path, opened: Opened, log: events.EventLog, limit: MemoryLimit
+    config: TrainConfig,
+    base: Path,
+    opened: Opened,
+    log: events.EventLog,
+    limit: MemoryLimit,
+    folder: RunFolder,
 ) -> Job:
     """Read the rows, and decide what depends on them. Raises UserError.
 
-    base: the folder of the model as it was downloaded; opened: as it is trained; limit: of the
-    memory of this process.
+    base: the folder of the model as it was downloaded; opened: as it is trained; it gets layers for
+    what is trained of its vocabulary. limit: of the memory of this process.
     """
-    network, tokenizer = opened.network, opened.tokenizer()
+    network = opened.network
+    tokenizer, new = tokenizer_with_new(config, opened.folder, folder.tokenizer)
+    model.train_vocabulary(network, config, new)
     model.adapted_layers(network, config)  # checks the settings of the adapters
     files = fingerprint(base)
     runs = reward_runs(config, files)
     for text in end_notes(opened.folder, tokenizer):
         log.write(events.Notice(text=text))
-    data = read_data(config, network, tokenizer, files, log.write, limit)
+    data = read_data(config, network, tokenizer, files | new.files, log.write, limit)
     rows = len(data.examples["train"]) // objective_of(config).rows_together
     sized = defaults.sized(config, rows, "valid" in data.examples)
     schedule = schedule_of(sized, data)
     steps = last_step(sized, schedule.steps_per_epoch)
-    found = Job(config, sized, data, schedule, steps, files, runs, tokenizer)
+    found = Job(config, sized, data, schedule, steps, files, runs, tokenizer, new)
     for text in found.notices():
         log.write(events.Notice(text=text))
     return found

@@ -20,12 +20,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 
 from your_ai.config import Resolved, TrainConfig
 from your_ai.config.optimizers import OPTIMIZERS
 from your_ai.engine.gradients import Gradients
 from your_ai.memory.sizes import UPDATE_BYTES, UPDATE_BYTES_ROUNDED
+from your_ai.nets.parts import put
+from your_ai.nets.vocabulary import LEAVES
 from your_ai.run.checkpoint import TrainState
 from your_ai.training.optimizer_states import (
     FLOAT32,
@@ -140,6 +142,8 @@ def rate_factors(config: TrainConfig, model: nn.Module) -> dict[str, float]:
     for name, _ in tree_flatten(model.trainable_parameters()):
         index = next((i for i, block in enumerate(blocks) if name.startswith(block)), last)
         ratio = config.loraplus_ratio if name.endswith(".lora_b") else 1.0
+        if {*LEAVES} & {*name.split(".")} and config.embedding_learning_rate is not None:
+            ratio = config.embedding_learning_rate / config.learning_rate
         found[name] = ratio * config.layerwise_lr_decay ** (last - index)
     return found
 
@@ -198,7 +202,7 @@ def make_update(
                 {short[name]: mx.array(rate * factors.get(name, 1.0)) for name in short},
                 mx.array(factor, mx.float32),
             )
-            model.update(tree_unflatten([(name, changed[short[name]]) for name in short]))
+            put(model, {name: changed[short[name]] for name in short})
             new = {name: after.pop(short[name]) for name in short}
             states.put(new, changed)  # in place of the old ones, which are freed when used
             mx.eval(new, changed)

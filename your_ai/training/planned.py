@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,13 +34,21 @@ from your_ai.memory.costs import MeasuredCosts, keep_costs
 from your_ai.memory.facts import ModelFacts, facts_from, facts_of
 from your_ai.memory.limit import MemoryLimit
 from your_ai.memory.plan import Budget, Option, choose, front_points
-from your_ai.memory.workload import DataSizes, RewardModelSizes, Workload, words, workload_of
+from your_ai.memory.workload import (
+    DataSizes,
+    RewardModelSizes,
+    VocabularyArray,
+    Workload,
+    words,
+    workload_of,
+)
 from your_ai.modelfiles.quantize import quantized_lazily
 from your_ai.modelfiles.quantized_copies import needs_copy, place_of_copy
 from your_ai.modelfiles.repack import repacked_lazily
 from your_ai.modelfiles.shards import process_bytes_of
 from your_ai.nets import model
-from your_ai.nets.tokenizer import open_tokenizer
+from your_ai.nets.new_tokens import NewTokens, tokenizer_with_new
+from your_ai.nets.vocabulary import trained_sizes
 from your_ai.objectives.chosen import objective_of
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
@@ -68,7 +77,7 @@ def budget_of_job(
     return budget_of_run(
         job.config, opened.folder, opened.dtype, job.data, limit, opened.can_stream, level, past,
         reward_models=sizes, joined=joined,
-        measuring=Measuring(measure),
+        measuring=Measuring(measure), vocabulary=trained_sizes(opened.network),
     )  # fmt: skip
 
 
@@ -86,12 +95,13 @@ def budget_of_run(
     joined: bool = False,
     measuring: Measuring | None = None,
     facts: ModelFacts | None = None,
+    vocabulary: tuple[VocabularyArray, ...] = (),
 ) -> Budget:
     """The plan of a run on `data` inside `limit`. Raises UserError if nothing fits.
 
     before_bytes: peak memory of the process before it trains. reward_models: those that score.
     joined: as in `workload_of`. measuring: as in `budget_of`. facts: of the model, if its folder
-        does not have it yet.
+        does not have it yet. vocabulary: as in `Training`.
     """
     sizes = DataSizes(
         lengths=tuple(data.lengths),
@@ -110,6 +120,7 @@ def budget_of_run(
         before_bytes=before_bytes,
         reward_models=tuple(reward_models),
         joined=joined,
+        vocabulary=vocabulary,
     )
     return budget_of(config, workload, dtype, limit, level, past, measuring)
 
@@ -150,9 +161,11 @@ def planned_budget(
             arrays = dict(tree_flatten(network.parameters()))
             largest = max(array.nbytes for array in arrays.values())
             before_bytes = process_bytes_of(input_bytes + largest)
-    tokenizer = None
+    tokenizer, new = None, NewTokens()
     if any(folder.glob("tokenizer*")):  # its memory counts; models made by `bench` have none
-        tokenizer = open_tokenizer(folder)
+        with tempfile.TemporaryDirectory() as place:
+            tokenizer, new = tokenizer_with_new(config, folder, Path(place) / "tokenizer")
+    model.train_vocabulary(network, config, new)
     model.adapted_layers(network, config)  # checks the settings of the adapters
     if seq_len is None and config.data:
         found = check_splits(config)
@@ -164,7 +177,8 @@ def planned_budget(
             if isinstance(event, events.Notice):
                 on_note(event.text)
 
-        data = read_data(config, network, tokenizer, fingerprint(folder), tell, limit)
+        files = fingerprint(folder) | new.files
+        data = read_data(config, network, tokenizer, files, tell, limit)
         rows = len(data.examples["train"]) // objective_of(config).rows_together
         config = defaults.sized(config, rows, "valid" in data.examples)
     else:
@@ -195,6 +209,7 @@ def planned_budget(
         reward_models=[run.sizes(folder, dtype.size) for run in runs],
         measuring=measuring,
         facts=facts,
+        vocabulary=trained_sizes(network),
     )
 
 

@@ -75,7 +75,7 @@ def prepare(
     training, blocks = budget.workload.training, len(network.layers)
     job = planned.with_adapters(training.rank, training.blocks, blocks)
     tell(log, *choices(job, training.blocks, blocks, size_text(budget.limit.limit_bytes)))
-    adapters, start = add_adapters(job, network, budget.workload.facts.hidden, RunFolder(folder))
+    adapters, start = add_adapters(job, opened, budget.workload.facts.hidden, RunFolder(folder))
     ranks.check_same({"adapter": json.dumps(adapters.config, sort_keys=True)})
     announce(budget, past, job.config, log, RunFolder(folder))
     tell(log, KINDS[job.config.adapter].limits(network))
@@ -119,7 +119,8 @@ def read_job(
     rewards = rewards_of(config, log, folder)
     base = find_model(config.model)
     opened = opened_for(config, base, log, limit)
-    return job_of(config, base, opened, log, limit), opened, rewards
+    job = job_of(config, base, opened, log, limit, RunFolder(folder))
+    return job, opened, rewards
 
 
 def doing(log: events.EventLog, text: str) -> None:

@@ -86,13 +86,15 @@ def reward_runs(config: TrainConfig, files: dict[str, str]) -> list[RewardRun]:
             raise UserError(f"{label}: {error}") from error
         check_reward_run(trained, label)
         theirs = fingerprint(trained.base)
+        new = config.add_tokens or config.add_special_tokens
+        vocabulary = new or config.train
         same = base_files(theirs) == base_files(files)
         found.append(
             RewardRun(
                 each.name,
                 trained,
-                same and trained.config.quantize == config.quantize,
-                tokenizer_fingerprint(theirs) == tokenizer_fingerprint(files),
+                same and not vocabulary and trained.config.quantize == config.quantize,
+                not new and tokenizer_fingerprint(theirs) == tokenizer_fingerprint(files),
             )
         )
     return found

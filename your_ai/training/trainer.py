@@ -28,13 +28,14 @@ from your_ai.engine.prefix import (
     shared_place,
 )
 from your_ai.engine.protocol import Engine
-from your_ai.engine.weights import Opened
+from your_ai.engine.weights import Opened, start_vocabulary
 from your_ai.errors import UserError
 from your_ai.files import sha256
 from your_ai.memory.estimate_graphs import graphs_bytes
 from your_ai.memory.plan import Budget, kept_by_some, rows_of
 from your_ai.nets import head, model
 from your_ai.nets.saved_adapter import base_files
+from your_ai.nets.vocabulary import trained_layers
 from your_ai.rewards.chosen import Rewards
 from your_ai.run import checkpoint, events
 from your_ai.run.checkpoint import SCORE_HEAD
@@ -183,13 +184,16 @@ def networks_beside(job: Job, opened: Opened) -> Beside:
 
 
 def add_adapters(
-    job: Job, network: nn.Module, hidden: int, folder: RunFolder
+    job: Job, opened: Opened, hidden: int, folder: RunFolder
 ) -> tuple[model.Adapters, dict[str, dict[str, str]]]:
-    """Give the model its adapters and score head, those of --from if there are any.
+    """Give the model its adapters and score head, those of --from if there are any, and the first
+    values of what is trained of its vocabulary.
 
     hidden: hidden size of the model. Returns also the checksums of what it starts from.
     """
+    network = opened.network
     adapters = model.add_adapters(network, job.config)
+    start_vocabulary(opened, job.new.spelled)
     more: dict[str, Any] = {"base_files": base_files(job.files)}
     if job.config.objective == REWARD:
         head.put_score_head(network, hidden, job.config.seed)
@@ -212,6 +216,8 @@ def begin_from(folder: RunFolder, network: nn.Module) -> dict[str, dict[str, str
         arrays.pop(checkpoint.SCORE_WEIGHT, None)
     else:
         arrays.setdefault(checkpoint.SCORE_WEIGHT, layer.weight)
+    for trained in trained_layers(network):
+        arrays = trained.trained | arrays
     model.set_adapters(network, arrays)
     return {"first adapter": {name: sha256(folder.start / name) for name in names}}
 

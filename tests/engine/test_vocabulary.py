@@ -1,0 +1,124 @@
+"""Trained rows of embeddings and heads: their gradients under each plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from tests.conftest import TINY, load_base, make_model
+from tests.engine.test_fused import assert_gradients, encode, plain_loss, step_of
+from tests.engine.test_plans import VARIANTS, small_pieces
+from your_ai.config import TrainConfig
+from your_ai.data.batches import make_schedule
+from your_ai.engine.build import build_engine
+from your_ai.engine.dequantized import dequantize_on_the_cpu
+from your_ai.engine.weights import tensors_of
+from your_ai.nets import model
+from your_ai.nets.rounding import MLX_PARTS, float32_weight, quantization_of
+from your_ai.nets.vocabulary import (
+    TrainedLayer,
+    put_trained_layers,
+    trained_layers,
+    vocabulary_training,
+)
+
+__all__ = ["small_pieces"]  # a fixture
+GROWN = (3, 70, 71, 600, 601, 602, 603)  # some of the base's tokens, some that it does not have
+KINDS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "new tokens": ("", GROWN),
+    "embeddings": ("embeddings", ()),
+    "head": ("head", ()),
+    "both": ("embeddings,head", ()),
+    "both, new tokens": ("embeddings,head", GROWN),
+}
+
+
+def load(folder: Path, kind: str) -> tuple[nn.Module, Any, model.Adapters]:
+    """A network with adapters in its last block but one, and rows of its vocabulary, none 0."""
+    train, new = KINDS[kind]
+    network, tokenizer = load_base(folder, mx.float32)
+    count = network.model.embed_tokens.weight.shape[0]
+    new = tuple(token if token < count else count + i for i, token in enumerate(new))
+    new = tuple(sorted({*new, *range(count, max(new, default=0) + 1)}))
+    put_trained_layers(network, vocabulary_training(train, new))
+    config = TrainConfig(lora_layers=1, lora_targets=("q_proj",), lora_rank=2)
+    adapters = model.add_adapters(network, config)
+    mx.random.seed(1)
+    trained = network.trainable_parameters()
+    network.update(tree_map(lambda p: p + 0.05 * mx.random.normal(p.shape), trained))
+    mx.eval(network.parameters())
+    return network, tokenizer, adapters
+
+
+class Dense(nn.Module):
+    """A layer as one matrix, differentiated by MLX."""
+
+    def __init__(self, layer: TrainedLayer) -> None:
+        super().__init__()
+        base = mx.zeros((0, layer.width))
+        if "linear" in layer:
+            parts = {n: layer.linear[n] for n in MLX_PARTS if layer.linear.get(n) is not None}
+            base = float32_weight(parts, quantization_of(layer.linear))
+        more = mx.zeros((layer.count - len(base), base.shape[1]))
+        self._base = mx.concatenate([base, more]).at[mx.array(layer.ids)].multiply(0)
+        self._ids, self.leaf = mx.array(layer.ids), layer.leaf
+        self[layer.leaf] = layer[layer.leaf]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        weight = self._base.at[self._ids].add(mx.concatenate(self[self.leaf]))
+        return x @ weight.T if mx.issubdtype(x.dtype, mx.floating) else weight[x]
+
+    as_linear = __call__
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Makes a model, and the loss and gradients of `Dense` layers; once for each case."""
+    made = {}
+
+    def make(architecture: str, bits: int | None, kind: str):
+        case = (architecture, bits, kind)
+        if case not in made:
+            place = tmp_path_factory.mktemp("case")
+            folder = make_model(place / "m", architecture, bits, **TINY)
+            network, tokenizer, _ = load(folder, kind)
+            dequantize_on_the_cpu(network)
+            replaced = [(layer.path, Dense(layer)) for layer in trained_layers(network)]
+            network.update_modules(tree_unflatten(replaced))
+            examples = encode(tokenizer, place)
+            loss, grads = nn.value_and_grad(network, lambda: plain_loss(network, examples))()
+            made[case] = folder, loss.item(), dict(tree_flatten(grads))
+        return made[case]
+
+    return make
+
+
+CASES = [
+    *(("llama", 4, kind) for kind in ("new tokens", "both", "both, new tokens")),  # tied
+    ("gemma2", None, "new tokens"),  # scales its embeddings, caps its logits
+    *(("llama-untied", None, kind) for kind in KINDS),
+    ("qwen2", 4, "new tokens"),
+    ("qwen2", 4, "head"),
+]
+
+
+@pytest.mark.parametrize("plan", ["fused", "staged", "streamed", "kept"])
+@pytest.mark.parametrize(("architecture", "bits", "kind"), CASES)
+def test_gradients_are_those_of_whole_matrices(tmp_path, reference, architecture, bits, kind, plan):
+    folder, expected, expected_grads = reference(architecture, bits, kind)
+    plan, more = VARIANTS.get(plan, (plan, {}))
+    network, tokenizer, adapters = load(folder, kind)
+    tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
+    built = build_engine(network, adapters.dropout_keys, plan, tensors=tensors, **more)
+    assert built.plan == plan
+    batches = make_schedule(encode(tokenizer, tmp_path), 5, 5, seed=0).batches_of(0)
+    loss, grads = step_of(built.engine, batches, 3)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert_gradients(grads, expected_grads)
+    alone = sum(built.engine.loss(batch).loss.item() for batch in batches)
+    assert alone / sum(batch.weight for batch in batches) == pytest.approx(expected, rel=1e-5)

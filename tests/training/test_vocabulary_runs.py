@@ -1,0 +1,190 @@
+"""Runs that train new tokens, embeddings or heads: resumed, evaluated, fused and exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+
+from tests.conftest import (
+    call,
+    chat,
+    losses_of,
+    make_model,
+    refused,
+    resume,
+    train,
+    write_rows,
+)
+from your_ai.errors import UserError
+from your_ai.export import peft
+from your_ai.export.fused_weights import fuse
+from your_ai.generation.generate import load_run
+from your_ai.memory.estimate_adapters import adapter_bytes, optimizer_bytes
+from your_ai.nets.mlx_types import load_arrays
+from your_ai.nets.saved_adapter import open_trained
+from your_ai.run.checkpoint import load_adapters
+from your_ai.training.planned import planned_budget
+
+WORDS = ("<north>", "<south>")
+ROWS = [chat(f"Go {word}!", f"I go {word} now.") for word in WORDS for _ in range(4)]
+
+
+@pytest.fixture
+def config(configure, own_folder):
+    """Makes the config of a run on rows that have the new tokens."""
+    folder = own_folder / "rows"
+    folder.mkdir()
+    for split in ("train", "valid", "test"):
+        write_rows(folder / f"{split}.jsonl", ROWS)
+
+    def make(**settings):
+        return configure(**{"data": str(folder), "add_tokens": ",".join(WORDS), **settings})
+
+    return make
+
+
+def arrays(run, folder="adapter"):
+    found = load_adapters(run.path / folder)
+    mx.eval(found)
+    return {name: bytes(memoryview(array)) for name, array in found.items()}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"plan": "streamed", "embedding_learning_rate": 0.1},
+        {"train": "embeddings,head", "spill": True, "plan": "staged"},
+        {"train": "embeddings,head", "add_tokens": "", "adapter_dtype": "bfloat16"},
+        {"objective": "dpo", "data": "pairs"},
+    ],
+)
+def test_a_resumed_run_ends_with_the_same_bytes(config, own_folder, settings):
+    if settings.get("data"):
+        rows = [
+            {"prompt": f"Go {word}!", "chosen": f"I go {word}.", "rejected": "No."}
+            for word in WORDS
+        ]
+        (own_folder / "pairs").mkdir()
+        for split in ("train", "valid", "test"):
+            write_rows(own_folder / "pairs" / f"{split}.jsonl", rows)
+        settings = {**settings, "data": str(own_folder / "pairs")}
+    whole = train(config(**settings, run="whole", save_every=2))
+    cut = train(config(**settings, run="cut", max_steps=2))
+    (own_folder / "tokens.txt").write_text("<other>\n")  # what named the tokens may change
+    assert resume(cut, max_steps=4) == 0
+    assert arrays(cut) == arrays(whole)
+    assert losses_of(cut) == losses_of(whole)
+
+
+def test_only_rows_of_new_tokens_change_and_they_start_at_their_spelling(config, tiny_model):
+    run = train(config(learning_rate=1e-9, max_steps=1))
+    trained = open_trained("r")
+    tokenizer, (rows,) = trained.tokenizer(), trained.adapter.vocabulary.values()
+    before, _ = mlx_lm.load(str(tiny_model))
+    embed = before.model.embed_tokens
+    ids = trained.adapter.config["new_tokens"]
+    places = [ids.index(token) for token in tokenizer.convert_tokens_to_ids(list(WORDS))]
+    spelled = json.loads((run.tokenizer / "new_tokens.json").read_text())["spelled"]
+    for place in places:
+        expected = embed(mx.array(spelled[str(ids[place])])).astype(mx.float32).mean(0)
+        assert mx.allclose(rows[place], expected, atol=1e-6)
+    network, _ = load_run(trained)
+    count = len(embed(mx.arange(embed.weight.shape[0])))
+    same = mx.array([token for token in range(count) if token not in ids])
+    assert mx.array_equal(network.model.embed_tokens(same), embed(same))
+
+
+@pytest.mark.parametrize("train_whole", ["", "embeddings,head"])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_the_fused_model_answers_as_the_run_does(config, own_folder, bits, train_whole):
+    folder = make_model(own_folder / "base", "llama", bits)
+    train(config(model=str(folder), train=train_whole, learning_rate=0.05))
+    trained = open_trained("r")
+    for _ in fuse(trained, own_folder / "fused", "dequantized" if bits else "auto"):
+        pass
+    network, tokenizer = load_run(trained)
+    fused, read = mlx_lm.load(str(own_folder / "fused"))
+    tokens = mx.array([tokenizer.encode(f"Go {WORDS[1]} and {WORDS[0]}!")])
+    assert read.encode(f"Go {WORDS[1]} and {WORDS[0]}!") == tokens[0].tolist()
+    wanted, found = network(tokens), fused(tokens)
+    assert found.shape == wanted.shape
+    assert wanted.shape[-1] % 64 == 0
+    assert mx.allclose(found, wanted, rtol=1e-3, atol=1e-3)
+    text = (own_folder / "fused" / "config.json").read_text()
+    assert json.loads(text)["vocab_size"] == wanted.shape[-1]
+
+
+def test_rows_that_stay_quantized_are_not_rounded_again(config, own_folder):
+    folder = make_model(own_folder / "base", "llama", 4)
+    train(config(model=str(folder), learning_rate=0.05))
+    for _ in fuse(open_trained("r"), own_folder / "fused", "same"):
+        pass
+    before, after = (mlx_lm.load(str(path))[0] for path in (folder, own_folder / "fused"))
+    count = min(open_trained("r").adapter.config["new_tokens"])
+    for name in ("weight", "scales", "biases"):
+        ours, theirs = (m.model.embed_tokens[name][:count] for m in (after, before))
+        assert mx.array_equal(ours, theirs)
+
+
+def test_evaluation_compares_with_the_base(config, capsys):
+    train(config())
+    assert call("eval", "r", "--json") == 0
+    found = json.loads(capsys.readouterr().out)["measures"]["loss"]
+    assert found["adapter"]["value"] < found["base"]["value"]
+
+
+def test_pefts_files_name_the_tokens(config, own_folder):
+    train(config())
+    trained = open_trained("r")
+    peft.write(trained, own_folder / "peft")
+    settings = json.loads((own_folder / "peft" / "adapter_config.json").read_text())
+    ids = trained.adapter.config["new_tokens"]
+    assert settings["trainable_token_indices"] == {"embed_tokens": ids}
+    assert (own_folder / "peft" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "command", [("export", "r", "--to", "mlx"), ("export", "r", "--to", "gguf")]
+)
+def test_formats_without_rows_are_refused(config, capsys, command):
+    train(config(max_steps=1))
+    assert "has trained embeddings, which an adapter of" in refused(capsys, *command)
+
+
+def test_a_run_does_not_start_from_such_an_adapter(config, capsys):
+    run = train(config(max_steps=1))
+    text = refused(capsys, "train", "--from", "r", "--data", run.read_config().data)
+    assert "has trained embeddings; go on with its run" in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train": "heads"}, "--train 'heads': give embeddings or head"),
+        ({"prefix_cache": "memory"}, "use --prefix-cache off"),
+        ({"add_tokens": "", "embedding_learning_rate": 1.0}, "only works with --train"),
+        ({"train": "head", "add_tokens": ""}, "tied to its embedding"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(config, settings, message):
+    with pytest.raises(UserError, match=message):
+        train(config(**settings))
+
+
+@pytest.mark.parametrize("settings", [{}, {"train": "embeddings,head", "add_tokens": ""}])
+def test_the_plan_counts_the_trained_arrays(config, settings):
+    settings = config(**settings)
+    run = train(settings)
+    budget = planned_budget(settings, Path(settings.model))
+    facts, training = budget.workload.facts, budget.workload.training
+    trained = load_adapters(run.adapter).values()
+    assert adapter_bytes(facts, training) == sum(array.nbytes for array in trained)
+    states = load_arrays(run.checkpoints / "step-000004" / "optimizer.safetensors")
+    of_states = sum(array.nbytes for array in states.values() if array.ndim)
+    assert optimizer_bytes(facts, training) == of_states
+    assert training.reach(facts) == facts.blocks
