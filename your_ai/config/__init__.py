@@ -9,6 +9,7 @@ each (`setting.py`); `requests.py` declares what other commands are asked for in
 
 # ruff: noqa: F401 (these are for other packages)
 from your_ai.config import defaults
+from your_ai.config.by_layer import ByLayer, values_by_layer
 from your_ai.config.checks import has_default
 from your_ai.config.names import (
     ALL_LINEAR,

@@ -212,6 +212,7 @@ def changes_of(
         if mx.issubdtype(array.dtype, mx.floating)
     )
     changes, adapted, after = {}, adapter.layers, dict(network.named_modules())
+    sizes = adapter.sizes
     for path, layer in modules.items():
         own, parts = quantization_of(layer), adapted.get(path, {})
         if parts or (own and to == DEQUANTIZED):
@@ -223,7 +224,8 @@ def changes_of(
                 becomes = trained_for or own
             seed = derive_seed("fuse", path)
             changes[path] = Change(
-                layer, seed, parts, KINDS[adapter.kind], adapter.scale, becomes, floats or kind,
+                layer, seed, parts, KINDS[adapter.kind],
+                sizes[path].scale if parts else adapter.scale, becomes, floats or kind,
                 trained_for,
             )  # fmt: skip
     return changes

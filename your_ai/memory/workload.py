@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from your_ai.config import GRPO, REWARD, SOFT, TrainConfig, defaults
+from your_ai.config import GRPO, REWARD, SOFT, ByLayer, TrainConfig, defaults
 from your_ai.config.adapter_facts import LORA, AdapterFacts
+from your_ai.config.by_layer import LayerPattern
 from your_ai.gates.text import counted
 from your_ai.memory.costs import MeasuredCosts
 from your_ai.memory.facts import ModelFacts, vocabulary_held
@@ -43,7 +44,10 @@ class Training:
 
     blocks: int
     rank: int
+    """Of layers that no pattern selects."""
     targets: tuple[str, ...]
+    patterns: tuple[LayerPattern, ...] = ()
+    """The ranks of other layers; the last that selects a layer counts."""
     optimizer: str = "adamw"
     optimizer_bits: int = 32
     adapter: AdapterFacts = LORA
@@ -53,6 +57,11 @@ class Training:
     """Whether names without a dot select routed experts, too: --lora-experts."""
     rounding: str = ""
     """The format that adapted weights are rounded to, as of `--qat`; "" for none."""
+
+    @property
+    def ranks(self) -> ByLayer:
+        """The rank of each layer."""
+        return ByLayer(self.rank, self.patterns)
 
 
 class Kept(NamedTuple):
@@ -307,6 +316,7 @@ def workload_of(
             blocks=blocks,
             rank=rank,
             targets=config.lora_targets,
+            patterns=ByLayer.of(config.lora_rank).patterns,
             optimizer=config.optimizer,
             optimizer_bits=config.optimizer_bits,
             adapter=config.adapter,

@@ -21,7 +21,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from your_ai.config import TrainConfig, defaults
+from your_ai.config import ByLayer, TrainConfig, defaults
 from your_ai.errors import RunError, UserError
 from your_ai.rng import derive_seed
 
@@ -93,11 +93,13 @@ def trial_settings(
     base: TrainConfig, chosen: Mapping[str, Any], fixed: Sequence[str]
 ) -> TrainConfig:
     """`base` with the chosen settings. The adapters' scale stays, unless alpha is fixed."""
-    alpha = base.lora_alpha
-    if "lora_alpha" not in fixed and "lora_rank" in chosen:
-        before = defaults.RANKS[0] if isinstance(base.lora_rank, str) else base.lora_rank
-        alpha = defaults.alpha_of_same_scale(base, before, chosen["lora_rank"])
-    return dataclasses.replace(base, **{**chosen, "lora_alpha": alpha})
+    found, before = dataclasses.replace(base, **chosen), ByLayer.of(base.lora_rank).default
+    if "lora_alpha" in fixed or "lora_rank" not in chosen:
+        return found
+    rank = int(ByLayer.of(found.lora_rank).number)
+    before = defaults.RANKS[0] if isinstance(before, str) else before
+    alphas = defaults.alphas_of_same_scale(found, before, rank)
+    return dataclasses.replace(found, lora_alpha=alphas.setting)
 
 
 # Trials
