@@ -175,7 +175,8 @@ def values_by_layer(values: Mapping[Place, float]) -> ByLayer:
     found = ByLayer(default)
     for name in sorted({name for _, name in values}, key=lambda name: (len(name), name)):
         blocks = sorted(block for block, other in values if other == name)
-        usual = Counter(values[block, name] for block in blocks).most_common(1)[0][0]
+        counts = Counter(values[block, name] for block in blocks)
+        usual = max(counts, key=lambda value: (counts[value], value == default))
         if any(found.at((block, name)) != usual for block in blocks):
             usually = LayerPattern(usual, name)
             found = replace(found, patterns=(*found.patterns, usually))

@@ -269,9 +269,10 @@ def method_of(trained: Trained) -> Method:
     adapter = trained.adapter
     rslora = trained.config.use_rslora
     divisor = math.sqrt(adapter.rank) if rslora else adapter.rank
-    text = f"rank {shortened(adapter.ranks.text)}, alpha {shortened(adapter.alphas.text)}"
-    differ = len(set(adapter.sizes.values())) > 1
-    return Method(adapter.kind.title, adapter.rank, adapter.scale * divisor, rslora, differ * text)
+    alpha, text = adapter.scale * divisor, ""
+    if adapter.ranks.patterns or adapter.alphas.patterns:
+        text = f"rank {shortened(adapter.ranks.text)}, alpha {shortened(adapter.alphas.text)}"
+    return Method(adapter.kind.title, adapter.rank, alpha, rslora, text)
 
 
 def figures_of(records: Sequence[events.Record]) -> CardFigures:
