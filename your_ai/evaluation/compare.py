@@ -290,6 +290,7 @@ def training_of(adapter: Adapter, config: TrainConfig, blocks: int) -> Training:
         rank=int(adapter.ranks.number),
         targets=tuple(sorted({str(key) for key in keys})),
         patterns=adapter.ranks.patterns,
+        alphas=adapter.alphas.patterns,
         adapter=adapter.kind,
         experts=config.lora_experts,
         rounding=adapter.rounding,

@@ -5,9 +5,10 @@ Each block counts with its own layers: those of a model may differ, and later on
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+from your_ai.config import ByLayer
 from your_ai.config.optimizers import OPTIMIZERS
 from your_ai.memory.facts import ModelFacts, adapters_named, names_of
 from your_ai.memory.memoized import memoized
@@ -36,6 +37,19 @@ def adapted_parts(facts: ModelFacts, training: Training) -> list[tuple[list[Size
         ([(i, o, rank) for (i, o), rank in zip(sizes[kind], ranks, strict=True)], count)
         for (kind, ranks), count in Counter(ranks_of_blocks(facts, training)).items()
     ]
+
+
+@memoized
+def forms_of_kinds(facts: ModelFacts, training: Training) -> dict[int, int]:
+    """The number of forms that adapted blocks of each kind have, by ranks and alphas. Programs of
+    different forms are compiled separately."""
+    forms, kinds = defaultdict(set), facts.last(training.blocks)
+    alphas = ByLayer(0.0, training.alphas)
+    for index, kind in enumerate(kinds, facts.blocks - len(kinds)):
+        names = names_of(facts.alone[kind], training.targets, training.experts)
+        places = [(index, name) for name in names]
+        forms[kind].add(tuple((training.ranks.at(p), alphas.at(p)) for p in places))
+    return {kind: len(found) for kind, found in forms.items()}
 
 
 @memoized

@@ -48,6 +48,8 @@ class Training:
     targets: tuple[str, ...]
     patterns: tuple[LayerPattern, ...] = ()
     """The ranks of other layers; the last that selects a layer counts."""
+    alphas: tuple[LayerPattern, ...] = ()
+    """The alphas of layers, where they differ: blocks of other scales are compiled separately."""
     optimizer: str = "adamw"
     optimizer_bits: int = 32
     adapter: AdapterFacts = LORA
@@ -317,6 +319,7 @@ def workload_of(
             rank=rank,
             targets=config.lora_targets,
             patterns=ByLayer.of(config.lora_rank).patterns,
+            alphas=ByLayer.of(config.lora_alpha).patterns,
             optimizer=config.optimizer,
             optimizer_bits=config.optimizer_bits,
             adapter=config.adapter,

@@ -52,7 +52,8 @@ SearchSpace = dict[str, FloatDistribution | CategoricalDistribution]  # by setti
 def space_of(base: TrainConfig, fixed: Sequence[str], blocks: int) -> SearchSpace:
     """Return what is searched around `base`, the settings of the first trial.
 
-    fixed: settings that the user gave, which are not searched. blocks: of the model.
+    fixed: settings that the user gave, which are not searched; nor are those that patterns of ranks
+        or alphas may contradict. blocks: of the model.
     """
     counts = dict.fromkeys(max(1, blocks // divisor) for divisor in LAYER_DIVISORS)
     choices: dict[str, Sequence[Any]] = {
@@ -64,6 +65,11 @@ def space_of(base: TrainConfig, fixed: Sequence[str], blocks: int) -> SearchSpac
     if "learning_rate" not in fixed:
         rate = base.learning_rate
         space["learning_rate"] = FloatDistribution(SLOWEST * rate, FASTEST * rate, log=True)
+    by_layer = [p for v in (base.lora_rank, base.lora_alpha) for p in ByLayer.of(v).patterns]
+    if by_layer:  # one number would take the place of all
+        del choices["lora_rank"]
+    if any(pattern.blocks for pattern in by_layer):  # which may get no adapters
+        del choices["lora_layers"]
     for name in [name for name in choices if name not in fixed]:
         values = dict.fromkeys([*choices[name], chosen(base, name, blocks)])
         space[name] = CategoricalDistribution([v for v in values if is_allowed(base, name, v)])
@@ -93,13 +99,12 @@ def trial_settings(
     base: TrainConfig, chosen: Mapping[str, Any], fixed: Sequence[str]
 ) -> TrainConfig:
     """`base` with the chosen settings. The adapters' scale stays, unless alpha is fixed."""
-    found, before = dataclasses.replace(base, **chosen), ByLayer.of(base.lora_rank).default
-    if "lora_alpha" in fixed or "lora_rank" not in chosen:
-        return found
-    rank = int(ByLayer.of(found.lora_rank).number)
-    before = defaults.RANKS[0] if isinstance(before, str) else before
-    alphas = defaults.alphas_of_same_scale(found, before, rank)
-    return dataclasses.replace(found, lora_alpha=alphas.setting)
+    alpha = base.lora_alpha
+    if "lora_alpha" not in fixed and "lora_rank" in chosen:
+        before = ByLayer.of(base.lora_rank).default
+        before = defaults.RANKS[0] if isinstance(before, str) else before
+        alpha = defaults.alphas_of_same_scale(base, before, chosen["lora_rank"]).setting
+    return dataclasses.replace(base, **{**chosen, "lora_alpha": alpha})
 
 
 # Trials
