@@ -96,6 +96,7 @@ def test_values_have_one_form(value, expected):
         ("16,=4", "'4' is no PATTERN=VALUE"),
         ("16,mlp=", "'' is no number"),
         ("16,mlp=nan", "nan is no number"),
+        ("16,mlp=" + 400 * "9", "999.* is no number"),
         ("16,block.0-=4", "'block.0-' is no PATTERN=VALUE"),
         ("16,block.3-1=4", "the first block is after the last"),
         ("mlp=4", "'mlp=4' is no number"),

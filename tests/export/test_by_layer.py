@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 
 import mlx.core as mx
 import numpy as np
@@ -23,6 +24,7 @@ from your_ai.nets.layer_sizes import as_trained, evened
 from your_ai.nets.model import load_network
 from your_ai.nets.saved_adapter import open_trained, read_adapter
 from your_ai.publish.card import method_of
+from your_ai.publish.contents import of_run, write
 from your_ai.run import checkpoint
 
 ALL = {"lora_targets": ("all-linear",), "lora_layers": "all"}
@@ -123,9 +125,6 @@ def test_sizes_that_no_adapter_has_are_refused(tiny_model, sizes):
     run = make_run(tiny_model, lora_layers=1)
     parameters = {"rank": 4, "scale": 2.0, "keys": ["self_attn.q_proj"], "by_layer": sizes}
     change_json(run.adapter, "adapter_config.json", lora_parameters=parameters)
-    if sizes == []:
-        parameters["by_layer"] = [1]
-        change_json(run.adapter, "adapter_config.json", lora_parameters=parameters)
     with pytest.raises(UserError, match=r"adapter_config.json: by_layer"):
         read_adapter(run.adapter)
 
@@ -233,6 +232,30 @@ def test_run_starts_with_the_same_ranks_and_scales(tiny_model, given):
 def test_other_ranks_or_scales_are_refused(tiny_model, flags):
     make_run(tiny_model, **MIXED)
     refused("r", "leave .*(out|setting)", model=str(tiny_model), **flags)
+
+
+@pytest.mark.parametrize("place", ["run", "checkpoint"])
+def test_pushed_adapter_is_what_mlx_lm_loads(tiny_model, tmp_path, monkeypatch, place):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    trained = make_trained(tiny_model, **MIXED)
+    trained = in_checkpoint(trained) if place == "checkpoint" else trained
+    pushed = write(of_run(trained, "someone/mine"))
+    network = load_adapters(load_network(tiny_model, mx.float32)[0], str(pushed))
+    network.eval()
+    assert mx.allclose(network(TOKENS), logits(trained), rtol=0, atol=ROUNDING)
+    assert read_adapter(pushed).sizes == trained.adapter.sizes
+
+
+@pytest.mark.parametrize("shape", [(3,), (8, 1), (2, 8, 1)])
+def test_arrays_of_other_shapes_are_refused(tiny_model, shape):
+    trained = make_trained(tiny_model, **MIXED)
+    name = "model.layers.2.self_attn.q_proj.lora_a"
+    arrays, config = evened(trained.adapter.arrays, trained.adapter.config)
+    checkpoint.save_adapter(
+        trained.adapter.folder, {**arrays, name: mx.zeros(shape)}, config, step=3
+    )
+    with pytest.raises(UserError, match=r"does not fit the model: .*lora_a is "):
+        logits(open_trained("r"))
 
 
 def test_card_says_what_differs(tiny_model):

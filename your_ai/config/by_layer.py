@@ -9,7 +9,6 @@ part of the layer's path in its block (`q_proj`, `mlp`, `self_attn.q_proj`), or 
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -17,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NewType
 
 from your_ai.config.names import AUTO
+from your_ai.config.setting import LARGEST
 from your_ai.errors import UserError
 from your_ai.gates.text import nearest, quoted
 
@@ -150,12 +150,12 @@ def pattern_of(text: str, value: object) -> LayerPattern:
 
 
 def number_of(value: object) -> float:
-    """A finite number, whole ones as an int. Raises ValueError for anything else."""
+    """A number that a setting may have, whole ones as an int. Raises ValueError for others."""
     if isinstance(value, str):
         text = value.strip()
         with contextlib.suppress(ValueError):
             value = int(text) if text.isdecimal() else float(text)
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST:
         return value
     raise ValueError(f"{quoted(value)} is no number; give {FORM}")
 

@@ -44,11 +44,11 @@ def forms_of_kinds(facts: ModelFacts, training: Training) -> dict[int, int]:
     """The number of forms that adapted blocks of each kind have, by ranks and alphas. Programs of
     different forms are compiled separately."""
     forms, kinds = defaultdict(set), facts.last(training.blocks)
-    alphas = ByLayer(0.0, training.alphas)
+    ranks, alphas = training.ranks, ByLayer(0.0, training.alphas)
     for index, kind in enumerate(kinds, facts.blocks - len(kinds)):
         names = names_of(facts.alone[kind], training.targets, training.experts)
         places = [(index, name) for name in names]
-        forms[kind].add(tuple((training.ranks.at(p), alphas.at(p)) for p in places))
+        forms[kind].add(tuple((ranks.at(p), alphas.at(p)) for p in places))
     return {kind: len(found) for kind, found in forms.items()}
 
 

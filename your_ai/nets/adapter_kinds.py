@@ -44,6 +44,10 @@ class AdapterKind(Protocol):
 
 KINDS: dict[AdapterFacts, AdapterKind] = {LORA: lora, DORA: dora}
 
+ADAPTED = (lora.Layer, lora.RoundedLayer, dora.Layer)
+NORMED = (dora.Layer,)  # the layers of kinds that have norms
+Normed = list[tuple[str, dora.Layer]]
+
 
 def put_adapters(
     model: nn.Module, facts: AdapterFacts, count: int, parameters: dict[str, Any]
@@ -54,11 +58,6 @@ def put_adapters(
         modules = dict(model.named_modules())
         for path, size in sizes_by_layer(parameters).items():
             resize(modules[path], size)
-
-
-ADAPTED = (lora.Layer, lora.RoundedLayer, dora.Layer)
-NORMED = (dora.Layer,)  # the layers of kinds that have norms
-Normed = list[tuple[str, dora.Layer]]
 
 
 def normed_layers(module: nn.Module) -> Normed:

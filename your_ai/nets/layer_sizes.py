@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
+from your_ai.config.adapter_facts import MATRICES
 from your_ai.nets.mlx_types import Arrays
 
 BY_LAYER, EVEN = "by_layer", "even"  # in `lora_parameters`
@@ -49,7 +50,7 @@ def sizes_by_layer(parameters: Mapping[str, Any]) -> dict[str, LayerSize]:
 def resize(layer: nn.Module, size: LayerSize) -> None:
     """Give a new layer of the largest rank a size of its own: the first columns of A."""
     layer.scale = size.scale
-    for part in ("lora_a", "lora_b"):
+    for part in MATRICES:
         if layer[part].shape[rank_axis(layer[part], part)] != size.rank:
             layer[part] = of_rank(layer[part], part, size.rank)
 
@@ -98,8 +99,8 @@ def changed(
     sizes, found = sizes_by_layer(parameters), dict(arrays)
     for name, array in arrays.items():
         path, _, part = name.rpartition(".")
-        if path not in sizes or part not in ("lora_a", "lora_b"):
-            continue
+        if path not in sizes or part not in MATRICES or array.ndim < 2:
+            continue  # who uses it compares shapes
         rank, factor = change(sizes[path])
         found[name] = of_rank(array, part, rank)
         if part == "lora_b" and factor != 1:
