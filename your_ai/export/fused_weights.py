@@ -225,7 +225,7 @@ def changes_of(
             seed = derive_seed("fuse", path)
             changes[path] = Change(
                 layer, seed, parts, KINDS[adapter.kind],
-                sizes[path].scale if parts else adapter.scale, becomes, floats or kind,
+                sizes[path].scale if path in sizes else adapter.scale, becomes, floats or kind,
                 trained_for,
             )  # fmt: skip
     return changes

@@ -43,7 +43,6 @@ class AdapterKind(Protocol):
 
 
 KINDS: dict[AdapterFacts, AdapterKind] = {LORA: lora, DORA: dora}
-
 ADAPTED = (lora.Layer, lora.RoundedLayer, dora.Layer)
 NORMED = (dora.Layer,)  # the layers of kinds that have norms
 Normed = list[tuple[str, dora.Layer]]
