@@ -46,6 +46,7 @@ CASES = {  # architecture, bits, shape, settings, other sizes
     "llama": ("llama", 4, Shape(2, 256), {}, {}),
     "llama on tiles": ("llama", 4, Shape(1, 1280), {}, {}),
     "not quantized": ("qwen2", None, Shape(1, 512), {}, {}),
+    "by layer": ("llama", 4, Shape(1, 512), {"lora_rank": "8,mlp=128,block.2=32"}, {}),
     "dora": ("llama", 8, Shape(1, 512), {"use_dora": True, "lora_dropout": 0.1}, {}),
     "windows": ("gemma3_text", 4, Shape(1, 512), {}, {"sliding_window": 128}),
     "softcaps": ("gemma2", 4, Shape(1, 1024), {}, {"num_hidden_layers": 2}),

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from your_ai.config import build
 from your_ai.hub.find import fingerprint
+from your_ai.nets.layer_sizes import evened
 from your_ai.nets.model import adapter_arrays, add_adapters, load_network, set_adapters
 from your_ai.nets.saved_adapter import Trained, base_files, open_trained, put_adapter
 from your_ai.run import checkpoint, folder
@@ -40,7 +41,7 @@ def make_run(base: Path, name: str = "r", **settings: Any) -> RunFolder:
     set_adapters(network, arrays)
     run = folder.create(config)
     record = {**adapters.config, "base_files": base_files(fingerprint(base))}
-    checkpoint.save_adapter(run.adapter, arrays, record, step=3)
+    checkpoint.save_adapter(run.adapter, *evened(arrays, record), step=3)
     return run
 
 

@@ -34,7 +34,7 @@ def deltas(adapter):
         a, b = (np.array(parts[name], np.float64) for name in ("lora_a", "lora_b"))
         if a.ndim == 3:
             a, b = a.swapaxes(1, 2), b.swapaxes(1, 2)
-        found[path] = adapter.scale * a @ b
+        found[path] = adapter.sizes[path].scale * a @ b
     return found
 
 
@@ -58,6 +58,7 @@ def refused(pattern, *adapters, **how):
 OTHERS = {
     "like": {},
     "other rank": {"lora_rank": 3, "lora_alpha": 7.0},
+    "ranks by layer": {"lora_rank": "3,block.2=5", "lora_alpha": "7,block.1=2"},
     "other layers": {"lora_targets": ("up_proj", "q_proj")},
     "other blocks": {"lora_layers": "all"},
     "nothing in common": {"lora_targets": ("v_proj",), "lora_layers": 1},

@@ -127,8 +127,16 @@ def test_kill_at_any_stage_of_saving_leaves_an_intact_checkpoint(own_folder, the
     assert (loaded.state.step, loaded.adapters["a"].max()) == (4, 4)
 
 
-def test_killed_process_resumes_exactly(configure, settings, capsys):
+BY_LAYER = {
+    "lora_rank": "4,mlp=3,block.1=2", "lora_alpha": "10,mlp=7", "lora_targets": ["all-linear"],
+    "lora_layers": "all", "use_dora": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [{}, BY_LAYER], ids=["one rank", "ranks by layer"])
+def test_killed_process_resumes_exactly(configure, settings, capsys, more):
     """The run is killed, half of an event line is appended, and the command line resumes it."""
+    settings |= more
     run = RunFolder(RUNS / "killed")
     with started(configure(max_steps=ENDLESS, **settings), "killed") as process:
         wait_for(process, run, events.Step, 5)

@@ -177,7 +177,7 @@ def load(
         tree_map(lambda p: p + 0.05 * mx.random.normal(p.shape), network.trainable_parameters())
     )
     mx.eval(network.trainable_parameters())
-    return network, keys, model.lora_scale(config, config.lora_rank)
+    return network, keys, model.lora_scale(config, config.lora_rank, config.lora_alpha)
 
 
 def make_examples(objective: str) -> Examples:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.dashboard.frames import record, reward_validation, rewarded, step
 from your_ai import __version__
-from your_ai.config import GRPO, REWARD, SFT, SOFT, TrainConfig
+from your_ai.config import GRPO, REWARD, SFT, SOFT, ByLayer, TrainConfig
 from your_ai.config.adapter_facts import DORA
 from your_ai.hub.registry import known
 from your_ai.publish.card import (
@@ -243,7 +243,8 @@ def exported(folder: Path, kind: str, library: str | None = None, **changes: Any
     base.mkdir(parents=True)
     config = {"model_type": "llama"} | ({"quantization": {"bits": bits}} if bits else {})
     (base / "config.json").write_text(json.dumps(config))
-    adapter = SimpleNamespace(kind=DORA, rank=4, scale=2.0, step=3)
+    sizes = {"rank": 4, "scale": 2.0, "ranks": ByLayer(4), "alphas": ByLayer(8.0)}
+    adapter = SimpleNamespace(kind=DORA, step=3, **sizes)
     trained = SimpleNamespace(
         folder=RunFolder(folder / "mine"), config=TrainConfig(**changes), adapter=adapter,
         base=base, hub_name=None,

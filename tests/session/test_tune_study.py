@@ -104,6 +104,15 @@ def test_layers_are_all_or_half_of_the_blocks():
     assert space_of(BASE, (), blocks=1)["lora_layers"].choices == ("all",)
 
 
+@pytest.mark.parametrize(
+    ("settings", "searched"),
+    [({"lora_rank": "8,mlp=4"}, {"lora_layers"}), ({"lora_alpha": "8,block.0=4"}, set())],
+)
+def test_ranks_by_layer_are_not_searched(settings, searched):
+    found = set(space_of(TrainConfig(**settings), (), blocks=8))
+    assert found & {"lora_rank", "lora_layers"} == searched
+
+
 @pytest.mark.parametrize(("fixed", "alpha"), [((), 8.0), (("lora_alpha",), 32.0)])
 def test_alpha_follows_the_rank_unless_it_is_given(fixed, alpha):
     changed = trial_settings(BASE, {"lora_rank": 4}, fixed)

@@ -63,6 +63,7 @@ METAVARS = {
     "a number": "X",
     "a text": "TEXT",
     "a list of names": "NAMES",
+    "values by layer": "BY_LAYER",
     " or ": "|",
 }
 PLAIN = (bool, int, float, str, Path)  # types of options

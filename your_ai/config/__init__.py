@@ -2,13 +2,14 @@
 
 `names.py` has values with a meaning; `settings.py` declares the settings, with all that is known of
 each (`setting.py`); `requests.py` declares what other commands are asked for in the same way;
-`checks.py` checks what settings say together; `values.py` converts values to their types;
-`reading.py` reads them from YAML, presets and flags; `mlxlm.py` translates files of mlx-lm;
-`defaults.py` chooses those that are automatic.
+`checks.py` checks what settings say together; `by_layer.py` has numbers that differ by layer;
+`values.py` converts values to their types; `reading.py` reads them from YAML, presets and flags;
+`mlxlm.py` translates files of mlx-lm; `defaults.py` chooses those that are automatic.
 """
 
 # ruff: noqa: F401 (these are for other packages)
 from your_ai.config import defaults
+from your_ai.config.by_layer import ByLayer, values_by_layer
 from your_ai.config.checks import has_default
 from your_ai.config.names import (
     ALL_LINEAR,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from your_ai.config.by_layer import ByLayer
 from your_ai.config.names import (
     ALL_LINEAR,
+    AUTO,
     BETAS,
     EXACT_MATCH,
     LOSS,
@@ -71,6 +73,7 @@ def check_adapters(config: TrainConfig) -> None:
         raise UserError(f"--lora-layers {number}: must be at least 1, or all for every block")
     if not config.lora_targets:
         raise UserError("--lora-targets: is empty; try q_proj or all-linear")
+    check_by_layer(config)
     if config.qat:
         try:
             rounding_of(config.qat)
@@ -106,6 +109,23 @@ def check_vocabulary(config: TrainConfig) -> None:
             f"{option}: the embeddings change in each step, so nothing can be cached; use "
             "--prefix-cache off"
         )
+
+
+def check_by_layer(config: TrainConfig) -> None:
+    """Raise UserError for numbers by layer that are out of bounds, whatever the model."""
+    about = settings_of(config.__class__)
+    ranks, alphas = (ByLayer.of(getattr(config, name)) for name in ("lora_rank", "lora_alpha"))
+    if alphas.default == AUTO:
+        raise UserError("--lora-alpha auto: only the rank may be automatic; give a number")
+    for name, numbers in (("lora_rank", ranks), ("lora_alpha", alphas)):
+        values = {} if numbers.default == AUTO else {"": numbers.number}
+        for given, value in {**values, **{f"{p.text}=": p.value for p in numbers.patterns}}.items():
+            bounds = about[name].bounds
+            fault = bounds.fault(value) if bounds else ""
+            if not fault and numbers is ranks and value != int(value):
+                fault = "must be a whole number"
+            if fault:
+                raise UserError(f"{flag(name)} {given}{value:g}: {fault}")
 
 
 def check_optimizer(config: TrainConfig) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+from your_ai.config.by_layer import ByLayer
 from your_ai.config.names import AUTO, GRPO, OLD_LAYERS, SFT, SOFT
 from your_ai.config.settings import FIELDS, Resolved, TrainConfig
 from your_ai.gates.text import counted
@@ -40,9 +42,10 @@ def resolved(
     rows, validated: as in `sized`. steps_per_epoch: of so many rows.
     rank: of the adapters, which are on the last `count` of `blocks` blocks.
 
-    Only automatic settings change. The length of the warm-up and the steps between validations do
-    not depend on how long the run is to be: so a run that is made longer when it is resumed ends
-    like one that was so long from the start.
+    Only automatic settings change, and patterns that select none of the chosen blocks go. The
+    length of the warm-up and the steps between validations do not depend on how long the run is to
+    be: so a run that is made longer when it is resumed ends like one that was so long from the
+    start.
     """
     config = sized(config, rows, validated)
     changes: dict[str, Any] = {}
@@ -52,11 +55,14 @@ def resolved(
         tenth = epochs_for(config, rows) * steps_per_epoch // VALIDATIONS
         # A large model may be at its best after one epoch, however many there are.
         changes["eval_every"] = min(MOST_STEPS, max(FEWEST_STEPS, min(tenth, steps_per_epoch)))
-    if config.lora_rank == AUTO:
-        changes["lora_alpha"] = alpha_of_same_scale(config, RANKS[0], rank)
-        changes["lora_rank"] = rank
+    ranks, alphas = ByLayer.of(config.lora_rank), ByLayer.of(config.lora_alpha)
+    if ranks.default == AUTO:
+        alphas, ranks = alphas_of_same_scale(config, RANKS[0], rank), ranks.with_default(rank)
     if config.lora_layers == AUTO:
         changes["lora_layers"] = "all" if count == blocks else count
+        first = blocks - count  # patterns of blocks before it would select nothing
+        ranks, alphas = ranks.from_block(first), alphas.from_block(first)
+    changes |= {"lora_rank": ranks.setting, "lora_alpha": alphas.setting}
     return Resolved(**{name: getattr(config, name) for name in FIELDS} | changes)
 
 
@@ -103,7 +109,8 @@ def adapters(config: TrainConfig, blocks: int) -> Iterator[tuple[int, int]]:
     An automatic rank is reduced before an automatic number of blocks. A number that was given may
     be more than the model has, which is for the caller to refuse.
     """
-    ranks = RANKS if isinstance(config.lora_rank, str) else (config.lora_rank,)
+    default = ByLayer.of(config.lora_rank).default
+    ranks = RANKS if isinstance(default, str) else (int(default),)
     count = config.lora_layers
     if count is None:
         count = min(OLD_LAYERS, blocks)
@@ -116,10 +123,17 @@ def adapters(config: TrainConfig, blocks: int) -> Iterator[tuple[int, int]]:
         yield ranks[-1], count
 
 
-def alpha_of_same_scale(config: TrainConfig, before: int, rank: int) -> float:
-    """The alpha with which adapters of `rank` have the scale of those of rank `before`."""
-    ratio = rank / before
-    return config.lora_alpha * (math.sqrt(ratio) if config.use_rslora else ratio)
+def alphas_of_same_scale(config: TrainConfig, before: float, rank: int) -> ByLayer:
+    """The alphas with which adapters of `rank` have the scale of those of rank `before`.
+
+    Layers with a rank of their own keep their alpha, and so do those whose alpha has a pattern.
+    """
+    alphas, ratio = ByLayer.of(config.lora_alpha), rank / before
+    if ratio == 1:
+        return alphas
+    kept = (replace(p, value=alphas.number) for p in ByLayer.of(config.lora_rank).patterns)
+    alpha = alphas.number * (math.sqrt(ratio) if config.use_rslora else ratio)
+    return ByLayer(alpha, (*kept, *alphas.patterns))
 
 
 def largest(config: TrainConfig, blocks: int) -> tuple[int, int]:
@@ -133,8 +147,8 @@ def recorded(config: TrainConfig, before: TrainConfig) -> TrainConfig:
     before: the settings in the run's folder, where the choices are recorded.
     """
     chosen = {n: getattr(before, n) for n in CHOSEN if getattr(config, n) == AUTO}
-    if "lora_rank" in chosen:
-        chosen["lora_alpha"] = before.lora_alpha
+    if "lora_layers" in chosen or ByLayer.of(config.lora_rank).default == AUTO:
+        chosen |= {"lora_rank": before.lora_rank, "lora_alpha": before.lora_alpha}
     return dataclasses.replace(config, **chosen)
 
 
@@ -164,7 +178,7 @@ def words(
     return lines
 
 
-def adapters_text(rank: int, count: int, blocks: int) -> str:
+def adapters_text(rank: object, count: int, blocks: int) -> str:
     """Rank and blocks of the adapters: `rank 4 in the last 8 of 32 blocks`."""
     which = "all" if count == blocks else f"the last {count} of"
     return f"rank {rank} in {which} {counted(blocks, 'block')}"

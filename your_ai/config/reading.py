@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from your_ai.config.by_layer import ByLayer
 from your_ai.config.checks import in_effect
 from your_ai.config.mlxlm import is_mlxlm, translated
 from your_ai.config.names import (
@@ -30,7 +31,7 @@ from your_ai.config.names import (
 )
 from your_ai.config.setting import check_used
 from your_ai.config.settings import ABOUT, ADAPTER_SETTINGS, ADDED, FIELDS, TrainConfig, is_used
-from your_ai.config.values import as_number, coerce
+from your_ai.config.values import as_number, coerce, has_patterns
 from your_ai.errors import UserError
 from your_ai.files import packaged
 from your_ai.gates.paths import missing_text
@@ -245,8 +246,8 @@ def check_agreement(
     """Raise UserError if a setting that the user gave contradicts the adapter at `source`.
 
     given: the names of these settings; their values are in `config`.
-    taken: the adapter's settings. `auto` agrees with each of them; `all` and `all-linear` are
-        compared later, with the model.
+    taken: the adapter's settings. `auto` agrees with each of them; `all`, `all-linear` and
+        values by layer are compared later, with the model.
     """
     for name in ADAPTER_SETTINGS:
         if name not in given:
@@ -256,8 +257,10 @@ def check_agreement(
             agrees = ours == (ALL_LINEAR,) or same_targets(ours, theirs)
         elif name == "lora_layers":
             agrees = ours in (None, AUTO, "all", theirs)
+        elif has_patterns(ours):  # compared later, with the model
+            agrees = ByLayer.of(ours).default != AUTO
         elif name == "lora_alpha":
-            agrees = math.isclose(ours, theirs)
+            agrees = not isinstance(theirs, str) and math.isclose(ours, theirs)
         else:
             agrees = ours in (AUTO, theirs)
         if not agrees:

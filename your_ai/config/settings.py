@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from your_ai.config.adapter_facts import DORA, LORA, AdapterFacts
+from your_ai.config.by_layer import LayerText
 from your_ai.config.checks import check
 from your_ai.config.names import AUTO, FOLDER, GENERATING, GRPO, LOSS, REWARD, SFT, SOFT
 from your_ai.config.optimizers import OptimizerName
@@ -539,17 +540,21 @@ class AdapterSettings:
 
     PANEL: ClassVar[str] = "Adapters"
 
-    lora_rank: int | Literal["auto"] = setting(
+    lora_rank: int | Literal["auto"] | LayerText = setting(
         AUTO,
-        "Rank of the adapters; auto: 16, or 8 or 4 if no plan fits into the memory limit.",
+        "Rank of the adapters; auto: 16, or 8 or 4 if no plan fits into the memory limit. By layer "
+        "as in 16,mlp=32,block.0-3=8: the last that selects a layer counts.",
         bounds=Bounds(1, 65_536),
+        agents="text",
         in_card=True,
         of_adapter=True,
     )
-    lora_alpha: float = setting(
+    lora_alpha: float | LayerText = setting(
         32.0,
-        "Scale the adapters by alpha / rank; a smaller automatic rank keeps the scale.",
+        "Scale the adapters by alpha / rank; a smaller automatic rank keeps the scale. By layer as "
+        "in 32,mlp=64.",
         bounds=Bounds(0, LARGEST, above=True),
+        agents="text",
         in_card=True,
         of_adapter=True,
     )
@@ -835,7 +840,7 @@ class Resolved(TrainConfig):
     epochs: int | None
     eval_every: int
     warmup_steps: int
-    lora_rank: int
+    lora_rank: int | LayerText
     lora_layers: int | Literal["all"] | None
 
 

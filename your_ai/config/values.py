@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import math
 import typing
+from collections.abc import Mapping
 from typing import Any, Literal
 
+from your_ai.config.by_layer import ByLayer, LayerText
 from your_ai.config.settings import TYPES
 from your_ai.errors import UserError
 from your_ai.gates.text import nearest, quoted, split_outside_brackets
@@ -40,6 +42,8 @@ def coerce(name: str, value: Any, label: str) -> Any:
         found = gigabytes(value)
     elif kind == tuple[str, ...]:
         found = as_texts(name, value, label)
+    elif LayerText in typing.get_args(kind) and has_patterns(value):
+        found = as_layers(kind, value, label)
     else:
         found = as_kind(kind, value)
     if found is not None:
@@ -63,6 +67,19 @@ def as_texts(name: str, value: Any, label: str) -> tuple[str, ...] | None:
             "other, or leave the option out to train on this machine alone"
         )
     return tuple(p.strip() for p in parts if p.strip())
+
+
+def has_patterns(value: Any) -> bool:
+    return isinstance(value, Mapping) or (isinstance(value, str) and ("," in value or "=" in value))
+
+
+def as_layers(kind: Any, value: Any, label: str) -> Any:
+    """The value of a setting by layer, in one form. Raises UserError if it is not well formed."""
+    try:
+        found = ByLayer.of(value).setting
+        return found if has_patterns(found) else as_kind(kind, found)
+    except ValueError as error:
+        raise UserError(f"{label} {quoted(value)}: {error}") from error
 
 
 def as_kind(kind: Any, value: Any) -> Any:
@@ -134,7 +151,8 @@ def gigabytes(value: Any) -> float | None:
 
 def describe(kind: Any) -> str:
     """Describe a type in words: `a whole number or all`."""
-    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false",
+             LayerText: "values by layer"}  # fmt: skip
     if kind in names:
         return names[kind]
     if typing.get_origin(kind) is Literal:

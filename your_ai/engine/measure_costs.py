@@ -129,13 +129,16 @@ def measure_costs(
 
     network: with lazy weights and without adapters; it is not changed. tensors: its files, if there
         are any; one of them is read.
-    config: has the adapters, but for the rank and the layers, which `workload` has.
+    config: has the adapters, but for the ranks and the layers, which `workload` has.
     limit_bytes: of this process, also while it measures. tell: receives what is measured.
     """
     training, score_head = workload.training, workload.score_head
     guess = guessed(workload.facts, training, score_head)
     config = replace(
-        config, lora_rank=training.rank, lora_layers="all", lora_targets=training.targets
+        config,
+        lora_rank=training.ranks.setting,
+        lora_layers="all",
+        lora_targets=training.targets,
     )
     room = Room(limit_bytes)
     block = max(kind.weights_bytes for kind in workload.facts.kinds)

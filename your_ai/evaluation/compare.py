@@ -289,8 +289,10 @@ def training_of(adapter: Adapter, config: TrainConfig, blocks: int) -> Training:
     count = int(adapter.config["num_layers"])
     return Training(
         blocks=min(count, blocks) if count > 0 else blocks,
-        rank=adapter.rank,
+        rank=int(adapter.ranks.number),
         targets=tuple(sorted({str(key) for key in keys})),
+        patterns=adapter.ranks.patterns,
+        alphas=adapter.alphas.patterns,
         adapter=adapter.kind,
         experts=config.lora_experts,
         rounding=adapter.rounding,

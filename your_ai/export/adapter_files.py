@@ -31,6 +31,7 @@ from your_ai.gates.untrusted import read_header, read_json
 from your_ai.hub.find import Missing, find_model, fingerprint, is_local
 from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.nets import model
+from your_ai.nets.layer_sizes import LayerSize, sizes_in_config
 from your_ai.nets.mlx_types import load_arrays
 from your_ai.nets.saved_adapter import (
     Adapter,
@@ -146,30 +147,11 @@ def read(files: AdapterFiles) -> Adapter:
     config = {
         "fine_tune_type": files.peft.kind.name,
         "lora_parameters": {
-            "rank": max((rank for rank, _ in sizes.values()), default=files.peft.rank),
-            "scale": files.peft.scale,
+            **sizes_in_config(sizes or {"": LayerSize(files.peft.rank, files.peft.scale)}),
             "dropout": files.peft.dropout,
         },
     }
-    return of_one_size(in_float32(files.file, Adapter(files.folder, checked, config)), sizes)
-
-
-def of_one_size(adapter: Adapter, sizes: dict[str, tuple[int, float]]) -> Adapter:
-    """The adapter with one rank and one scale; its product of A and B is the same.
-
-    sizes: (rank, scale) of each layer. Lower ranks are padded with zeros, and B is scaled.
-    """
-    arrays = {}
-    for name, array in adapter.arrays.items():
-        path, _, part = name.rpartition(".")
-        rank, scale = sizes[path]
-        more = adapter.rank - rank
-        if part == "lora_b" and scale != adapter.scale:
-            array = array * (scale / adapter.scale)
-        if more and part in ("lora_a", "lora_b"):
-            array = mx.pad(array, [(0, 0), (0, more)] if part == "lora_a" else [(0, more), (0, 0)])
-        arrays[name] = array
-    return dataclasses.replace(adapter, arrays=arrays)
+    return in_float32(files.file, Adapter(files.folder, checked, config))
 
 
 def load_base(files: AdapterFiles, base: Path) -> nn.Module:

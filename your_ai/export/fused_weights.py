@@ -217,6 +217,7 @@ def changes_of(
     )
     changes, adapted, after = {}, adapter.layers, dict(network.named_modules())
     rows = {layer.path: layer for layer in trained_layers(network)}
+    sizes = adapter.sizes
     for path, layer in modules.items():
         own, parts = quantization_of(layer), adapted.get(path, {})
         if path in rows:
@@ -230,7 +231,8 @@ def changes_of(
                 becomes = trained_for or own
             seed = derive_seed("fuse", path)
             changes[path] = Change(
-                layer, seed, parts, KINDS[adapter.kind], adapter.scale, becomes, floats or kind,
+                layer, seed, parts, KINDS[adapter.kind],
+                sizes[path].scale if path in sizes else adapter.scale, becomes, floats or kind,
                 trained_for, rows.get(path),
             )  # fmt: skip
     return changes

@@ -159,7 +159,7 @@ def check_adapter(trained: Trained) -> None:
             f"{adapter.folder}: is {adapter.kind.title}, which llama.cpp does not support; fuse it "
             "with --fused"
         )
-    if adapter.scale == 0:
+    if any(size.scale == 0 for size in adapter.sizes.values()):
         raise UserError(f"{adapter.folder}: its scale is 0, which llama.cpp would read as 1")
 
 
@@ -172,10 +172,14 @@ def require_library() -> None:
 
 def adapter_tensors(described: Description, trained: Trained) -> list[GgufTensor]:
     """lora_a (r, in) and lora_b (out, r) of each adapted layer, in float32; (E, ...) of experts."""
-    found = []
-    for layer, parts in trained.adapter.layers.items():
+    found, adapter = [], trained.adapter
+    sizes, alpha = adapter.sizes, adapter.scale * adapter.rank
+    for layer, parts in adapter.layers.items():
+        rank, scale = sizes[layer]
+        own = scale * rank / alpha  # llama.cpp multiplies with alpha / rank
         both = (parts[part].astype(mx.float32) for part in ("lora_a", "lora_b"))
         lora_a, lora_b = (array if array.ndim > 2 else array.T for array in both)
+        lora_b = lora_b if own == 1 else own * lora_b
         layers = adapted(described, layer, lora_a, lora_b)
         if layers is None:
             raise UserError(

@@ -298,7 +298,8 @@ def merged_arrays(
     arrays, error, norm = {}, 0.0, 0.0
     for done, (path, having) in enumerate(there.items(), 1):
         weights = [part.weight for part in having]
-        parts = [factors_of(part.adapter.layers[path], part.adapter.scale) for part in having]
+        adapters = [part.adapter for part in having]
+        parts = [factors_of(each.layers[path], each.sizes[path].scale) for each in adapters]
         matrices = zip(*parts, strict=True)  # one, or one for each expert
         found = [merged_matrix(matrix, weights, request, rank) for matrix in matrices]
         error += sum(each.squared_error for each in found)

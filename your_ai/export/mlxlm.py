@@ -9,10 +9,11 @@ from typing import Any
 
 from your_ai.files import atomic_folder
 from your_ai.modelfiles.targets import write_error
+from your_ai.nets.layer_sizes import evened
 from your_ai.nets.saved_adapter import Trained, check_no_vocabulary, has_score_head
 from your_ai.nets.tokenizer import added_end_text
 from your_ai.publish.card import CARD, CardKind, end_note, exported_card
-from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, SCORE_HEAD, write_json
+from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, SCORE_HEAD, save_arrays, write_json
 
 
 def write(trained: Trained, target: Path) -> None:
@@ -20,15 +21,18 @@ def write(trained: Trained, target: Path) -> None:
 
     Raises UserError if it cannot be written.
     """
-    check_no_vocabulary(trained.adapter, "an adapter of mlx-lm")
-    base = trained.hub_name
-    config = {key: value for key, value in trained.adapter.config.items() if key != "model"}
+    base, adapter = trained.hub_name, trained.adapter
+    check_no_vocabulary(adapter, "an adapter of mlx-lm")
+    arrays, config = evened(adapter.arrays, adapter.config)
+    config = {key: value for key, value in config.items() if key != "model"}
     if base is not None:  # never write the local path of the model
         config["model"] = base.repo
 
     def copy(folder: Path) -> None:
-        for name in (ADAPTERS, *([SCORE_HEAD] if has_score_head(trained.adapter) else [])):
-            shutil.copyfile(trained.adapter.folder / name, folder / name)
+        for name in (ADAPTERS, *([SCORE_HEAD] if has_score_head(adapter) else [])):
+            shutil.copyfile(adapter.folder / name, folder / name)
+        if arrays is not adapter.arrays:
+            save_arrays(folder / ADAPTERS, arrays)
 
     write_folder(trained, target, "adapter", config, copy)
 

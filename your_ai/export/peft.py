@@ -42,6 +42,7 @@ from your_ai.export.transformers_names import KNOWN
 from your_ai.gates.text import counted, shown
 from your_ai.gates.untrusted import is_number
 from your_ai.hub.find import HubName
+from your_ai.nets.layer_sizes import BY_LAYER, LayerSize
 from your_ai.nets.saved_adapter import Adapter, Trained, has_score_head, read_score_head
 from your_ai.nets.vocabulary import ALL_ROWS, NEW_ROWS, NEW_TOKENS, TRAINED_MODULES
 from your_ai.run.checkpoint import (
@@ -95,6 +96,9 @@ def config_of(trained: Trained, base: HubName | None, kind: str) -> dict[str, An
     in_peft = {path_in_peft(path, kind) for path in experts}
     targets = with_experts(set(adapter.layers) - experts, in_peft, modules_of(trained.base))
     is_reward = has_score_head(adapter)
+    sizes = adapter.sizes if BY_LAYER in adapter.config["lora_parameters"] else {}
+    alpha = whole(adapter.scale * adapter.rank)
+    alphas = {path: whole(size.scale * size.rank) for path, size in sizes.items()}
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if is_reward else "CAUSAL_LM",
@@ -102,7 +106,7 @@ def config_of(trained: Trained, base: HubName | None, kind: str) -> dict[str, An
         "revision": None if base is None else base.revision,
         "inference_mode": True,
         "r": adapter.rank,
-        "lora_alpha": whole(adapter.scale * adapter.rank),
+        "lora_alpha": alpha,
         "lora_dropout": adapter.config["lora_parameters"].get("dropout", 0.0),
         **targets,
         **settings_choosing(adapter.kind),
@@ -112,8 +116,8 @@ def config_of(trained: Trained, base: HubName | None, kind: str) -> dict[str, An
         "init_lora_weights": True,
         "modules_to_save": saved_whole(adapter, is_reward),
         **settings_of_vocabulary(adapter),
-        "rank_pattern": {},
-        "alpha_pattern": {},
+        "rank_pattern": {p: rank for p, (rank, _) in sizes.items() if rank != adapter.rank},
+        "alpha_pattern": {p: found for p, found in alphas.items() if found != alpha},
     }
 
 
@@ -316,8 +320,8 @@ def patterns(
     return {pattern: read(f"{path}: {key}", given, pattern) for pattern in given}
 
 
-def sizes_of(settings: PeftSettings, layers: Iterable[str]) -> dict[str, tuple[int, float]]:
-    """(rank, scale) of each layer. As in PEFT, the first pattern that matches a path counts.
+def sizes_of(settings: PeftSettings, layers: Iterable[str]) -> dict[str, LayerSize]:
+    """The size of each layer. As in PEFT, the first pattern that matches a path counts.
 
     Raises UserError if matching the patterns takes longer than MATCH_S in total.
     """
@@ -327,7 +331,7 @@ def sizes_of(settings: PeftSettings, layers: Iterable[str]) -> dict[str, tuple[i
         for path in layers:
             rank = int(first_match(settings.ranks, path, settings.rank, until))
             alpha = first_match(settings.alphas, path, settings.alpha, until)
-            found[path] = rank, scale_of(rank, alpha, settings.rslora)
+            found[path] = LayerSize(rank, scale_of(rank, alpha, settings.rslora))
         return found
     except TimeoutError as error:
         raise too_slow(settings) from error

@@ -20,6 +20,7 @@ from your_ai.export.names import modules_of
 from your_ai.export.transformers_names import KNOWN, Rename, Unstack
 from your_ai.export.transformers_weights import Arrays, applied, renamed
 from your_ai.gates.text import counted
+from your_ai.nets.layer_sizes import BY_LAYER, LayerSize, evened, sizes_in_config
 from your_ai.nets.model import LINEAR
 from your_ai.nets.saved_adapter import Adapter, Trained
 
@@ -54,6 +55,12 @@ def check_experts(trained: Trained, kind: str) -> None:
     if kind not in CONVERTED:
         raise UserError(
             f"{folder}: adapts experts, which PEFT does not adapt in {kind}; use --to mlx or hf"
+        )
+    sizes = trained.adapter.sizes
+    if len(set(sizes.values())) > 1:  # its patterns would have to name each expert
+        raise UserError(
+            f"{folder}: has layers of different ranks or scales beside experts, which PEFT's form "
+            "of this adapter does not have; use --to mlx or hf"
         )
     if any(trained.adapter.layers[path].keys() != {"lora_a", "lora_b"} for path in stacked):
         raise UserError(f"{folder}: PEFT adapts experts only with LoRA; use --to mlx or hf")
@@ -90,12 +97,21 @@ def experts_of(network: nn.Module, kind: str) -> dict[str, list[str]]:
 
 
 def with_stacks(file: Path, adapter: Adapter, experts: dict[str, list[str]]) -> Adapter:
-    """Return the adapter with the experts' matrices stacked, as mlx-lm has them.
+    """Return the adapter with the experts' matrices stacked, as mlx-lm has them. Experts of a stack
+    get one rank and one scale.
 
     Raises UserError if an expert has no matrices, or other experts of its stack have others.
     """
-    arrays = dict(adapter.arrays)
+    arrays, sizes = dict(adapter.arrays), adapter.sizes
+    parameters = {k: v for k, v in adapter.config["lora_parameters"].items() if k != BY_LAYER}
     for path, paths in experts.items():
+        own = {one: sizes.pop(one) for one in paths if one in sizes}
+        if not own:
+            continue
+        alike = sizes_in_config(own)
+        of_stack = {n: array for n, array in arrays.items() if n.rpartition(".")[0] in own}
+        arrays |= evened(of_stack, {"lora_parameters": alike})[0]
+        sizes[path] = LayerSize(alike["rank"], alike["scale"])
         for part in ("lora_a", "lora_b"):
             found = [arrays.pop(f"{one}.{part}", None) for one in paths]
             pieces = [array.T for array in found if array is not None]
@@ -104,7 +120,9 @@ def with_stacks(file: Path, adapter: Adapter, experts: dict[str, list[str]]) -> 
             if len(pieces) < len(found) or len({piece.shape for piece in pieces}) > 1:
                 raise UserError(f"{file}: {path}: does not adapt all experts alike")
             arrays[f"{path}.{part}"] = mx.stack(pieces)
-    return dataclasses.replace(adapter, arrays=arrays)
+    parameters |= sizes_in_config(sizes) if sizes else {}
+    config = {**adapter.config, "lora_parameters": parameters}
+    return dataclasses.replace(adapter, arrays=arrays, config=config)
 
 
 def all_paths(paths: Iterable[str], experts: dict[str, list[str]]) -> set[str]:

@@ -7,6 +7,7 @@ and an objective can use them as its frozen reference.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -51,8 +52,8 @@ def settings_of(source: str, base: str | None) -> dict[str, Any]:
     return {
         "from_adapter": lasting_name(source, files),
         "model": found,
-        "lora_rank": adapter.rank,
-        "lora_alpha": adapter.scale * adapter.rank,
+        "lora_rank": adapter.ranks.setting,
+        "lora_alpha": adapter.alphas.setting,
         "use_rslora": False,  # alpha has its scale
         "lora_layers": blocks_counted(adapter),
         "lora_targets": tuple(sorted({name_in_block(path) for path in adapter.layers})),
@@ -72,9 +73,11 @@ def lasting_name(source: str, files: AdapterFiles) -> str:
 
 def check_trainable(files: AdapterFiles, adapter: Adapter) -> None:
     """Raise UserError for an adapter that training cannot express."""
-    if adapter.scale <= 0:
-        raise UserError(f"{files.config}: scale {adapter.scale:g}: must be above 0 to be trained")
+    sizes = adapter.sizes
     for path, parts in adapter.layers.items():
+        rank, scale = sizes[path]
+        if scale <= 0:
+            raise UserError(f"{files.config}: scale {scale:g}: must be above 0 to be trained")
         if block_of(path) is None:
             raise UserError(
                 f"{files.file}: adapts {shown(path)}, which is outside of the model's blocks; "
@@ -85,10 +88,9 @@ def check_trainable(files: AdapterFiles, adapter: Adapter) -> None:
             have, need = (", ".join(sorted(names)) for names in (parts, wanted))
             raise UserError(f"{files.file}: {shown(path)} has {have}, but needs {need}")
         found = rank_of(parts)
-        if found != adapter.rank:
+        if found != rank:
             raise UserError(
-                f"{files.file}: {shown(path)} has rank {found}, but adapter_config.json says "
-                f"{adapter.rank}; layers of different ranks cannot be trained together"
+                f"{files.file}: {shown(path)} has rank {found}, but adapter_config.json says {rank}"
             )
 
 
@@ -131,6 +133,7 @@ def create(config: TrainConfig, on_note: Callable[[str], object] = lambda text: 
     except UserError as error:
         raise UserError(f"{label_of(source)}: {error}") from error
     check_same_layers(source, model.adapter_arrays(network).keys(), adapter.arrays.keys())
+    check_same_sizes(source, Adapter(files.folder, adapter.arrays, added.config), adapter)
     try:
         model.set_adapters(network, adapter.arrays)
     except UserError as error:
@@ -163,3 +166,15 @@ def check_same_layers(source: str, ours: Iterable[str], theirs: Iterable[str]) -
         raise UserError(
             f"{label_of(source)}: has nothing for {missing[0]}, which the settings adapt; {ALIKE}"
         )
+
+
+def check_same_sizes(source: str, ours: Adapter, theirs: Adapter) -> None:
+    """Raise UserError if the settings give a layer another rank or scale than the adapter has."""
+    sizes = theirs.sizes
+    for path, (rank, scale) in ours.sizes.items():
+        own = sizes[path]
+        if rank != own.rank or not math.isclose(scale, own.scale):
+            raise UserError(
+                f"{label_of(source)}: {path} has rank {own.rank} and scale {own.scale:g}, and the "
+                f"settings give it {rank} and {scale:g}; leave --lora-rank and --lora-alpha out"
+            )

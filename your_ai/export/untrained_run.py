@@ -25,6 +25,7 @@ from your_ai.export.names import name_in_block
 from your_ai.files import sha256, sync
 from your_ai.gates.paths import missing_text
 from your_ai.modelfiles.targets import write_error
+from your_ai.nets.layer_sizes import evened
 from your_ai.nets.saved_adapter import Adapter
 from your_ai.run import checkpoint, events, folder
 from your_ai.run.folder import RunFolder, Untrained
@@ -55,7 +56,7 @@ def create(name: str, config: TrainConfig, adapter: Adapter, origin: Origin) -> 
     """
     target = folder.place_of(name)
     with creating_with_arrays(name, config) as new:
-        checkpoint.save_adapter(new.adapter, adapter.arrays, adapter.config, step=0)
+        checkpoint.save_adapter(new.adapter, *evened(adapter.arrays, adapter.config), step=0)
         path = new.origin(origin.kind)
         checkpoint.write_json(path, origin.record)
         sync(path)
@@ -91,8 +92,8 @@ def settings_of(adapter: Adapter, name: str, path: Path) -> TrainConfig:
         return TrainConfig(
             model=adapter.config["model"],
             run=name,
-            lora_rank=adapter.rank,
-            lora_alpha=adapter.scale * adapter.rank,
+            lora_rank=adapter.ranks.setting,
+            lora_alpha=adapter.alphas.setting,
             lora_layers=count if count > 0 else "all",
             lora_targets=tuple(sorted(keys)),
             lora_dropout=float(parameters.get("dropout", 0.0)),

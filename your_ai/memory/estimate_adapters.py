@@ -5,10 +5,12 @@ Each block counts with its own layers: those of a model may differ, and later on
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+from your_ai.config import ByLayer
 from your_ai.config.optimizers import OPTIMIZERS
-from your_ai.memory.facts import ModelFacts, adapters_named
+from your_ai.memory.facts import ModelFacts, adapters_named, names_of
 from your_ai.memory.memoized import memoized
 from your_ai.memory.sizes import (
     FEWEST_QUANTIZED,
@@ -21,16 +23,45 @@ from your_ai.memory.workload import Plan, Training
 
 FLOAT32_BYTES = 4  # of optimizer states and sums of gradients, and by default of all others
 MATRIX_BYTES = {"float32": 4, "bfloat16": 2}  # by --adapter-dtype
-Size = tuple[int, int]  # (inputs, outputs)
+Size = tuple[int, int, int]  # (inputs, outputs, rank)
 
 
 @memoized
 def adapted_parts(facts: ModelFacts, training: Training) -> list[tuple[list[Size], int]]:
-    """(inputs, outputs) of the adapters of a block, and how many blocks have such adapters."""
-    counts = facts.counts_of_last(training.blocks)
+    """The sizes of the adapters of a block, and how many blocks have such adapters."""
+    sizes = {
+        kind: adapters_named(facts.alone[kind], training.targets, training.experts)
+        for kind in facts.alike_of_last(training.blocks)
+    }
     return [
-        (adapters_named(facts.alone[kind], training.targets, training.experts), count)
-        for kind, count in counts.items()
+        ([(i, o, rank) for (i, o), rank in zip(sizes[kind], ranks, strict=True)], count)
+        for (kind, ranks), count in Counter(ranks_of_blocks(facts, training)).items()
+    ]
+
+
+@memoized
+def forms_of_kinds(facts: ModelFacts, training: Training) -> dict[int, int]:
+    """The number of forms that adapted blocks of each kind have, by ranks and alphas. Programs of
+    different forms are compiled separately."""
+    forms, kinds = defaultdict(set), facts.last(training.blocks)
+    ranks, alphas = training.ranks, ByLayer(0.0, training.alphas)
+    for index, kind in enumerate(kinds, facts.blocks - len(kinds)):
+        names = names_of(facts.alone[kind], training.targets, training.experts)
+        places = [(index, name) for name in names]
+        forms[kind].add(tuple((ranks.at(p), alphas.at(p)) for p in places))
+    return {kind: len(found) for kind, found in forms.items()}
+
+
+@memoized
+def ranks_of_blocks(facts: ModelFacts, training: Training) -> list[tuple[int, tuple[int, ...]]]:
+    """The kind of each adapted block, and the ranks of its adapters in the order of its layers."""
+    kinds, ranks = facts.alike_of_last(training.blocks), training.ranks
+    named = {
+        kind: names_of(facts.alone[kind], training.targets, training.experts) for kind in set(kinds)
+    }
+    return [
+        (kind, tuple(int(ranks.at((index, name))) for name in named[kind]))
+        for index, kind in enumerate(kinds, facts.blocks - len(kinds))
     ]
 
 
@@ -54,20 +85,31 @@ def copied_bytes(facts: ModelFacts, training: Training) -> int:
 def bytes_with(facts: ModelFacts, training: Training, matrix_bytes: int) -> int:
     """Bytes of the trained parameters; matrix_bytes: of a number of A and B. Vectors are always
     in float32."""
-    total = 0
-    for layers, count in adapted_parts(facts, training):
-        matrices = matrix_bytes * training.rank * sum(i + o for i, o in layers)
-        vectors = FLOAT32_BYTES * sum(o for _, o in layers) * len(training.adapter.vectors)
-        total += count * (matrices + vectors)
-    return total + sum(bytes_outside(training, matrix_bytes))
+    parts = adapted_parts(facts, training)
+    of_blocks = sum(count * block_bytes(layers, training, matrix_bytes) for layers, count in parts)
+    return of_blocks + sum(bytes_outside(training, matrix_bytes))
 
 
 def bytes_outside(training: Training, matrix_bytes: int) -> list[int]:
-    """Bytes of each trained array outside of the blocks; matrix_bytes: as of `bytes_with`."""
+    """Bytes of the trained rows of each layer outside of the blocks; matrix_bytes: as of
+    `bytes_with`."""
     return [
         (matrix_bytes if array.is_whole else FLOAT32_BYTES) * array.rows * array.width
         for array in training.vocabulary
     ]
+
+
+def block_bytes(layers: list[Size], training: Training, matrix_bytes: int) -> int:
+    """Bytes of the trained parameters of a block with these adapters."""
+    vectors = FLOAT32_BYTES * sum(o for _, o, _ in layers) * len(training.adapter.vectors)
+    return vectors + matrix_bytes * sum(rank * (i + o) for i, o, rank in layers)
+
+
+@memoized
+def largest_block_bytes(facts: ModelFacts, training: Training, matrix_bytes: int) -> int:
+    """The same of the block with most."""
+    parts = adapted_parts(facts, training)
+    return max((block_bytes(layers, training, matrix_bytes) for layers, _ in parts), default=0)
 
 
 @memoized
@@ -76,7 +118,7 @@ def norms_bytes(facts: ModelFacts, training: Training) -> int:
     if not training.adapter.has_norms:
         return 0
     parts = adapted_parts(facts, training)
-    return FLOAT32_BYTES * sum(count * sum(o for _, o in layers) for layers, count in parts)
+    return FLOAT32_BYTES * sum(count * sum(o for _, o, _ in layers) for layers, count in parts)
 
 
 @memoized
@@ -89,7 +131,7 @@ def optimizer_bytes(facts: ModelFacts, training: Training) -> int:
     numbers = 0
     for layers, count in adapted_parts(facts, training):
         vectors = len(training.adapter.vectors)
-        of_block = sum(i + o + 2 * training.rank + o * vectors for i, o in layers)
+        of_block = sum(i + o + 2 * rank + o * vectors for i, o, rank in layers)
         numbers += count * of_block
     numbers += sum(
         array.rows + array.width * -(-array.rows // array.step) for array in training.vocabulary
@@ -100,9 +142,9 @@ def optimizer_bytes(facts: ModelFacts, training: Training) -> int:
 def arrays_of(facts: ModelFacts, training: Training) -> Iterator[tuple[int, int]]:
     """The number of values of each trained array of a block, and of how many blocks."""
     for layers, count in adapted_parts(facts, training):
-        for inputs, outputs in layers:
-            yield training.rank * inputs, count
-            yield training.rank * outputs, count
+        for inputs, outputs, rank in layers:
+            yield rank * inputs, count
+            yield rank * outputs, count
             for _ in training.adapter.vectors:
                 yield outputs, count
     for array in training.vocabulary:
@@ -127,8 +169,9 @@ def gradient_bytes(
     those of one block are in memory.
     """
     adapters = adapter_bytes(facts, training)
-    outside = bytes_outside(training, MATRIX_BYTES[training.adapter_dtype])
-    of_block = max([(adapters - sum(outside)) // training.blocks, *outside])
+    matrix_bytes = MATRIX_BYTES[training.adapter_dtype]
+    outside = bytes_outside(training, matrix_bytes)
+    of_block = max([largest_block_bytes(facts, training, matrix_bytes), *outside])
     if plan.gradients_on_disk:
         return 0, of_block
     earlier = float32_bytes(facts, training) if micro_batches > 1 else 0
@@ -151,7 +194,7 @@ def head_gradient_bytes(training: Training) -> int:
 def largest_array(facts: ModelFacts, training: Training) -> int:
     """Values of the largest trained array."""
     parts = adapted_parts(facts, training)
-    largest = [training.rank * max(i, o) for layers, _ in parts for i, o in layers]
+    largest = [rank * max(i, o) for layers, _ in parts for i, o, rank in layers]
     largest += [min(array.rows, array.step) * array.width for array in training.vocabulary]
     return max(largest, default=0)
 
@@ -172,7 +215,7 @@ def update_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
     largest, kind = largest_array(facts, training), OPTIMIZERS[training.optimizer]
     is_float32 = training.adapter_dtype == "float32"
     most = UPDATE_BYTES if is_float32 and training.optimizer_bits == 32 else UPDATE_BYTES_ROUNDED
-    together = min(most, float32_bytes(facts, training) // training.blocks)
+    together = min(most, largest_block_bytes(facts, training, FLOAT32_BYTES))
     together = max(together, FLOAT32_BYTES * largest)
     read = together * plan.gradients_on_disk
     if plan.states_on_disk:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from your_ai.memory.estimate_adapters import forms_of_kinds
 from your_ai.memory.facts import (
     BlockFacts,
     ModelFacts,
@@ -64,7 +65,8 @@ def graphs_bytes(
     """Bytes of the compiled graphs for micro-batches of one shape. trained: with gradients.
 
     A fused graph contains every block. The other engines share one graph per kind of block, and
-    one more if only some of these keep something.
+    one more if only some of these keep something. Blocks of other ranks or scales are of another
+    kind.
     """
     facts, training = workload.facts, workload.training
     queries = queries_in_graph(workload, engine, rows, tokens, kept)
@@ -89,7 +91,9 @@ def graphs_bytes(
         slices = -(-workload.vocabulary // head_step(facts, min(HEAD_ROWS, rows * tokens)))
         found += FUSED_HEAD_GRAPH * slices
     else:
-        found = sum(size_of(STAGED_GRAPH, each) for each in workload.alone)
+        forms = forms_of_kinds(facts, training)
+        sizes = (size_of(STAGED_GRAPH, each) for each in workload.alone)
+        found = sum(size * max(1, forms.get(kind, 0)) for kind, size in enumerate(sizes))
         found *= len({training.reach(facts), *(n for n in kept if n)})
         found += max((size_of(FIRST_GRAPH, each) for each in workload.alone), default=0)
     return int(GRAPHS_MARGIN * found * (1 if trained else FORWARD_GRAPH))

@@ -171,8 +171,11 @@ class ModelFacts:
 
         Kinds that only differ in their mixers count as the first of them.
         """
-        first = self._first_alike
-        return dict(Counter(first[kind] for kind in self.last(count)))
+        return dict(Counter(self.alike_of_last(count)))
+
+    def alike_of_last(self, count: int) -> tuple[int, ...]:
+        """The kinds of the last `count` blocks, as in `counts_of_last`."""
+        return tuple(self._first_alike[kind] for kind in self.last(count))
 
     @cached_property
     def _first_alike(self) -> tuple[int, ...]:

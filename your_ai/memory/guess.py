@@ -22,7 +22,7 @@ from your_ai.memory.costs import (
     HeadCosts,
     Shape,
 )
-from your_ai.memory.estimate_adapters import copied_bytes
+from your_ai.memory.estimate_adapters import copied_bytes, ranks_of_blocks
 from your_ai.memory.facts import (
     MLPS,
     ModelFacts,
@@ -175,7 +175,11 @@ def block_costs(facts: ModelFacts, training: Training, score_head: bool) -> Bloc
 
     cached = max((m.cached for m in facts.kinds[0].mixers), default=0) or 2 * facts.hidden
     of_token = (facts.hidden + cached) * number
-    of_adapters = training.rank * sum(i + o for i, o in adapted)
+    every = {ranks for _, ranks in ranks_of_blocks(facts, training)}
+    of_adapters = max(
+        (sum(r * (i + o) for r, (i, o) in zip(ranks, adapted, strict=True)) for ranks in every),
+        default=0,
+    )
     return BlockCosts(
         forward=curve_of(forward),
         backward=curve_of(backward),

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from your_ai.config import GRPO, REWARD, SOFT, TrainConfig, defaults
+from your_ai.config import GRPO, REWARD, SOFT, ByLayer, TrainConfig, defaults
 from your_ai.config.adapter_facts import LORA, AdapterFacts
+from your_ai.config.by_layer import LayerPattern
 from your_ai.gates.text import counted
 from your_ai.memory.costs import MeasuredCosts
 from your_ai.memory.facts import ModelFacts, vocabulary_held
@@ -58,7 +59,12 @@ class Training:
 
     blocks: int
     rank: int
+    """Of layers that no pattern selects."""
     targets: tuple[str, ...]
+    patterns: tuple[LayerPattern, ...] = ()
+    """The ranks of other layers; the last that selects a layer counts."""
+    alphas: tuple[LayerPattern, ...] = ()
+    """The alphas of layers, where they differ: blocks of other scales are compiled separately."""
     optimizer: str = "adamw"
     optimizer_bits: int = 32
     adapter: AdapterFacts = LORA
@@ -75,6 +81,11 @@ class Training:
         """The number of blocks, from the last, that gradients pass through."""
         trains_embedding = any(array.is_embedding for array in self.vocabulary)
         return facts.blocks if trains_embedding else self.blocks
+
+    @property
+    def ranks(self) -> ByLayer:
+        """The rank of each layer."""
+        return ByLayer(self.rank, self.patterns)
 
 
 class Kept(NamedTuple):
@@ -330,6 +341,8 @@ def workload_of(
             blocks=blocks,
             rank=rank,
             targets=config.lora_targets,
+            patterns=ByLayer.of(config.lora_rank).patterns,
+            alphas=ByLayer.of(config.lora_alpha).patterns,
             optimizer=config.optimizer,
             optimizer_bits=config.optimizer_bits,
             adapter=config.adapter,

@@ -17,6 +17,7 @@ import mlx.nn as nn
 from your_ai.config.adapter_facts import DORA, LORA, AdapterFacts
 from your_ai.nets import dora, lora
 from your_ai.nets.dora import NORMS as NORMS  # engines give layers their norms by this name
+from your_ai.nets.layer_sizes import BY_LAYER, resize, sizes_by_layer
 from your_ai.nets.mlx_types import Arrays
 
 
@@ -45,6 +46,17 @@ KINDS: dict[AdapterFacts, AdapterKind] = {LORA: lora, DORA: dora}
 ADAPTED = (lora.Layer, lora.RoundedLayer, dora.Layer)
 NORMED = (dora.Layer,)  # the layers of kinds that have norms
 Normed = list[tuple[str, dora.Layer]]
+
+
+def put_adapters(
+    model: nn.Module, facts: AdapterFacts, count: int, parameters: dict[str, Any]
+) -> None:
+    """Do as `AdapterKind.put`, with a rank and a scale of each layer if `parameters` have them."""
+    KINDS[facts].put(model, count, parameters)
+    if BY_LAYER in parameters:
+        modules = dict(model.named_modules())
+        for path, size in sizes_by_layer(parameters).items():
+            resize(modules[path], size)
 
 
 def normed_layers(module: nn.Module) -> Normed:

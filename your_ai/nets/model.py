@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import glob
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -19,7 +19,8 @@ from mlx_lm.models.bitlinear_layers import BitLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import load_model
 
-from your_ai.config import TrainConfig, defaults, flag, nearest
+from your_ai.config import ByLayer, TrainConfig, defaults, flag, nearest
+from your_ai.config.by_layer import Place
 from your_ai.config.names import selects
 from your_ai.config.rounding import OPTION
 from your_ai.data.batches import MULTIPLE
@@ -30,7 +31,8 @@ from your_ai.gates.untrusted import EXPERT
 from your_ai.hub.awq_gptq import packing_of
 from your_ai.hub.check import check_model
 from your_ai.hub.config_values import method_of
-from your_ai.nets.adapter_kinds import KINDS
+from your_ai.nets.adapter_kinds import put_adapters
+from your_ai.nets.layer_sizes import LayerSize, sizes_in_config
 from your_ai.nets.new_tokens import NewTokens
 from your_ai.nets.parts import put, weights_read
 from your_ai.nets.shared_keys import share_keys
@@ -280,11 +282,10 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
 
     Raises UserError as `adapted_layers` does.
     """
-    rank, _ = defaults.largest(config, len(model.layers))
     count, keys = adapted_layers(model, config)
+    sizes = layer_sizes(model, config, count, keys)
     parameters = {
-        "rank": rank,
-        "scale": lora_scale(config, rank),
+        **sizes_in_config(sizes),
         "dropout": config.lora_dropout,
         "keys": list(keys),
     }
@@ -292,7 +293,7 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
     if config.qat:
         parameters[OPTION] = config.qat
     try:
-        KINDS[config.adapter].put(model, count, parameters)
+        put_adapters(model, config.adapter, count, parameters)
     except ValueError as error:
         raise UserError(f"--qat {config.qat}: {error}") from error
     cast_matrices(model, config.adapter_dtype)
@@ -336,7 +337,7 @@ def adapted_layers(model: nn.Module, config: TrainConfig) -> tuple[int, tuple[st
     larger than the layers.
     """
     blocks = model.layers
-    rank, count = defaults.largest(config, len(blocks))
+    _, count = defaults.largest(config, len(blocks))
     if count > len(blocks):
         raise UserError(
             f"--lora-layers {count}: the model has {counted(len(blocks), 'block')}; use "
@@ -344,13 +345,46 @@ def adapted_layers(model: nn.Module, config: TrainConfig) -> tuple[int, tuple[st
         )
     adapted = blocks[len(blocks) - count :]
     keys = find_targets(adapted, config)
-    check_rank(adapted, keys, rank)
+    layers = [(place, layer) for _, place, layer in layers_at(model, count, keys)]
+    for name in ("lora_rank", "lora_alpha"):
+        ByLayer.of(getattr(config, name)).check(flag(name), (place for place, _ in layers))
+    check_ranks(layers, ranks_used(config, len(blocks)))
     return count, keys
 
 
-def lora_scale(config: TrainConfig, rank: int) -> float:
+def layers_at(
+    model: nn.Module, count: int, keys: Container[str]
+) -> Iterator[tuple[str, Place, nn.Module]]:
+    """The layers at `keys`, paths in a block, in the last `count` blocks: the path of each in the
+    model, its place, and the layer."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    for index, block in list(enumerate(model.layers))[len(model.layers) - count :]:
+        for name, layer in block.named_modules():
+            if name in keys:
+                yield f"{paths[id(block)]}.{name}", (index, name), layer
+
+
+def ranks_used(config: TrainConfig, blocks: int) -> ByLayer:
+    """The ranks of the layers if memory is no limit; blocks: of the model."""
+    return ByLayer.of(config.lora_rank).with_default(defaults.largest(config, blocks)[0])
+
+
+def layer_sizes(
+    model: nn.Module, config: TrainConfig, count: int, keys: Container[str]
+) -> dict[str, LayerSize]:
+    """The size of the adapter of each layer, by the layer's path in the model; count, keys: as of
+    `adapted_layers`."""
+    ranks, alphas = ranks_used(config, len(model.layers)), ByLayer.of(config.lora_alpha)
+    found = {}
+    for path, place, _ in layers_at(model, count, keys):
+        rank = int(ranks.at(place))
+        found[path] = LayerSize(rank, lora_scale(config, rank, alphas.at(place)))
+    return found
+
+
+def lora_scale(config: TrainConfig, rank: int, alpha: float) -> float:
     """The factor of the product of A and B: alpha / r, or alpha / sqrt(r) with rsLoRA."""
-    return config.lora_alpha / (math.sqrt(rank) if config.use_rslora else rank)
+    return alpha / (math.sqrt(rank) if config.use_rslora else rank)
 
 
 def cast_matrices(model: nn.Module, dtype: str) -> None:
@@ -366,16 +400,18 @@ def cast_matrices(model: nn.Module, dtype: str) -> None:
     model.update(tree_map_with_path(convert, model.trainable_parameters()))
 
 
-def check_rank(blocks: list[nn.Module], keys: tuple[str, ...], rank: int) -> None:
-    """Raise UserError if the rank is above every dimension of the layers that get adapters."""
-    named = (block.named_modules() for block in blocks)
-    layers = (module for modules in named for name, module in modules if name in keys)
-    largest = max((max(dimensions_of(layer)) for layer in layers), default=rank)
-    if rank > largest:
-        raise UserError(
-            f"--lora-rank {rank}: the adapted layers have at most {largest} inputs or outputs; "
-            "a rank above that adds nothing"
-        )
+def check_ranks(layers: list[tuple[Place, nn.Module]], ranks: ByLayer) -> None:
+    """Raise UserError for a rank that is above every dimension of the layers that have it."""
+    largest: dict[int, int] = {}
+    for place, layer in layers:
+        rank = int(ranks.at(place))
+        largest[rank] = max(largest.get(rank, 0), *dimensions_of(layer))
+    for rank, most in largest.items():
+        if rank > most:
+            raise UserError(
+                f"--lora-rank {rank}: the adapted layers have at most {most} inputs or outputs; "
+                "a rank above that adds nothing"
+            )
 
 
 def dimensions_of(layer: nn.Module) -> tuple[int, int]:

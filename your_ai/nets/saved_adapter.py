@@ -8,6 +8,7 @@ An adapter has mlx-lm's layout (`run.checkpoint` writes it): `adapters.safetenso
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -16,15 +17,23 @@ from typing import Any, NoReturn
 import mlx.core as mx
 import mlx.nn as nn
 
-from your_ai.config import TrainConfig
+from your_ai.config import ByLayer, TrainConfig, values_by_layer
 from your_ai.config.adapter_facts import FACTS, LORA, MATRICES, VECTORS, AdapterFacts, chosen_by
 from your_ai.config.rounding import OPTION, rounding_of
 from your_ai.errors import UserError, first_line
 from your_ai.gates.text import shown
-from your_ai.gates.untrusted import JSON_BYTES, is_number, parse_json, read_bytes, read_header
+from your_ai.gates.untrusted import (
+    BLOCK,
+    JSON_BYTES,
+    is_number,
+    parse_json,
+    read_bytes,
+    read_header,
+)
 from your_ai.hub.find import HubName, find_model, fingerprint, hub_name
 from your_ai.nets import head, model
-from your_ai.nets.adapter_kinds import KINDS
+from your_ai.nets.adapter_kinds import put_adapters
+from your_ai.nets.layer_sizes import BY_LAYER, EVEN, LayerSize, as_trained, sizes_by_layer
 from your_ai.nets.mlx_types import load_arrays
 from your_ai.nets.new_tokens import files_of_tokenizer
 from your_ai.nets.tokenizer import open_tokenizer
@@ -69,12 +78,36 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        """The factor of the product of A and B: alpha / r, or alpha / sqrt(r) with rsLoRA."""
+        """The factor of the product of A and B, of layers that have none of their own."""
         return float(self.config["lora_parameters"]["scale"])
 
     @property
     def rank(self) -> int:
+        """The largest rank of a layer."""
         return int(self.config["lora_parameters"]["rank"])
+
+    @property
+    def sizes(self) -> dict[str, LayerSize]:
+        """Rank and scale of each adapted layer, by path in the model."""
+        own, usual = sizes_by_layer(self.config["lora_parameters"]), (self.rank, self.scale)
+        return {path: own.get(path, LayerSize(*usual)) for path in self.layers}
+
+    @property
+    def ranks(self) -> ByLayer:
+        """The ranks of the layers in blocks, as of `--lora-rank`."""
+        return self._by_layer(lambda size: size.rank)
+
+    @property
+    def alphas(self) -> ByLayer:
+        """The alphas of the layers in blocks, as of `--lora-alpha` without rsLoRA."""
+        if BY_LAYER not in self.config["lora_parameters"]:
+            return ByLayer(self.scale * self.rank)
+        return self._by_layer(lambda size: float(f"{size.scale * size.rank:.12g}"))
+
+    def _by_layer(self, value: Callable[[LayerSize], float]) -> ByLayer:
+        places = ((BLOCK.search(path), size) for path, size in self.sizes.items())
+        found = {(int(at[1]), at[2]): value(size) for at, size in places if at is not None}
+        return values_by_layer(found) if found else ByLayer(self.rank)
 
     @property
     def rounding(self) -> str:
@@ -260,8 +293,11 @@ def read_adapter(folder: Path, file: Path | None = None) -> Adapter:
     if foreign or not arrays:
         what = shown(foreign[0]) if foreign else "nothing"
         raise UserError(f"{file}: contains {what}, not LoRA layers")
-    vocabulary = read_vocabulary(folder, config)
-    return Adapter(folder, arrays, config, vocabulary)
+    layers = {name.rpartition(".")[0] for name in arrays}
+    if (sizes := sizes_by_layer(config["lora_parameters"])) and layers != sizes.keys():
+        other = shown(min(layers ^ sizes.keys()))
+        raise UserError(f"{path}: {BY_LAYER}: {other} is not there as in the file of the arrays")
+    return Adapter(folder, *as_trained(arrays, config), read_vocabulary(folder, config))
 
 
 def read_vocabulary(folder: Path, config: dict[str, Any]) -> dict[str, mx.array]:
@@ -327,6 +363,10 @@ def check_settings(path: Path, config: Any, largest: int) -> None:
     for key, value, most in (("scale", scale, MOST_SCALE), ("dropout", dropout, 1.0)):
         if not is_number(value) or not abs(value) <= most:
             refuse(key, value, f"a number of at most {most:g}")
+    sizes = parameters.get(BY_LAYER, {})
+    fits = isinstance(sizes, dict) and all(is_size(size, rank) for size in sizes.values())
+    if not fits or type(parameters.get(EVEN, False)) is not bool or (sizes and not scale):
+        refuse(BY_LAYER, sizes, f"[rank, scale] of each layer, with ranks of at most {rank}")
     if (rounding := parameters.get(OPTION)) is not None:
         try:
             rounding_of(rounding if isinstance(rounding, str) else "")
@@ -339,6 +379,15 @@ def check_settings(path: Path, config: Any, largest: int) -> None:
         refuse("keys", keys, "a list of layer names")
     if step is not None and (type(step) is not int or step < 0):
         refuse("step", step, "a number of steps")
+
+
+def is_size(size: Any, most: int) -> bool:
+    """Return whether this is a rank of at most `most`, and a scale that is not 0."""
+    if not isinstance(size, list) or len(size) != 2:
+        return False
+    rank, scale = size
+    is_scale = is_number(scale) and 0 < abs(scale) <= MOST_SCALE
+    return type(rank) is int and 1 <= rank <= most and is_scale
 
 
 def base_files(files: dict[str, str]) -> dict[str, str]:
@@ -374,7 +423,7 @@ def put_layers(network: nn.Module, adapter: Adapter) -> None:
         put_trained_rows(network, adapter)
     try:
         count = int(adapter.config["num_layers"])
-        KINDS[adapter.kind].put(network, count, parameters)
+        put_adapters(network, adapter.kind, count, parameters)
     except Exception as error:  # the code of an architecture may raise any type
         reason = first_line(error)
         raise UserError(f"{adapter.folder}: does not fit the model ({reason})") from error

@@ -25,7 +25,7 @@ from your_ai.dashboard.history import read_history
 from your_ai.dashboard.measures import match_share
 from your_ai.dashboard.metric_table import REWARD, is_rewarded, other_values, plain
 from your_ai.dashboard.view import duration, validation_name, validation_text
-from your_ai.gates.text import counted, loss_text, size_text
+from your_ai.gates.text import counted, loss_text, shortened, size_text
 from your_ai.gates.untrusted import read_json
 from your_ai.hub.registry import alias_of, known
 from your_ai.rewards.names import RUN, WITH_ARGUMENT, is_function, parse_rewards
@@ -148,10 +148,14 @@ class Method:
     alpha: float
     """As the run was given it; with rsLoRA the scale is alpha / sqrt(rank)."""
     rslora: bool = False
+    by_layer: str = ""
+    """Rank and scale in words, of an adapter whose layers differ."""
 
     @property
     def sizes(self) -> str:
         """Rank and scale in words."""
+        if self.by_layer:
+            return self.by_layer
         text = f"rank {self.rank}, alpha {self.alpha:g}"
         scale = self.alpha / math.sqrt(self.rank)
         return f"{text}, rsLoRA: scale {scale:g}" if self.rslora else text
@@ -265,7 +269,10 @@ def method_of(trained: Trained) -> Method:
     adapter = trained.adapter
     rslora = trained.config.use_rslora
     divisor = math.sqrt(adapter.rank) if rslora else adapter.rank
-    return Method(adapter.kind.title, adapter.rank, adapter.scale * divisor, rslora)
+    alpha, text = adapter.scale * divisor, ""
+    if adapter.ranks.patterns or adapter.alphas.patterns:
+        text = f"rank {shortened(adapter.ranks.text)}, alpha {shortened(adapter.alphas.text)}"
+    return Method(adapter.kind.title, adapter.rank, alpha, rslora, text)
 
 
 def figures_of(records: Sequence[events.Record]) -> CardFigures:

@@ -23,6 +23,8 @@ from your_ai.evaluation import record
 from your_ai.gates.untrusted import JSON_BYTES, links_outside, read_bytes, read_json
 from your_ai.hub.find import REPO
 from your_ai.modelfiles.targets import write_error
+from your_ai.nets.layer_sizes import evened
+from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.saved_adapter import Trained, check_no_vocabulary, has_score_head
 from your_ai.nets.tokenizer import added_end_text
 from your_ai.publish.card import (
@@ -50,6 +52,7 @@ from your_ai.run.checkpoint import (
     SCORE_HEAD,
     STATE,
     STEP_NAME,
+    save_arrays,
 )
 from your_ai.run.checkpoint import step_of as checkpoint_step
 from your_ai.run.folder import RUNS, RunFolder
@@ -112,18 +115,26 @@ def of_run(trained: Trained, repo: str) -> Contents:
         notes=[*origin_notes(trained), *([ends] if ends else [])],
     )
     check_own(adapter.folder / ADAPTERS, adapter.folder)
-    known = {key: adapter.config[key] for key in ADAPTER_KEYS if key in adapter.config}
+    arrays, own = evened(adapter.arrays, adapter.config)
+    known = {key: own[key] for key in ADAPTER_KEYS if key in own}
     named = without_paths({**known, "model": base.repo or base.name})
     files: dict[str, bytes | Path] = {
         CARD: card(subject).encode("utf-8", "replace"),
         ADAPTER_CONFIG: as_json(named),
-        ADAPTERS: adapter.folder / ADAPTERS,
+        ADAPTERS: adapter.folder / ADAPTERS if arrays is adapter.arrays else file_of(arrays),
         **({SCORE_HEAD: adapter.folder / SCORE_HEAD} if has_score_head(adapter) else {}),
     }
     if config is not None:
         files["config.yaml"] = settings_of(config, base).encode("utf-8", "replace")
     what = f"adapter of step {step}" if config is not None else "adapter"
     return Contents(files, what, (note,) if note else ())
+
+
+def file_of(arrays: Arrays) -> bytes:
+    """The content of the file of an adapter."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_arrays(Path(folder) / ADAPTERS, arrays)
+        return (Path(folder) / ADAPTERS).read_bytes()
 
 
 def settings_of(config: TrainConfig, base: Base) -> str:

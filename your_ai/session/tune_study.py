@@ -21,7 +21,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from your_ai.config import TrainConfig, defaults
+from your_ai.config import ByLayer, TrainConfig, defaults
 from your_ai.errors import RunError, UserError
 from your_ai.rng import derive_seed
 
@@ -52,7 +52,8 @@ SearchSpace = dict[str, FloatDistribution | CategoricalDistribution]  # by setti
 def space_of(base: TrainConfig, fixed: Sequence[str], blocks: int) -> SearchSpace:
     """Return what is searched around `base`, the settings of the first trial.
 
-    fixed: settings that the user gave, which are not searched. blocks: of the model.
+    fixed: settings that the user gave, which are not searched; nor are those that patterns of ranks
+        or alphas may contradict. blocks: of the model.
     """
     counts = dict.fromkeys(max(1, blocks // divisor) for divisor in LAYER_DIVISORS)
     choices: dict[str, Sequence[Any]] = {
@@ -64,6 +65,11 @@ def space_of(base: TrainConfig, fixed: Sequence[str], blocks: int) -> SearchSpac
     if "learning_rate" not in fixed:
         rate = base.learning_rate
         space["learning_rate"] = FloatDistribution(SLOWEST * rate, FASTEST * rate, log=True)
+    by_layer = [p for v in (base.lora_rank, base.lora_alpha) for p in ByLayer.of(v).patterns]
+    if by_layer:  # one number would take the place of all
+        del choices["lora_rank"]
+    if any(pattern.blocks for pattern in by_layer):  # which may get no adapters
+        del choices["lora_layers"]
     for name in [name for name in choices if name not in fixed]:
         values = dict.fromkeys([*choices[name], chosen(base, name, blocks)])
         space[name] = CategoricalDistribution([v for v in values if is_allowed(base, name, v)])
@@ -95,8 +101,9 @@ def trial_settings(
     """`base` with the chosen settings. The adapters' scale stays, unless alpha is fixed."""
     alpha = base.lora_alpha
     if "lora_alpha" not in fixed and "lora_rank" in chosen:
-        before = defaults.RANKS[0] if isinstance(base.lora_rank, str) else base.lora_rank
-        alpha = defaults.alpha_of_same_scale(base, before, chosen["lora_rank"])
+        before = ByLayer.of(base.lora_rank).default
+        before = defaults.RANKS[0] if isinstance(before, str) else before
+        alpha = defaults.alphas_of_same_scale(base, before, chosen["lora_rank"]).setting
     return dataclasses.replace(base, **{**chosen, "lora_alpha": alpha})
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from your_ai.config import TrainConfig, defaults
+from your_ai.config import ByLayer, TrainConfig, defaults, flag
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, nearest, shortened
 from your_ai.gates.untrusted import read_json
@@ -188,7 +188,7 @@ def notes_of(config: TrainConfig, model: Absent, seq_len: int | None, target: Ta
 
 
 def check_adapters(config: TrainConfig, facts: ModelFacts) -> None:
-    """Raise UserError if a target is in no block, or the model has fewer blocks."""
+    """Raise UserError if a target or a pattern is in no block, or the model has fewer blocks."""
     _, count = defaults.largest(config, facts.blocks)
     if count > facts.blocks:
         raise UserError(
@@ -208,6 +208,14 @@ def check_adapters(config: TrainConfig, facts: ModelFacts) -> None:
             f"--lora-targets {target}: no block has it{nearest(target, names)}; the layers are "
             f"{', '.join(names)}"
         )
+    kinds = enumerate(facts.last(count), facts.blocks - count)
+    layers = [
+        (index, name)
+        for index, kind in kinds
+        for name in names_of(facts.alone[kind], config.lora_targets, config.lora_experts)
+    ]
+    for option in ("lora_rank", "lora_alpha"):
+        ByLayer.of(getattr(config, option)).check(flag(option), layers)
 
 
 def float_bytes_of(config: TrainConfig, target: Target) -> int:

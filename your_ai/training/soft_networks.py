@@ -24,7 +24,7 @@ from your_ai.gates.text import shown
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.memory import allocator
 from your_ai.nets import model
-from your_ai.nets.adapter_kinds import KINDS
+from your_ai.nets.adapter_kinds import put_adapters
 from your_ai.nets.head import NAME
 from your_ai.nets.parts import skeleton
 from your_ai.objectives.soft import SOFT_TOKENS
@@ -83,8 +83,8 @@ def put_first_adapter(
 ) -> None:
     """Give the reference the adapter that the run starts from; dtype: of its matrices."""
     parameters, config = adapters.config["lora_parameters"], adapters.config
-    kind = KINDS[FACTS[config["fine_tune_type"]]]
-    kind.put(reference.network, config["num_layers"], parameters)
+    kind = FACTS[config["fine_tune_type"]]
+    put_adapters(reference.network, kind, config["num_layers"], parameters)
     model.cast_matrices(reference.network, dtype)  # it begins as the policy does
     arrays = checkpoint.load_adapters(folder.start)
     arrays.pop(checkpoint.SCORE_WEIGHT, None)

@@ -24,6 +24,7 @@ from your_ai.files import clean
 from your_ai.memory import allocator, probe
 from your_ai.memory.governor import MemoryAction, Watch
 from your_ai.nets import model
+from your_ai.nets.layer_sizes import evened
 from your_ai.objectives.chosen import needs_reference
 from your_ai.rng import derive_seed
 from your_ai.run import checkpoint, events, requests
@@ -323,8 +324,8 @@ def end(loop: Loop, state: TrainState, began: float) -> events.Finished:
         result_step = use_result(folder, trainer, state, log)
         show_test_rows("after", trainer, log, stop, loop.source.meter)
         log.write(events.Phase(text="saving the adapter"))
-        arrays = model.adapter_arrays(trainer.model)
-        checkpoint.save_adapter(folder.adapter, arrays, trainer.adapters.config, result_step)
+        arrays, config = evened(model.adapter_arrays(trainer.model), trainer.adapters.config)
+        checkpoint.save_adapter(folder.adapter, arrays, config, result_step)
     if not stop:
         prefix.remove(folder.path / PREFIX)  # a stopped run keeps it
     finished = events.Finished(
