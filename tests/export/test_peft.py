@@ -184,11 +184,11 @@ def test_a_plain_adapter_is_read():
     [
         ("rank_pattern", {"q_proj": 2.5}), ("rank_pattern", {"q_proj": 0}),
         ("rank_pattern", ["q_proj"]), ("rank_pattern", {"(": 8}), ("alpha_pattern", {"q_proj": 0}),
-        ("alpha_pattern", {"q_proj": "8"}), ("modules_to_save", ["lm_head"]), ("bias", "all"),
+        ("alpha_pattern", {"q_proj": "8"}), ("modules_to_save", ["score"]), ("bias", "all"),
         ("bias", "lora_only"), ("lora_bias", True), ("peft_type", "IA3"),
         ("init_lora_weights", "pissa"), ("init_lora_weights", "olora"), ("fan_in_fan_out", True),
         ("layer_replication", [[0, 2], [1, 3]]), ("target_parameters", ["mlp.experts.up_proj"]),
-        ("trainable_token_indices", [1, 2]), ("something_new", True), ("k" * 10_000, True),
+        ("trainable_token_indices", [1, -2]), ("something_new", True), ("k" * 10_000, True),
         ("peft_type", "x" * 10_000), ("peft_type", "\x1b[2J"), ("bias", {"a": "b" * 10_000}),
         ("init_lora_weights", "y" * 10_000), ("r", 0), ("r", -1), ("r", True), ("r", 10**12),
         ("r", math.nan), ("r", 2.5), ("r", "4"), ("r", None), ("lora_alpha", 0),

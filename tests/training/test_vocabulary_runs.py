@@ -22,6 +22,7 @@ from tests.conftest import (
 from your_ai.errors import UserError
 from your_ai.export import peft
 from your_ai.export.fused_weights import fuse
+from your_ai.export.untrained_run import import_adapter
 from your_ai.generation.generate import load_run
 from your_ai.memory.estimate_adapters import adapter_bytes, optimizer_bytes
 from your_ai.nets.mlx_types import load_arrays
@@ -188,3 +189,18 @@ def test_the_plan_counts_the_trained_arrays(config, settings):
     of_states = sum(array.nbytes for array in states.values() if array.ndim)
     assert optimizer_bytes(facts, training) == of_states
     assert training.reach(facts) == facts.blocks
+
+
+@pytest.mark.parametrize("settings", [{}, {"train": "embeddings,head", "add_tokens": ""}])
+def test_pefts_files_are_imported_as_the_same_adapter(config, own_folder, settings):
+    train(config(**settings))
+    trained = open_trained("r")
+    peft.write(trained, own_folder / "peft")
+    import_adapter(own_folder / "peft", trained.config.model, "back")
+    again = open_trained("back")
+    assert again.adapter.vocabulary.keys() == trained.adapter.vocabulary.keys()
+    (network, tokenizer), (other, read) = load_run(trained), load_run(again)
+    text = f"Go {WORDS[0]}!"
+    assert read.encode(text) == tokenizer.encode(text)
+    tokens = mx.array([tokenizer.encode(text)])
+    assert mx.array_equal(network(tokens), other(tokens))

@@ -23,6 +23,7 @@ from your_ai.export import peft
 from your_ai.export.names import block_of, check_names, name_in_block
 from your_ai.export.peft import PREFIX, SUFFIXES
 from your_ai.export.peft_experts import all_paths, experts_of, with_stacks
+from your_ai.export.peft_vocabulary import taken_apart, with_tied_head
 from your_ai.export.transformers_names import KNOWN, is_in_peft
 from your_ai.files import packaged
 from your_ai.gates.paths import missing_text
@@ -137,7 +138,9 @@ def read(files: AdapterFiles) -> Adapter:
                 "the fused model: your_ai fuse"
             )
         return in_float32(files.file, found)
-    arrays = read_arrays(files.file)
+    arrays, vocabulary, entries = taken_apart(
+        files.file, read_arrays(files.file), PREFIX, files.peft.saved, files.peft.tokens
+    )
     named = {name: parse(files.file, name) for name in arrays}
     sizes = peft.sizes_of(files.peft, {path for path, _ in named.values()})
     checked = {}
@@ -150,8 +153,9 @@ def read(files: AdapterFiles) -> Adapter:
             **sizes_in_config(sizes or {"": LayerSize(files.peft.rank, files.peft.scale)}),
             "dropout": files.peft.dropout,
         },
+        **entries,
     }
-    return in_float32(files.file, Adapter(files.folder, checked, config))
+    return in_float32(files.file, Adapter(files.folder, checked, config, vocabulary))
 
 
 def load_base(files: AdapterFiles, base: Path) -> nn.Module:
@@ -197,6 +201,7 @@ def fitted(
             "num_layers": blocks_of(set(adapter.layers), linears),
             "lora_parameters": parameters,
         }
+        config = with_tied_head(config, network) if files.peft.ties else config
     record = {"base_files": base_files(fingerprint(base))}
     return dataclasses.replace(adapter, config={**config, **record})
 
@@ -365,6 +370,6 @@ def check_fit(file: Path, network: nn.Module, adapter: Adapter) -> None:
     """Raise UserError if a name or a shape does not match the model."""
     put_layers(network, adapter)
     try:
-        model.set_adapters(network, adapter.arrays)
+        model.set_adapters(network, adapter.arrays | adapter.vocabulary)
     except UserError as error:
         raise UserError(f"{file}: {error}; is it for another --model?") from error

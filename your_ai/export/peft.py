@@ -38,13 +38,21 @@ from your_ai.export.peft_experts import (
     path_in_peft,
     unstacked_experts,
 )
+from your_ai.export.peft_vocabulary import (
+    TIES,
+    TOKENS,
+    WHOLE,
+    names_read,
+    settings_of_vocabulary,
+    tokens_read,
+    vocabulary_arrays,
+)
 from your_ai.export.transformers_names import KNOWN
 from your_ai.gates.text import counted, shown
 from your_ai.gates.untrusted import is_number
 from your_ai.hub.find import HubName
 from your_ai.nets.layer_sizes import BY_LAYER, LayerSize
-from your_ai.nets.saved_adapter import Adapter, Trained, has_score_head, read_score_head
-from your_ai.nets.vocabulary import ALL_ROWS, NEW_ROWS, NEW_TOKENS, TRAINED_MODULES
+from your_ai.nets.saved_adapter import Trained, has_score_head, read_score_head
 from your_ai.run.checkpoint import (
     PEFT_ADAPTERS,
     SCORE_WEIGHT,
@@ -66,7 +74,7 @@ def write(trained: Trained, target: Path) -> None:
     check_dense(trained, "PEFT", experts=True)
     check_experts(trained, kind)
     check_layers(trained, kind)
-    arrays = arrays_of(trained.adapter.layers, kind) | vocabulary_arrays(trained.adapter)
+    arrays = arrays_of(trained.adapter.layers, kind) | vocabulary_arrays(trained.adapter, PREFIX)
     if has_score_head(trained.adapter):
         check_scorer(trained.base, KNOWN[kind])
         arrays[f"{PREFIX}{SCORE_WEIGHT}"] = read_score_head(trained.adapter)
@@ -95,7 +103,9 @@ def config_of(trained: Trained, base: HubName | None, kind: str) -> dict[str, An
     adapter, experts = trained.adapter, expert_layers(trained.adapter)
     in_peft = {path_in_peft(path, kind) for path in experts}
     targets = with_experts(set(adapter.layers) - experts, in_peft, modules_of(trained.base))
-    is_reward = has_score_head(adapter)
+    is_reward, vocabulary = has_score_head(adapter), settings_of_vocabulary(adapter)
+    if is_reward:
+        vocabulary[WHOLE] = [*(vocabulary[WHOLE] or []), SCORE_WEIGHT.partition(".")[0]]
     sizes = adapter.sizes if BY_LAYER in adapter.config["lora_parameters"] else {}
     alpha = whole(adapter.scale * adapter.rank)
     alphas = {path: whole(size.scale * size.rank) for path, size in sizes.items()}
@@ -114,42 +124,10 @@ def config_of(trained: Trained, base: HubName | None, kind: str) -> dict[str, An
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "modules_to_save": saved_whole(adapter, is_reward),
-        **settings_of_vocabulary(adapter),
+        **vocabulary,
         "rank_pattern": {p: rank for p, (rank, _) in sizes.items() if rank != adapter.rank},
         "alpha_pattern": {p: found for p, found in alphas.items() if found != alpha},
     }
-
-
-def vocabulary_arrays(adapter: Adapter) -> dict[str, mx.array]:
-    """The trained rows of the vocabulary in PEFT's file: those of some tokens, or all."""
-    ends = {ALL_ROWS: "weight", NEW_ROWS: "token_adapter.trainable_tokens_delta"}
-    return {
-        f"{PREFIX}{path}.{ends[leaf]}": array
-        for (path, leaf), array in adapter.trained_rows.items()
-    }
-
-
-def saved_whole(adapter: Adapter, is_reward: bool) -> list[str] | None:
-    """The modules that PEFT saves as a whole, by name; None if there are none."""
-    return names_with(adapter, ALL_ROWS) + [SCORE_WEIGHT.partition(".")[0]] * is_reward or None
-
-
-def names_with(adapter: Adapter, leaf: str) -> list[str]:
-    """The names of the layers that have trained rows of a kind."""
-    return [path.rpartition(".")[2] for path, kind in adapter.trained_rows if kind == leaf]
-
-
-def settings_of_vocabulary(adapter: Adapter) -> dict[str, Any]:
-    """PEFT's settings for the rows of some tokens, and for a head that is tied to the embedding.
-
-    A base that lacks some of the tokens must be resized first, as transformers does with
-    `resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)`.
-    """
-    names = names_with(adapter, NEW_ROWS)
-    tokens = adapter.config.get(NEW_TOKENS, [])
-    found: dict[str, Any] = {"trainable_token_indices": dict.fromkeys(names, tokens) or None}
-    return {**found, "ensure_weight_tying": True} if adapter.config.get(TRAINED_MODULES) else found
 
 
 def whole(alpha: float) -> int | float:
@@ -195,13 +173,13 @@ READ = (
     *("peft_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *settings_choosing(LORA),
-    *("bias", "init_lora_weights", "rank_pattern", "alpha_pattern"),
+    *("bias", "init_lora_weights", "rank_pattern", "alpha_pattern", WHOLE, TOKENS),
 )
 # Settings of training or loading. They do not change the result of the adapter.
 HARMLESS = (
     *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode"),
     *("megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-    *("qalora_group_size", "ensure_weight_tying", "runtime_config"),
+    *("qalora_group_size", TIES, "runtime_config"),
 )
 # Initializations of A and B that are accepted. The others also change the base's weights.
 STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
@@ -240,6 +218,12 @@ class PeftSettings:
     """The ranks of layers with another rank, by a pattern."""
     alphas: dict[str, float]
     """The same of alpha."""
+    saved: tuple[str, ...]
+    """The embeddings and heads that are saved as a whole, by name."""
+    tokens: dict[str, tuple[int, ...]]
+    """The tokens whose rows are trained, by the name of the layer."""
+    ties: bool
+    """Whether a head that the base ties to its embedding is trained with it."""
 
 
 def read_settings(path: Path, config: dict[str, Any]) -> PeftSettings:
@@ -287,6 +271,9 @@ def read_settings(path: Path, config: dict[str, Any]) -> PeftSettings:
         rslora=bool(config.get("use_rslora")),
         ranks=patterns(path, config, "rank_pattern", rank_in),
         alphas=patterns(path, config, "alpha_pattern", alpha_in),
+        saved=names_read(path, config),
+        tokens=tokens_read(path, config),
+        ties=bool(config.get(TIES)),
     )
 
 

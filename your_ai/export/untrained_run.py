@@ -27,6 +27,8 @@ from your_ai.gates.paths import missing_text
 from your_ai.modelfiles.targets import write_error
 from your_ai.nets.layer_sizes import evened
 from your_ai.nets.saved_adapter import Adapter
+from your_ai.nets.tokenizer import open_tokenizer
+from your_ai.nets.vocabulary import NEW_TOKENS, TRAINED_MODULES
 from your_ai.run import checkpoint, events, folder
 from your_ai.run.folder import RunFolder, Untrained
 
@@ -49,14 +51,21 @@ def check_new(name: str, option: str) -> None:
         raise UserError(f"{option} {name}: {target.path} exists; choose another name")
 
 
-def create(name: str, config: TrainConfig, adapter: Adapter, origin: Origin) -> RunFolder:
+def create(
+    name: str, config: TrainConfig, adapter: Adapter, origin: Origin, tokenizer: Any = None
+) -> RunFolder:
     """Create the run's folder, completely or not at all.
+
+    tokenizer: with the tokens that the adapter adds to its base.
 
     Raises UserError if the name is taken or the folder cannot be written.
     """
     target = folder.place_of(name)
     with creating_with_arrays(name, config) as new:
-        checkpoint.save_adapter(new.adapter, *evened(adapter.arrays, adapter.config), step=0)
+        arrays, record = evened(adapter.arrays, adapter.config)
+        checkpoint.save_adapter(new.adapter, arrays | adapter.vocabulary, record, step=0)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(new.tokenizer))
         path = new.origin(origin.kind)
         checkpoint.write_json(path, origin.record)
         sync(path)
@@ -99,6 +108,7 @@ def settings_of(adapter: Adapter, name: str, path: Path) -> TrainConfig:
             lora_dropout=float(parameters.get("dropout", 0.0)),
             use_dora=adapter.kind is DORA,
             qat=adapter.rounding,
+            train=",".join(adapter.config.get(TRAINED_MODULES, [])),
         )
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
@@ -138,4 +148,11 @@ def import_adapter(
         "your_ai": __version__,
     }
     origin = Origin("imported", record, f"imported from {record['from']}")
-    return create(name, config, adapter, origin)
+    tokenizer = None
+    if NEW_TOKENS in adapter.config:
+        if not any(files.folder.glob("tokenizer*")):
+            raise UserError(
+                f"{files.folder}: trains rows of tokens, but has no tokenizer; add its files"
+            )
+        tokenizer = open_tokenizer(found, files.folder)
+    return create(name, config, adapter, origin, tokenizer)

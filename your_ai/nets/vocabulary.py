@@ -63,9 +63,8 @@ class TrainedLayer(nn.Module):
 
     def make(self, width: int, dtype: mx.Dtype = mx.float32) -> None:
         """Make arrays of zeros for the rows of `ids`."""
-        self.width, self.step = width, max(1, UPDATE_BYTES // (4 * width))
-        counts = [min(self.step, len(self.ids) - i) for i in range(0, len(self.ids), self.step)]
-        self[self.leaf] = [mx.zeros((count, width), dtype) for count in counts]
+        self.width, self.step = width, rows_of_piece(width)
+        self[self.leaf] = in_pieces(mx.zeros((len(self.ids), width), dtype))
 
     @property
     def trained(self) -> Arrays:
@@ -204,6 +203,17 @@ class TrainedRows:
             rows = array[mx.where(is_own, own, 0)].astype(layer.kind)
             found = mx.where(is_own[:, None], rows, found)
         return found
+
+
+def rows_of_piece(width: int) -> int:
+    """The rows of D numbers that an array of a layer has."""
+    return max(1, UPDATE_BYTES // (4 * width))
+
+
+def in_pieces(rows: mx.array) -> list[mx.array]:
+    """Cut (K, D) into arrays."""
+    step = rows_of_piece(rows.shape[1])
+    return [rows[start : start + step] for start in range(0, len(rows), step)]
 
 
 def rows_of_layer(layer: nn.Module) -> HeadRows:
