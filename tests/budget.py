@@ -46,6 +46,13 @@ LONGEST_WORDS = {
     256: (60, 150, 300, 450, 1000),
     512: (60, 150),
 }
+# What is trained besides adapters of one rank.
+MORE: tuple[tuple[str, ...], ...] = (
+    *((),) * 7,
+    ("--train", "embeddings,head"),
+    ("--add-tokens", "<one>,<two>"),
+    ("--lora-rank", "4,q_proj=32"),
+)
 SIGNAL = re.compile(r"killed by (SIG[A-Z]+)")
 LEAST = re.compile(r"at least ([0-9.]+) GB is needed")
 
@@ -148,6 +155,10 @@ def case_of(seed: int) -> Case:
     if "fused" not in flags and rng.random() < 0.2:
         flags.append("--spill")
     room = pick((1.0, 1.0, 1.0, 1.05, 1.15, 1.3, 1.6, 2.2, 3.0))
+    more = pick(MORE)
+    if more and more[0] != "--lora-rank":  # nothing can be cached below a trained embedding
+        flags[flags.index("--prefix-cache") + 1] = "off"
+    flags += more
     return Case(
         seed=seed,
         architecture=architecture,
