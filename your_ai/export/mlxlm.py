@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from your_ai.export.started import on_the_base
 from your_ai.files import atomic_folder
 from your_ai.modelfiles.targets import write_error
 from your_ai.nets.saved_adapter import Trained, has_score_head
@@ -20,6 +21,7 @@ def write(trained: Trained, target: Path) -> None:
 
     Raises UserError if it cannot be written.
     """
+    trained = on_the_base(trained)
     base = trained.hub_name
     config = {key: value for key, value in trained.adapter.config.items() if key != "model"}
     if base is not None:  # never write the local path of the model

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from your_ai.config import SOFT, TrainConfig
+from your_ai.config.adapter_starts import starting_of
 from your_ai.data.encode import EncodedRow
 from your_ai.data.rows import Chat, Pair, Row, Scored
 from your_ai.engine.weights import Opened, open_model
@@ -87,11 +88,13 @@ def reward_runs(config: TrainConfig, files: dict[str, str]) -> list[RewardRun]:
         check_reward_run(trained, label)
         theirs = fingerprint(trained.base)
         same = base_files(theirs) == base_files(files)
+        start = starting_of(config.init)
+        adjusted = trained.is_adjusted or (start is not None and start.adjusts_base)
         found.append(
             RewardRun(
                 each.name,
                 trained,
-                same and trained.config.quantize == config.quantize,
+                same and trained.config.quantize == config.quantize and not adjusted,
                 tokenizer_fingerprint(theirs) == tokenizer_fingerprint(files),
             )
         )
