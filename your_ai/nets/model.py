@@ -32,6 +32,7 @@ from your_ai.hub.check import check_model
 from your_ai.hub.config_values import method_of
 from your_ai.nets.adapter_kinds import KINDS
 from your_ai.nets.parts import put, weights_read
+from your_ai.nets.rounding import WRITTEN
 from your_ai.nets.shared_keys import share_keys
 from your_ai.rng import derive_seed
 
@@ -147,7 +148,14 @@ def positions_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def cast(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Cast all floating-point parameters to `dtype`, except those the model wants to keep."""
+    """Cast all floating-point parameters to `dtype`, except those the model wants to keep.
+
+    Layers remember the dtype of their files, in which `fuse` writes them.
+    """
+    for layer in model.modules():
+        kept = layer.get("scales", layer.get("weight"))
+        if isinstance(kept, mx.array) and mx.issubdtype(kept.dtype, mx.floating):
+            setattr(layer, WRITTEN, str(kept.dtype).removeprefix("mlx.core."))
     wanted = getattr(model, "cast_predicate", lambda _: True)
 
     def convert(path: str, array: mx.array) -> mx.array:
