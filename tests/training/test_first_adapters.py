@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from gguf import GGUFReader
 
-from tests.conftest import Killed, call, flip, losses_of, make_model, resume, train, train_once
+from tests.conftest import (
+    Killed,
+    call,
+    flip,
+    losses_of,
+    make_model,
+    resume,
+    train,
+    train_once,
+    write_rows,
+)
 from your_ai.errors import UserError
-from your_ai.export import mlxlm, peft
+from your_ai.export import gguf, mlxlm, peft
 from your_ai.export.adapter_files import find_adapter
 from your_ai.export.fuse_difference import difference
 from your_ai.export.fused_weights import fuse
@@ -141,26 +153,26 @@ def test_first_checkpoint_computes_what_weights_do(configure, float_model, init,
         assert error < (before if bits else 1e-4), path
 
 
-@pytest.mark.parametrize(("init", "bits"), INITS)
-@pytest.mark.parametrize("at", ["layer", "shard", "end"])
+MOMENTS = [("largest_part", each) for each in INITS]
+MOMENTS += [(at, each) for at in ("put_changed", "open_model") for each in INITS[1:]]
+
+
+@pytest.mark.parametrize(("at", "start"), MOMENTS)
 def test_killed_while_it_is_made_it_gives_the_same_bytes(
-    configure, float_model, monkeypatch, init, bits, at
+    configure, float_model, monkeypatch, at, start
 ):
-    given = {"model": str(float_model), "init": init, "quantize": bits, **LAYERS}
+    given = {"model": str(float_model), "init": start[0], "quantize": start[1], **LAYERS}
     whole = train_once(configure(**given, run="whole"))
-    name, calls = {"layer": "largest_part", "shard": "put_changed", "end": "open_model"}[at], []
-    work = getattr(first_adapters, name)
+    work, calls = getattr(first_adapters, at), []
 
     def killed(*arguments):
         calls.append(arguments)
-        if len(calls) == 2 or at == "end":
+        if len(calls) == 2 or at == "open_model":
             raise Killed
         return work(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(first_adapters, name, killed)
-        if init == "loftq" and at != "layer":
-            pytest.skip("its base is not adjusted")
+        patch.setattr(first_adapters, at, killed)
         with pytest.raises(Killed):
             train(configure(**given, run="killed"))
     run = RunFolder(RUNS / "killed")
@@ -220,6 +232,31 @@ def test_exported_adapters_are_added_to_the_base_itself(configure, float_model, 
         assert not mx.allclose(logits(network), wanted, atol=1e-2)
         put_adapter(network, open_trained(name).adapter)
         assert mx.allclose(logits(network), wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_adapter_for_llama_cpp_has_twice_the_rank(configure, float_model, tmp_path):
+    train_once(configure(model=str(float_model), init="pissa", **LAYERS))
+    trained, file = open_trained("r"), tmp_path / "adapter.gguf"
+    gguf.write_adapter(trained, file)
+    found = {tensor.name: tensor.data for tensor in GGUFReader(file).tensors}
+    down = {part: found[f"blk.2.ffn_down.weight.lora_{part}"] for part in "ab"}
+    assert (down["a"].shape[0], down["b"].shape[1]) == (8, 8)
+    product = trained.adapter.scale * down["b"] @ down["a"]
+    path = "model.layers.2.mlp.down_proj"
+    exact = weights_of(model.load_network(float_model, mx.float32)[0])[path]
+    begun = weights_of(model.load_network(trained.folder.base, mx.float32)[0])[path]
+    parts = trained.adapter.layers[path]
+    wanted = fused_rows(begun, parts, trained.adapter.scale, slice(None)) - exact
+    assert np.allclose(product, np.array(wanted), atol=1e-5)
+
+
+@pytest.mark.parametrize(("init", "bits"), INITS)
+def test_reference_of_a_preference_is_the_model_at_the_start(configure, float_model, init, bits):
+    rows = [{"prompt": f"Ask {i}", "chosen": "yes", "rejected": "no"} for i in range(4)]
+    data = write_rows(Path("pairs") / "train.jsonl", rows)
+    given = {"model": str(float_model), "init": init, "quantize": bits, "learning_rate": 1e-4}
+    run = train(configure(**given | LAYERS, objective="dpo", data=str(data), valid="none"))
+    assert losses_of(run)[1] == pytest.approx(np.log(2), abs=1e-5)
 
 
 @pytest.mark.parametrize("init", ["loftq", "pissa"])

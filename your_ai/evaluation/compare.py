@@ -20,6 +20,7 @@ import numpy as np
 
 from your_ai.config import REWARD, TrainConfig
 from your_ai.config.adapter_facts import MATRICES
+from your_ai.config.adapter_starts import starting_of
 from your_ai.data.batches import RowsAt
 from your_ai.data.encode import Encoder, SamplePrompt, token_ids
 from your_ai.data.lines import file_of_first_row
@@ -192,7 +193,7 @@ def compare(
         started = yield from measure_rows("start", ready, rows, replace(request, metric=None))
     saved_adapter.set_arrays(network, run.adapter)
     adapter = yield from measure_rows("adapter", ready, rows, request)
-    texts = cut_text(rows, config), start_text(run, started), rounding_text(run.adapter)
+    texts = cut_text(rows, config), start_text(config, started), rounding_text(run.adapter)
     notes = (*budget.limit.notices, *texts)
     text = words(plan, max(budget.workload.lengths))
     name = None if request.metric is None else request.metric.name
@@ -268,11 +269,12 @@ def start_of(run: Trained) -> Path | None:
     raise UserError(f"{fault}; the rewards of this run compare with this adapter: restore it")
 
 
-def start_text(run: Trained, started: RowMeasures | None) -> str:
+def start_text(config: TrainConfig, started: RowMeasures | None) -> str:
     """A notice if the base is not what the run started from, and that was not measured."""
-    if run.is_adjusted:
-        return f"base is the model as the run started from it (--init {run.config.init})"
-    if not run.config.has_first_adapter or started is not None:
+    start = starting_of(config.init)
+    if start is not None and start.adjusts_base:
+        return f"base is the model as the run started from it (--init {config.init})"
+    if not config.has_first_adapter or started is not None:
         return ""
     return "base is the model without an adapter; the run started from another adapter"
 
