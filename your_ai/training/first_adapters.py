@@ -208,13 +208,9 @@ def with_first_adapter(
     allocator.free()
     if not start.adjusts_base:
         return opened
-    tell("adjusting the base weights")
-    taken = run.subtracted if run.subtracted.is_dir() else run.start
-    lazy = adjusted(weights, job, taken)
-    work = Work(run.base, "adjusting", RECORD)
-    settings = [sha256(taken / checkpoint.ADAPTERS)]
-    for _ in write_model(lazy, weights.base, work, settings, limit, waits=True):
-        pass
+    if not run.base.is_dir():
+        tell("adjusting the base weights")
+        write_base(run, weights, job, limit)
     return open_model(run.base, opened.dtype)
 
 
@@ -289,6 +285,15 @@ def taken_from(layers: dict[str, StartingLayer]) -> Iterator[tuple[str, Starting
     while layers:
         path = next(iter(layers))
         yield path, layers.pop(path)
+
+
+def write_base(run: RunFolder, weights: BothWeights, job: ResolvedJob, limit: MemoryLimit) -> None:
+    """Write the adjusted base of a run; goes on where it was interrupted."""
+    taken = run.subtracted if run.subtracted.is_dir() else run.start
+    settings = [sha256(taken / checkpoint.ADAPTERS)]
+    lazy, work = adjusted(weights, job, taken), Work(run.base, "adjusting", RECORD)
+    for _ in write_model(lazy, weights.base, work, settings, limit):
+        pass
 
 
 def adjusted(weights: BothWeights, job: ResolvedJob, taken: Path) -> Lazy:
