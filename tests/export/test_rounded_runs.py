@@ -38,7 +38,7 @@ def rounded_weights(trained: Trained) -> dict[str, mx.array]:
         if isinstance(layer, RoundedLayer):
             weight = float32_weight(layer.linear, quantization_of(layer.linear))
             weight = fused_rows(weight, layer, layer.scale, slice(None))
-            found[path] = rounded(weight, layer.rounding, mx.float32)
+            found[path] = rounded(weight, layer.rounding, getattr(mx, layer.written))
     assert found
     return found
 
@@ -59,6 +59,22 @@ def test_fused_weights_are_those_of_training(tmp_path, data_folder, bits, qat):
     found = difference(trained, out, None)
     assert found.fused_loss == pytest.approx(found.adapted_loss, abs=1e-5)
     assert found.largest < 1e-3
+
+
+@pytest.mark.parametrize(("bits", "qat"), [(4, "same"), (4, "3:32"), (None, "4:32")])
+def test_scales_are_rounded_as_the_files_have_them(tmp_path, data_folder, bits, qat):
+    model = make_model(tmp_path / "base" / "model", "llama", bits)
+    arrays = mx.load(str(model / "model.safetensors"))
+    floats = {n: a for n, a in arrays.items() if mx.issubdtype(a.dtype, mx.floating)}
+    arrays |= {name: array.astype(mx.bfloat16) for name, array in floats.items()}
+    mx.save_safetensors(str(model / "model.safetensors"), arrays, {"format": "mlx"})
+    trained, out = drawn_run(model, data_folder, strength=0.02, qat=qat), tmp_path / "out"
+    for _ in fuse(trained, out):
+        pass
+    layers = dict(mlx_lm.load(str(out))[0].named_modules())
+    for path, weight in rounded_weights(trained).items():
+        found = float32_weight(layers[path], quantization_of(layers[path]))
+        assert mx.allclose(found, weight, rtol=1e-6, atol=1e-7), path
 
 
 def test_without_it_rounding_changes_more(tmp_path, data_folder):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import make_model
 from your_ai.errors import RunError
-from your_ai.nets import model
+from your_ai.nets import lora, model
 from your_ai.nets.block_calls import (
     Mask,
     State,
@@ -67,6 +67,14 @@ def test_number_of_block_structures_per_architecture(tmp_path, architecture, kin
     folder = make_model(tmp_path / "m", architecture, num_hidden_layers=7)
     network, _ = model.load_network(folder, mx.float32)
     assert len({structure(block) for block in network.layers}) == kinds
+
+
+@pytest.mark.parametrize("rounding", ["same", "4:32"])
+def test_blocks_that_are_rounded_alike_have_one_structure(tmp_path, rounding):
+    network, _ = model.load_network(make_model(tmp_path / "m", num_hidden_layers=7), mx.float32)
+    parameters = {"rank": 2, "scale": 1.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
+    lora.put(network, 4, parameters | {"qat": rounding})
+    assert len({structure(block) for block in network.layers[-4:]}) == 1
 
 
 def test_arrays_in_lists_are_put_back():

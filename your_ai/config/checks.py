@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from your_ai.config.adapter_starts import LOFTQ, starting_of
 from your_ai.config.by_layer import ByLayer
 from your_ai.config.names import (
     ALL_LINEAR,
@@ -86,6 +87,7 @@ def check_adapters(config: TrainConfig) -> None:
                     "without dropout"
                 )
     check_vocabulary(config)
+    check_init(config)
     if ALL_LINEAR in config.lora_targets and len(config.lora_targets) > 1:
         raise UserError("--lora-targets: all-linear includes every other name; give it alone")
 
@@ -126,6 +128,25 @@ def check_by_layer(config: TrainConfig) -> None:
                 fault = "must be a whole number"
             if fault:
                 raise UserError(f"{flag(name)} {given}{value:g}: {fault}")
+
+
+def check_init(config: TrainConfig) -> None:
+    """Raise UserError for first values of adapters that do not exist, or not in such a run."""
+    try:
+        start = starting_of(config.init)
+    except ValueError as error:
+        raise UserError(f"--init {quoted(config.init)}: {error}") from error
+    if start is None:
+        return
+    if config.from_adapter:
+        raise UserError("--init: the adapters start from those of --from; leave one out")
+    if start.name == LOFTQ and config.quantize is None:
+        raise UserError(
+            f"--init {config.init}: makes up for what quantization takes away; give --quantize 4, "
+            "with a model that is not quantized"
+        )
+    if config.has_ranks:
+        raise UserError("--init: is not supported with several processes; train with one")
 
 
 def check_optimizer(config: TrainConfig) -> None:

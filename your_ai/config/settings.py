@@ -634,6 +634,16 @@ class AdapterSettings:
         bounds=Bounds(0, LARGEST),
         in_card=True,
     )
+    init: str = setting(
+        "",
+        "First values of the adapters: loftq, the largest part of what --quantize takes away, or "
+        "loftq:N, the same in N rounds that also adjust the quantized weights; pissa, the largest "
+        "part of each weight, which the base then lacks. Default: A is random and B is zero.",
+        before="",
+        agents="text",
+        in_card=True,
+        words=("loftq", "loftq:5", "pissa"),
+    )
     adapter_dtype: Literal["float32", "bfloat16"] = setting(
         "float32",
         "Data type of the adapters' matrices and their gradients. bfloat16: half of their memory; "
@@ -813,6 +823,11 @@ class TrainConfig(
     def measured_kind(self) -> Literal["answers", "chosen"]:
         """The part of the rows that an evaluation takes: of pairs, the chosen answers."""
         return "answers" if self.row_kind in ("answers", "prompts") else "chosen"
+
+    @property
+    def has_first_adapter(self) -> bool:
+        """True if the adapters start from the values in the run's folder `start/`."""
+        return bool(self.from_adapter or self.init)
 
     @property
     def adapter(self) -> AdapterFacts:

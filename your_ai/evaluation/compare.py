@@ -20,6 +20,7 @@ import numpy as np
 
 from your_ai.config import REWARD, TrainConfig
 from your_ai.config.adapter_facts import MATRICES
+from your_ai.config.adapter_starts import starting_of
 from your_ai.data.batches import RowsAt
 from your_ai.data.encode import Encoder, SamplePrompt, token_ids
 from your_ai.data.lines import file_of_first_row
@@ -131,12 +132,12 @@ def compare(
     Raises UserError for a bad row, an adapter that does not fit the model, a memory limit that
     is too small, or a metric that fails.
     """
-    config, folder = run.config, run.base
-    doing = "repacking the model" if config.quantize is None else "quantizing the model"
+    config, (folder, bits) = run.config, run.source
+    doing = "repacking the model" if bits is None else "quantizing the model"
     memory = limit_of(request.max_memory_gb)
-    for step in make_copy(folder, config.quantize, memory):
+    for step in make_copy(folder, bits, memory):
         yield EvaluationProgress(doing, step.done_bytes, step.total_bytes)
-    folder = place_of_copy(folder, config.quantize)
+    folder = place_of_copy(folder, bits)
     yield EvaluationProgress(f"reading {Path(file_of_first_row(path)).name}")
     dtype = model.compute_dtype(config.dtype)
     opened = open_model(folder, dtype)
@@ -174,7 +175,7 @@ def compare(
     budget = budget_for(answers=sizes, engine=request.engine)
     hold(budget)
     start_vocabulary(opened, {})
-    untrained = put_new_layers(network, run.adapter)
+    untrained = put_new_layers(network, run)
     if is_reward:
         saved_adapter.put_trained_score_head(network, run.adapter, budget.workload.facts.hidden)
     engine = budget.choice.option.plan.engine
@@ -262,7 +263,7 @@ def start_of(run: Trained) -> Path | None:
 
     Raises UserError if its files are damaged or missing.
     """
-    if not (run.config.from_adapter and needs_reference(run.config)):
+    if run.is_adjusted or not (run.config.has_first_adapter and needs_reference(run.config)):
         return None
     place = run.folder.start
     if (fault := checkpoint.fault(place, (checkpoint.ADAPTERS, checkpoint.ADAPTER_CONFIG))) is None:
@@ -272,7 +273,10 @@ def start_of(run: Trained) -> Path | None:
 
 def start_text(config: TrainConfig, started: RowMeasures | None) -> str:
     """A notice if the base is not what the run started from, and that was not measured."""
-    if not config.from_adapter or started is not None:
+    start = starting_of(config.init)
+    if start is not None and start.adjusts_base:
+        return f"base is the model as the run started from it (--init {config.init})"
+    if not config.has_first_adapter or started is not None:
         return ""
     return "base is the model without an adapter; the run started from another adapter"
 
@@ -305,15 +309,19 @@ def hold(budget: Budget) -> None:
     allocator.set_limits(budget.limit.limit_bytes, chosen.needed_bytes, beside_bytes)
 
 
-def put_new_layers(network: nn.Module, adapter: Adapter) -> dict[str, mx.array]:
+def put_new_layers(network: nn.Module, run: Trained) -> dict[str, mx.array]:
     """Put freshly initialized adapter layers on a model; return what `as_base` needs of them.
 
+    Those of a run with base weights of its own are what it started from: both make up the model.
     Raises UserError if the adapter does not fit, before anything is measured.
     """
-    saved_adapter.put_layers(network, adapter)
-    new = model.adapter_arrays(network)
-    saved_adapter.set_arrays(network, adapter)
+    saved_adapter.put_layers(network, run.adapter)
+    new = saved_adapter.read_first(run.folder).arrays if run.is_adjusted else None
+    new = new or model.adapter_arrays(network)
+    saved_adapter.set_arrays(network, run.adapter)
     model.set_adapters(network, new)
+    if run.is_adjusted:
+        return new
     return {name: array for name, array in new.items() if not name.endswith(MATRICES)}
 
 
@@ -323,7 +331,7 @@ def as_base(network: nn.Module, untrained: dict[str, mx.array]) -> dict[str, mx.
     A product with a B of zeros changes nothing, so only the vectors had to be kept.
     """
     return {
-        name: mx.zeros_like(array) if name.endswith("lora_b") else untrained.get(name, array)
+        name: untrained.get(name, mx.zeros_like(array) if name.endswith("lora_b") else array)
         for name, array in model.adapter_arrays(network).items()
     }
 

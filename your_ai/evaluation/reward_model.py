@@ -189,7 +189,7 @@ def check_reward_run(run: Trained, label: str) -> None:
 
 def weights_of(run: Trained, limit: MemoryLimit | None = None) -> Path:
     """The folder with the weights that the run trained with, quantized now if it is missing."""
-    return model_folder(run.base, run.config.quantize, limit)
+    return model_folder(*run.source, limit)
 
 
 def put_reward_model(opened: Opened, run: Trained) -> None:

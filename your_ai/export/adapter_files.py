@@ -18,6 +18,7 @@ import mlx.nn as nn
 
 from your_ai.config import DEMO
 from your_ai.config.adapter_facts import FACTS, TITLES, VECTORS
+from your_ai.config.adapter_starts import INIT
 from your_ai.errors import UserError, first_line
 from your_ai.export import peft
 from your_ai.export.names import block_of, check_names, name_in_block
@@ -115,6 +116,11 @@ def files_in(source: Path, file: Path | None = None) -> AdapterFiles:
     if "lora_parameters" not in config:
         raise UserError(
             f"{path}: is not a PEFT or mlx-lm adapter config; give the folder of such an adapter"
+        )
+    if config.get(INIT) is not None:
+        raise UserError(
+            f"{source}: began with --init {shown(str(config[INIT]))}, so it is added to other "
+            "weights than those of the base; use what your_ai export RUN --to mlx makes of it"
         )
     file = file or source / checkpoint.ADAPTERS
     ours = os.path.isfile(source / checkpoint.CHECKSUMS) and file.name == checkpoint.ADAPTERS

@@ -34,7 +34,13 @@ from your_ai.memory.limit import MemoryLimit, rounded_up
 from your_ai.memory.sample import in_gb
 from your_ai.memory.sizes import PREFILL_TOKENS
 from your_ai.nets.model import check_positions, compute_dtype
-from your_ai.nets.saved_adapter import Adapter, Trained, put_adapter, put_trained_rows
+from your_ai.nets.saved_adapter import (
+    Adapter,
+    Trained,
+    put_adapter,
+    put_trained_rows,
+    read_first,
+)
 from your_ai.nets.split import Split, split
 
 SPLITS = ("valid", "test", "train")  # the first existing one is used
@@ -140,11 +146,15 @@ def difference(trained: Trained, fused: Path, max_memory_gb: float | None = None
     facts = [facts_of(folder, dtype.size) for folder in (source, fused)]
     longest = int(examples.lengths[chosen].max())
     check_positions(base, longest, f"{path}: --max-seq-length {trained.config.max_seq_length}")
-    room = hold(facts, trained.adapter, longest, limit.limit_bytes, streamable)
+    adapters = [trained.adapter]
+    if trained.is_adjusted:  # the weights and the first adapter together make up the base
+        adapters.append(read_first(trained.folder))
+    room = hold(facts, adapters, longest, limit.limit_bytes, streamable)
 
     if not room.streams:
         networks[1].update(base.parameters())  # share the weights of the base
-    put_adapter(networks[1], trained.adapter)
+    for network, adapter in zip((networks[1], base), adapters, strict=False):
+        put_adapter(network, adapter)
     for opened in models:
         prepare_for_generation(opened, room.streams)
     halves = [split(network) for network in networks]
@@ -205,7 +215,7 @@ def choose(examples: Examples) -> np.ndarray:
 
 def hold(
     facts: list[ModelFacts],
-    adapter: Adapter,
+    adapters: Sequence[Adapter],
     tokens: int,
     limit: int,
     streamable: bool,
@@ -218,7 +228,8 @@ def hold(
     """
     row = max(generation_bytes(found, tokens) for found in facts)
     position = LOGITS_HELD * 4 * max(found.vocabulary for found in facts)
-    beside = sum(array.nbytes for array in adapter.arrays.values()) + python_bytes()
+    arrays = [array for adapter in adapters for array in adapter.arrays.values()]
+    beside = sum(array.nbytes for array in arrays) + python_bytes()
     beside += row + FEWEST_POSITIONS * position
     resident = beside + sum(found.weights_bytes for found in facts)
     streamed = beside

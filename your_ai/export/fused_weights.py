@@ -19,7 +19,7 @@ import copy
 import glob
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ class Change:
 
 def base_of(trained: Trained, max_memory_gb: float | None = None) -> Path:
     """The folder with the weights used in training: a copy if it was quantized or repacked."""
-    return model_folder(trained.base, trained.config.quantize, limit_of(max_memory_gb))
+    return model_folder(*trained.source, limit_of(max_memory_gb))
 
 
 def fused_lazily(
@@ -113,15 +113,8 @@ def fused_lazily(
         path, _, leaf = name.rpartition(".")
         if path in changes and leaf in MLX_PARTS:
             if leaf == "weight":
-                parts = changed_pieces(changes[path])
-                found = {part: mx.concatenate([p[part] for p in parts]) for part in parts[0]}
-                written |= {f"{path}.{part}": array for part, array in found.items()}
                 read = sum(sizes.get(f"{path}.{part}", 0) for part in MLX_PARTS)
-                beside.append(read + work_bytes(changes[path]))
-                if list(found) == ["weight"]:  # others are computed together
-                    pieces[name] = [part["weight"] for part in parts]
-                else:
-                    beside[-1] += sum(array.nbytes for array in found.values())
+                beside.append(read + put_changed(path, changes[path], written, pieces))
         elif floats is not None and keeps(name) and mx.issubdtype(array.dtype, mx.floating):
             written[name] = array.astype(floats)
             pieces[name] = [array[rows].astype(floats) for rows in slices_of(array)]
@@ -275,23 +268,33 @@ def config_of(
 # Computing the arrays
 
 
+def put_changed(
+    path: str,
+    change: Change,
+    written: dict[str, mx.array],
+    pieces: dict[str, list[mx.array]],
+) -> int:
+    """Add the arrays of the changed layer to those of a `Lazy`.
+
+    Returns the bytes for computing them, in addition to what the layer reads.
+    """
+    parts = changed_pieces(change)
+    found = {part: mx.concatenate([p[part] for p in parts]) for part in parts[0]}
+    written |= {f"{path}.{part}": array for part, array in found.items()}
+    if list(found) == ["weight"]:
+        pieces[f"{path}.weight"] = [part["weight"] for part in parts]
+        return work_bytes(change)
+    return work_bytes(change) + sum(array.nbytes for array in found.values())  # all at once
+
+
 def changed_pieces(change: Change) -> list[dict[str, mx.array]]:
     """Successive rows of the changed weight: its arrays by their names in the layer."""
-    layer = change.layer
     if change.rows is not None:
-        return [rows_with_trained(change, change.rows, rows) for rows in slices(layer, change.rows)]
+        every = slices(change.layer, change.rows)
+        return [rows_with_trained(change, change.rows, rows) for rows in every]
     pieces: list[dict[str, mx.array]] = []
-    for rows in slices(layer):
-        after = list(pieces[-1].values()) if pieces else []
-        weight = dense_rows(layer, rows, after)
-        if change.parts:
-            weight = change.kind.fused_rows(weight, change.parts, change.scale, rows)
-        if change.becomes is None:
-            pieces.append({"weight": weight.astype(change.dtype)})
-            continue
-        if change.becomes.mode == AFFINE and change.becomes != change.trained_for:
-            weight = dithered(weight, change.becomes, derive_seed(change.seed, rows.start))
-        pieces.append(packed(weight, change.becomes, change.dtype))
+    for rows in slices(change.layer):
+        pieces.append(changed_rows(change, rows, list(pieces[-1].values()) if pieces else []))
     return pieces
 
 
@@ -317,10 +320,22 @@ def rows_with_trained(change: Change, trained: TrainedLayer, rows: slice) -> dic
     return {n: mx.concatenate([base[n].astype(own[n].dtype), own[n]])[places] for n in own}
 
 
-def dense_rows(layer: nn.Module, rows: slice, after: list[mx.array]) -> mx.array:
-    """Rows of a layer's weight in float32, computed only after the arrays `after`."""
+def changed_rows(change: Change, rows: slice, after: Sequence[mx.array]) -> dict[str, mx.array]:
+    """Rows of the changed weight, as in `changed_pieces`, computed only after `after`."""
+    weight = dense_rows(change.layer, rows, after)
+    if change.parts:
+        weight = change.kind.fused_rows(weight, change.parts, change.scale, rows)
+    if change.becomes is None:
+        return {"weight": weight.astype(change.dtype)}
+    if change.becomes.mode == AFFINE and change.becomes != change.trained_for:
+        weight = dithered(weight, change.becomes, derive_seed(change.seed, rows.start))
+    return packed(weight, change.becomes, change.dtype)
+
+
+def dense_rows(layer: nn.Module, rows: slice, after: Sequence[mx.array]) -> mx.array:
+    """Rows of a layer's weight in float32, computed only after `after`."""
     given = [layer[name][rows] for name in MLX_PARTS if layer.get(name) is not None]
-    parts: list[mx.array] = mx.depends(given, after) if after else given
+    parts: list[mx.array] = mx.depends(given, list(after)) if after else given
     return float32_weight(dict(zip(MLX_PARTS, parts, strict=False)), quantization_of(layer))
 
 

@@ -28,6 +28,7 @@ from your_ai.export.gguf_model import (
 )
 from your_ai.export.gguf_tokenizer import add_tokenizer
 from your_ai.export.names import check_dense
+from your_ai.export.started import on_the_base
 from your_ai.files import TEMPORARY, sync
 from your_ai.memory import allocator
 from your_ai.memory.budget import limit_of
@@ -94,6 +95,7 @@ def write_adapter(trained: Trained, target: Path) -> None:
     """
     require_library()
     check_adapter(trained)
+    trained = on_the_base(trained)
     adapter = trained.adapter
     check_dense(trained, "GGUF", experts=True)
     network, config = load_network(model_folder(trained.base, None), mx.float32)

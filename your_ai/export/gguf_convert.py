@@ -24,6 +24,7 @@ from your_ai.export.fused_weights import base_of
 from your_ai.export.gguf_architectures import known_of
 from your_ai.export.llama_cpp import ProgramFailed, read_back, run_program, value_in
 from your_ai.export.names import check_known
+from your_ai.export.started import on_the_base
 from your_ai.export.transformers_weights import config_for
 from your_ai.gates.untrusted import read_json
 from your_ai.memory.budget import limit_of
@@ -146,6 +147,7 @@ def write_adapter(trained: Trained, target: Path, script: Path | None) -> Iterat
         return
     gguf.require_library()
     gguf.check_adapter(trained)
+    trained = on_the_base(trained)
     config = read_json(trained.base / "config.json", "a model folder has one")
     config = {key: value for key, value in config.items() if not key.startswith("quantization")}
     theirs = config_for(config, check_known(trained.base), has_head=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from your_ai.export.started import on_the_base
 from your_ai.files import atomic_folder
 from your_ai.modelfiles.targets import write_error
 from your_ai.nets.layer_sizes import evened
@@ -21,6 +22,7 @@ def write(trained: Trained, target: Path) -> None:
 
     Raises UserError if it cannot be written.
     """
+    trained = on_the_base(trained)
     base, adapter = trained.hub_name, trained.adapter
     check_no_vocabulary(adapter, "an adapter of mlx-lm")
     arrays, config = evened(adapter.arrays, adapter.config)

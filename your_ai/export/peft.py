@@ -47,6 +47,7 @@ from your_ai.export.peft_vocabulary import (
     tokens_read,
     vocabulary_arrays,
 )
+from your_ai.export.started import on_the_base
 from your_ai.export.transformers_names import KNOWN
 from your_ai.gates.text import counted, shown
 from your_ai.gates.untrusted import is_number
@@ -70,6 +71,7 @@ def write(trained: Trained, target: Path) -> None:
     Raises UserError, before anything is written, if PEFT does not know these layers by these
     names; also if `target` cannot be written.
     """
+    trained = on_the_base(trained)
     kind = check_names(trained.base)
     check_dense(trained, "PEFT", experts=True)
     check_experts(trained, kind)

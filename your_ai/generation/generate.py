@@ -286,21 +286,23 @@ def load_run(
     """Load the model of a run and its tokenizer, as `load` does; `adapted`: with its adapter."""
     adapter = trained.adapter if adapted else None
     files = trained.tokenizer_files if adapted else None
-    return load(trained.config, trained.base, adapter, max_memory_gb, tokens, files)[:2]
+    source = trained.source if adapted else (trained.base, trained.config.quantize)
+    return load(trained.config, source, adapter, max_memory_gb, tokens, files)[:2]
 
 
 def load(
     config: TrainConfig,
-    base: Path,
+    source: tuple[Path, int | None],
     adapter: Adapter | None,
     max_memory_gb: float | None,
     room: int | RolloutSizes,
     tokenizer_files: Path | None = None,
 ) -> tuple[nn.Module, Any, int]:
-    """Load the model in `base`, with the dtype and quantization of a run, and its tokenizer.
+    """Load a model with the dtype of a run, and its tokenizer.
 
     Returns also how many completions fit together.
 
+    source: the folder of the model, and the bits that it is quantized to first, or None.
     max_memory_gb: memory limit of the process, including the KV cache. A model that does not fit is
     read from its files block by block for every token. Raises UserError if that does not fit
     either.
@@ -313,7 +315,7 @@ def load(
     if adapter is not None:
         check_generates(adapter)
     dtype = compute_dtype(config.dtype)
-    base = model_folder(base, config.quantize, limit_of(max_memory_gb))
+    base = model_folder(*source, limit_of(max_memory_gb))
     opened = open_model(base, dtype)
     model, tokenizer = opened.network, opened.tokenizer(tokenizer_files)
     check_answers(model, tokenizer, base)
@@ -366,10 +368,11 @@ def open_answerer(run: str, room: int | RolloutSizes, request: GenerateRequest) 
     if request.adapter:
         trained = open_trained(run, request.checkpoint, request.model)
         config, base, used, note = trained.config, trained.base, trained.adapter, trained.note
-        files = trained.tokenizer_files
+        source, files = trained.source, trained.tokenizer_files
     else:
         config, base = find_base_model(run, request.model)
-    network, tokenizer, together = load(config, base, used, request.max_memory, room, files)
+        source = base, config.quantize
+    network, tokenizer, together = load(config, source, used, request.max_memory, room, files)
     return Answerer(network, tokenizer, context_tokens(base), note or "", together)
 
 

@@ -25,7 +25,7 @@ from your_ai.config.rounding import OPTION, Rounding, rounding_of
 from your_ai.memory.sizes import DEQUANTIZED_SLICE_BYTES
 from your_ai.nets.head import rows_at_once
 from your_ai.nets.mlx_types import custom_function
-from your_ai.nets.rounding import MLX_PARTS, float32_weight, quantization_of, rounded
+from your_ai.nets.rounding import MLX_PARTS, WRITTEN, float32_weight, quantization_of, rounded
 
 __all__ = ["Layer", "RoundedLayer", "fused_rows", "limits", "put"]
 
@@ -60,13 +60,15 @@ def limits(model: nn.Module) -> str:
 
 @lru_cache
 def rounded_matmul(
-    rounding: Rounding, own: Rounding | None, scale: float
+    rounding: Rounding, own: Rounding | None, scale: float, written: str
 ) -> Callable[..., mx.array]:
     """Make f(x, lora_a, lora_b, weight, *others) = x @ Q(W + scale * B A).T; x: (N, D) -> (N, O).
 
-    own: the format of W, whose arrays are `weight` and `others`. Differentiable in x, A and B.
+    own: the format of W, whose arrays are `weight` and `others`. written: the dtype of the scales
+    of the result; "" for that of x. Differentiable in x, A and B.
     """
 
+    kept: mx.Dtype | None = getattr(mx, written) if written else None
     formats = [(each.bits, each.mode) for each in (rounding, own) if each is not None]
 
     def slices(weight: mx.array, inputs: int) -> list[slice]:
@@ -81,8 +83,7 @@ def rounded_matmul(
         given = mx.depends([array[part] for array in arrays], after)
         weight = float32_weight(dict(zip(MLX_PARTS, given, strict=False)), own)
         adapted = fused_rows(weight, {"lora_a": lora_a, "lora_b": lora_b}, scale, part)
-        kept = arrays[1].dtype if own and mx.issubdtype(arrays[1].dtype, mx.floating) else dtype
-        return rounded(adapted, rounding, kept).astype(dtype)
+        return rounded(adapted, rounding, kept or dtype).astype(dtype)
 
     @custom_function
     def matmul(x: mx.array, lora_a: mx.array, lora_b: mx.array, *arrays: mx.array) -> mx.array:
@@ -117,6 +118,8 @@ class RoundedLayer(nn.Module):
     """
 
     rounding: Rounding
+    written: str
+    """The dtype of the scales that `fuse` writes; "" for a network without files."""
 
     @staticmethod
     def from_base(base: Layer, rounding: Rounding | None, path: str) -> RoundedLayer:
@@ -130,13 +133,14 @@ class RoundedLayer(nn.Module):
         inputs = base.lora_a.shape[0]
         if inputs % own.group_size:
             raise ValueError(f"{path} has {inputs} inputs, no multiple of {own.group_size}")
-        layer.rounding = own
+        layer.rounding, layer.written = own, getattr(base.linear, WRITTEN, "")
         return layer
 
     def __call__(self, x: mx.array) -> mx.array:
         """x: (..., D) -> (..., O)"""
         arrays = [self.linear[name] for name in MLX_PARTS if self.linear.get(name) is not None]
-        product = rounded_matmul(self.rounding, quantization_of(self.linear), float(self.scale))
+        own = quantization_of(self.linear)
+        product = rounded_matmul(self.rounding, own, float(self.scale), self.written)
         y = product(x.reshape(-1, x.shape[-1]), self.lora_a, self.lora_b, *arrays)
         y = y.reshape(*x.shape[:-1], -1)
         return y + self.linear.bias if "bias" in self.linear else y

@@ -35,6 +35,7 @@ from your_ai.nets.adapter_kinds import put_adapters
 from your_ai.nets.layer_sizes import LayerSize, sizes_in_config
 from your_ai.nets.new_tokens import NewTokens
 from your_ai.nets.parts import put, weights_read
+from your_ai.nets.rounding import WRITTEN
 from your_ai.nets.shared_keys import share_keys
 from your_ai.nets.vocabulary import put_trained_layers, training_in, vocabulary_training
 from your_ai.rng import derive_seed
@@ -151,7 +152,14 @@ def positions_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def cast(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Cast all floating-point parameters to `dtype`, except those the model wants to keep."""
+    """Cast all floating-point parameters to `dtype`, except those the model wants to keep.
+
+    Layers remember the dtype of their files, in which `fuse` writes them.
+    """
+    for layer in model.modules():
+        kept = layer.get("scales", layer.get("weight"))
+        if isinstance(kept, mx.array) and mx.issubdtype(kept.dtype, mx.floating):
+            setattr(layer, WRITTEN, str(kept.dtype).removeprefix("mlx.core."))
     wanted = getattr(model, "cast_predicate", lambda _: True)
 
     def convert(path: str, array: mx.array) -> mx.array:

@@ -25,6 +25,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from your_ai.config.rounding import Rounding
 from your_ai.errors import is_of_model_code, suppress_model_errors
 from your_ai.nets.block_calls import (
     ArraySource,
@@ -399,7 +400,7 @@ def structure(module: nn.Module) -> Hashable:
 
 def _same(value: Any) -> Hashable:
     """A value that is equal for equal settings; objects without equality compare by identity."""
-    if isinstance(value, (bool, int, float, str, bytes, type(None))):
+    if isinstance(value, (bool, int, float, str, bytes, type(None), Rounding)):
         return value
     if isinstance(value, (frozenset, set)):
         return frozenset(value)

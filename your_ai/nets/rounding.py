@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 from your_ai.config.rounding import AFFINE, GGML_TYPES, Rounding
 
+WRITTEN = "written_dtype"  # an attribute: the name of the dtype of scales or weights in the files
 MLX_PARTS = ("weight", "scales", "biases")  # the arrays of a quantized weight
 
 

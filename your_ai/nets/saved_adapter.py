@@ -19,6 +19,7 @@ import mlx.nn as nn
 
 from your_ai.config import ByLayer, TrainConfig, values_by_layer
 from your_ai.config.adapter_facts import FACTS, LORA, MATRICES, VECTORS, AdapterFacts, chosen_by
+from your_ai.config.adapter_starts import ADJUSTED, INIT
 from your_ai.config.rounding import OPTION, rounding_of
 from your_ai.errors import UserError, first_line
 from your_ai.gates.text import shown
@@ -164,6 +165,17 @@ class Trained:
         return fingerprint(self.base) | files_of_tokenizer(self.folder.tokenizer)
 
     @property
+    def is_adjusted(self) -> bool:
+        """True if the adapter belongs to base weights of the run's own."""
+        return ADJUSTED in self.adapter.config
+
+    @property
+    def source(self) -> tuple[Path, int | None]:
+        """The folder of the weights that the adapter is added to, and the bits that they must be
+        quantized to first, if any."""
+        return (self.folder.base, None) if self.is_adjusted else (self.base, self.config.quantize)
+
+    @property
     def hub_name(self) -> HubName | None:
         """The name of the base model on the hub, if known."""
         return hub_name(self.base, self.config.model)
@@ -184,6 +196,7 @@ def open_trained(run: str, chosen: str | None = None, base: str | None = None) -
     adapter = read_adapter(path)
     found = find_model(base or config.model)
     check_base(adapter, found)
+    check_adjusted(adapter, folder)
     return Trained(folder, config, adapter, found, note)
 
 
@@ -411,6 +424,25 @@ def check_base(adapter: Adapter, base: Path) -> None:
             f"{adapter.folder}: was trained on a different model than {base} ({names} "
             "differ); pass the original model with --model"
         )
+
+
+def check_adjusted(adapter: Adapter, folder: RunFolder) -> None:
+    """Raise UserError if the run has not the base weights that --init adjusted any more."""
+    if ADJUSTED not in adapter.config:
+        return
+    if adapter.config[ADJUSTED] != base_files(fingerprint(folder.base)):
+        raise UserError(
+            f"{folder.base}: is missing or was changed, and the adapter belongs to these weights "
+            f"(--init {shown(str(adapter.config.get(INIT)))}); restore it"
+        )
+
+
+def read_first(folder: RunFolder) -> Adapter:
+    """Read the adapter that a run started from. Raises UserError if it is damaged or missing."""
+    names = (checkpoint.ADAPTERS, checkpoint.ADAPTER_CONFIG)
+    if (fault := checkpoint.fault(folder.start, names)) is not None:
+        raise UserError(f"{fault}; the run started from this adapter: restore it")
+    return read_adapter(folder.start)
 
 
 def put_layers(network: nn.Module, adapter: Adapter) -> None:

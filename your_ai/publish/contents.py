@@ -20,6 +20,7 @@ from typing import Any
 from your_ai.config import DEMO_DATA, FOLDER, NONE, TrainConfig, to_yaml
 from your_ai.errors import UserError
 from your_ai.evaluation import record
+from your_ai.export.started import on_the_base
 from your_ai.gates.untrusted import JSON_BYTES, links_outside, read_bytes, read_json
 from your_ai.hub.find import REPO
 from your_ai.modelfiles.targets import write_error
@@ -93,6 +94,7 @@ class Contents:
 
 def of_run(trained: Trained, repo: str) -> Contents:
     """The contents to send for a run. Raises UserError if its events or files cannot be read."""
+    trained = on_the_base(trained)
     adapter, step = trained.adapter, trained.adapter.step or 0
     check_no_vocabulary(adapter, "a published adapter")
     base = base_of(trained)

@@ -80,13 +80,28 @@ class RunFolder:
 
     @property
     def start(self) -> Path:
-        """The adapter that the run starts from. This folder exists only with --from."""
+        """The adapter that the run starts from. This folder exists only with --from or --init."""
         return self.path / "start"
 
     @property
     def tokenizer(self) -> Path:
         """The tokenizer with the tokens that the run added. This folder exists only if it did."""
         return self.path / "tokenizer"
+
+    @property
+    def base(self) -> Path:
+        """The base model with weights that --init adjusted, if it did."""
+        return self.path / "base"
+
+    @property
+    def subtracted(self) -> Path:
+        """The adapter whose product the weights in `base` lack, if it is not that in `start`."""
+        return self.path / "subtracted"
+
+    @property
+    def exported(self) -> Path:
+        """The adapter as the base needs it, where --init changed what it is added to."""
+        return self.path / "exported"
 
     def origin(self, kind: Untrained) -> Path:
         """The file that says where the adapter of an imported or merged run came from."""

@@ -447,7 +447,7 @@ class Tuning:
         for row in rows:
             if not row.is_best:
                 trial = self.folder.trial(row.number)
-                for path in (trial.checkpoints, trial.adapter):
+                for path in (trial.checkpoints, trial.adapter, trial.base):
                     shutil.rmtree(path, ignore_errors=True)
 
 

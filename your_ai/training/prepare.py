@@ -28,6 +28,7 @@ from your_ai.rewards.chosen import Rewards
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
 from your_ai.training.distributed import ALONE, Ranks
+from your_ai.training.first_adapters import with_first_adapter
 from your_ai.training.job import Job, ResolvedJob, job_of, rewards_of
 from your_ai.training.optimizer import build_optimizer
 from your_ai.training.planned import (
@@ -66,14 +67,18 @@ def prepare(
     """
     limit = run_limit(config)
     planned, opened, rewards = read_job(config, log, folder, limit)
-    network = opened.network
     past = past_of(log, planned.config, level, RunFolder(folder))
     budget = budget_of_job(planned, opened, limit, level, past, ranks.size > 1, partial(doing, log))
     on_fit()
 
-    beside = networks_beside(planned, opened)
-    training, blocks = budget.workload.training, len(network.layers)
+    training, blocks = budget.workload.training, len(opened.network.layers)
     job = planned.with_adapters(training.rank, training.blocks, blocks)
+    if job.config.init:
+        if ranks.size > 1:
+            raise UserError("--init: is not supported with several processes; train with one")
+        made = partial(doing, log)
+        opened = with_first_adapter(job, find_model(config.model), opened, folder, limit, made)
+    network, beside = opened.network, networks_beside(job, opened)
     tell(log, *choices(job, training.blocks, blocks, size_text(budget.limit.limit_bytes)))
     adapters, start = add_adapters(job, opened, budget.workload.facts.hidden, RunFolder(folder))
     ranks.check_same({"adapter": json.dumps(adapters.config, sort_keys=True)})

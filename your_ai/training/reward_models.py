@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from your_ai.config import SOFT, TrainConfig
+from your_ai.config.adapter_starts import starting_of
 from your_ai.data.encode import EncodedRow
 from your_ai.data.rows import Chat, Pair, Row, Scored
 from your_ai.engine.weights import Opened, open_model
@@ -89,11 +90,15 @@ def reward_runs(config: TrainConfig, files: dict[str, str]) -> list[RewardRun]:
         new = config.add_tokens or config.add_special_tokens
         vocabulary = new or config.train
         same = base_files(theirs) == base_files(files)
+        start = starting_of(config.init)
+        adjusted = trained.is_adjusted or (start is not None and start.adjusts_base)
         found.append(
             RewardRun(
                 each.name,
                 trained,
-                same and not vocabulary and trained.config.quantize == config.quantize,
+                same
+                and not (vocabulary or adjusted)
+                and trained.config.quantize == config.quantize,
                 not new and tokenizer_fingerprint(theirs) == tokenizer_fingerprint(files),
             )
         )

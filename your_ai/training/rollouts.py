@@ -625,4 +625,4 @@ def keep_first_adapters(trainer: Trainer, folder: RunFolder, step: int) -> None:
 
 def first_adapters_of(trainer: Trainer, folder: RunFolder) -> Path:
     """The folder of the adapters that the run started with."""
-    return folder.start if trainer.config.from_adapter else folder.path / REFERENCE
+    return folder.start if trainer.config.has_first_adapter else folder.path / REFERENCE

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import mlx.nn as nn
 
 from your_ai.config import AUTO, REWARD, SOFT, Resolved
+from your_ai.config.adapter_starts import ADJUSTED, INIT
 from your_ai.config.checks import credit_of
 from your_ai.data.batches import Schedule
 from your_ai.data.encode import SamplePrompt
@@ -31,6 +32,7 @@ from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import Opened, start_vocabulary
 from your_ai.errors import UserError
 from your_ai.files import sha256
+from your_ai.hub.find import fingerprint
 from your_ai.memory.estimate_graphs import graphs_bytes
 from your_ai.memory.plan import Budget, kept_by_some, rows_of
 from your_ai.nets import head, model
@@ -186,8 +188,8 @@ def networks_beside(job: Job, opened: Opened) -> Beside:
 def add_adapters(
     job: Job, opened: Opened, hidden: int, folder: RunFolder
 ) -> tuple[model.Adapters, dict[str, dict[str, str]]]:
-    """Give the model its adapters and score head, those of --from if there are any, and the first
-    values of what is trained of its vocabulary.
+    """Give the model its adapters and score head, those of --from or --init if there are any, and
+    the first values of what is trained of its vocabulary.
 
     hidden: hidden size of the model. Returns also the checksums of what it starts from.
     """
@@ -198,7 +200,12 @@ def add_adapters(
     if job.config.objective == REWARD:
         head.put_score_head(network, hidden, job.config.seed)
         more["score_head"] = SCORE_HEAD
-    start = begin_from(folder, network) if job.config.from_adapter else {}
+    start = begin_from(folder, network) if job.config.has_first_adapter else {}
+    if job.config.init:
+        more[INIT] = job.config.init
+    if folder.base.is_dir():
+        more[ADJUSTED] = base_files(fingerprint(folder.base))
+        start = start | {"adjusted base": more[ADJUSTED]}
     return replace(adapters, config={**adapters.config, **more}), start
 
 
@@ -235,7 +242,7 @@ def build(
     config, plan = job.config, budget.choice.option.plan
     if config.objective == SOFT:
         reference = beside.reference
-        if reference is not None and config.from_adapter:
+        if reference is not None and config.has_first_adapter:
             put_first_adapter(reference, RunFolder(folder), adapters, config.adapter_dtype)
         exact = credit_of(config.soft_credit) == "exact"
         soft = build_networks(opened, beside.scored_by[0], reference, plan.engine, graphs, exact)
