@@ -10,6 +10,7 @@ import mlx_lm
 import pytest
 
 from tests.conftest import (
+    TINY,
     call,
     chat,
     losses_of,
@@ -174,6 +175,15 @@ def test_a_run_does_not_start_from_such_an_adapter(config, capsys):
 def test_settings_that_do_not_fit_are_refused(config, settings, message):
     with pytest.raises(UserError, match=message):
         train(config(**settings))
+
+
+def test_a_reward_model_has_no_head_to_train(config, own_folder):
+    untied = make_model(own_folder / "untied", "llama-untied", **TINY)
+    pairs = own_folder / "pairs.jsonl"
+    write_rows(pairs, [{"prompt": "Go!", "chosen": "I go.", "rejected": "No."}] * 4)
+    settings = {"model": str(untied), "data": str(pairs), "add_tokens": "", "train": "head"}
+    with pytest.raises(UserError, match=r"^--train: a reward model has no head over"):
+        train(config(objective="reward", **settings))
 
 
 @pytest.mark.parametrize("settings", [{}, {"train": "embeddings,head", "add_tokens": ""}])
