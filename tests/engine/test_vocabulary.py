@@ -122,3 +122,26 @@ def test_gradients_are_those_of_whole_matrices(tmp_path, reference, architecture
     assert_gradients(grads, expected_grads)
     alone = sum(built.engine.loss(batch).loss.item() for batch in batches)
     assert alone / sum(batch.weight for batch in batches) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("plan", ["fused", "staged", "streamed"])
+def test_trained_embeddings_get_the_noise_of_neftune(tmp_path, reference, plan):
+    folder, plain, _ = reference("llama-untied", None, "embeddings")
+    network, tokenizer, adapters = load(folder, "embeddings")
+    batches = make_schedule(encode(tokenizer, tmp_path), 5, 5, seed=0).batches_of(0)
+    tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
+    keys = adapters.dropout_keys
+    built = build_engine(network, keys, plan, tensors=tensors, neftune_alpha=20.0)
+    loss, grads = step_of(built.engine, batches, 3)
+    network, _, adapters = load(folder, "embeddings")
+    replaced = [(layer.path, Dense(layer)) for layer in trained_layers(network)]
+    for _, dense in replaced:
+        dense.weight = mx.zeros(1)  # by which embeddings are known
+        dense.freeze(keys=["weight"])
+    dequantize_on_the_cpu(network)
+    network.update_modules(tree_unflatten(replaced))
+    whole = build_engine(network, adapters.dropout_keys, "fused", neftune_alpha=20.0)
+    expected, expected_grads = step_of(whole.engine, batches, 3)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert_gradients(grads, expected_grads)
+    assert loss != pytest.approx(plain, rel=1e-3)
