@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,6 +15,7 @@ from tests.conftest import (
     TINY,
     call,
     chat,
+    flip,
     losses_of,
     make_model,
     refused,
@@ -26,6 +29,7 @@ from your_ai.export.fused_weights import fuse
 from your_ai.generation.generate import load_run
 from your_ai.memory.estimate_adapters import adapter_bytes, optimizer_bytes
 from your_ai.nets.mlx_types import load_arrays
+from your_ai.nets.new_tokens import tokenizer_with_new
 from your_ai.nets.saved_adapter import open_trained
 from your_ai.run.checkpoint import load_adapters
 from your_ai.training.planned import planned_budget
@@ -184,6 +188,33 @@ def test_a_reward_model_has_no_head_to_train(config, own_folder):
     settings = {"model": str(untied), "data": str(pairs), "add_tokens": "", "train": "head"}
     with pytest.raises(UserError, match=r"^--train: a reward model has no head over"):
         train(config(objective="reward", **settings))
+
+
+@pytest.mark.parametrize("change", [shutil.rmtree, lambda f: flip(f / "tokenizer.json")])
+def test_a_run_without_its_tokenizer_is_not_used(config, capsys, change):
+    run = train(config(max_steps=1))
+    change(run.tokenizer)
+    text = refused(capsys, "generate", "r", "--prompt", "Go <north>!")
+    assert "tokenizer: is not the tokenizer that the adapter was trained on" in text
+
+
+def test_a_run_without_its_tokenizer_is_not_resumed(config, capsys):
+    run = train(config(max_steps=1))
+    shutil.rmtree(run.tokenizer)
+    text = refused(capsys, "train", "--resume", "r", "--max-steps", "2")
+    assert "tokenizer: is missing; restore it, or start a new run" in text
+    assert not run.tokenizer.exists()
+
+
+def test_a_run_with_another_tokenizer_is_not_resumed(config, capsys):
+    run = train(config(max_steps=1))
+    shutil.rmtree(run.tokenizer)
+    other = run.read_config()
+    tokenizer_with_new(
+        replace(other, add_tokens="<south>,<north>"), Path(other.model), run.tokenizer
+    )
+    text = refused(capsys, "train", "--resume", "r", "--max-steps", "2")
+    assert "the model changed since the run began (tokenizer/tokenizer.json)" in text
 
 
 @pytest.mark.parametrize("settings", [{}, {"train": "embeddings,head", "add_tokens": ""}])

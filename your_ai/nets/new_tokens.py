@@ -49,14 +49,19 @@ class NewTokens:
         return tuple(sorted({*self.spelled, *range(vocabulary, count)}))
 
 
-def tokenizer_with_new(config: TrainConfig, folder: Path, place: Path) -> tuple[Any, NewTokens]:
+def tokenizer_with_new(
+    config: TrainConfig, folder: Path, place: Path, *, is_resumed: bool = False
+) -> tuple[Any, NewTokens]:
     """The tokenizer of the model in `folder` with the tokens that the settings add to it.
 
     place: the folder of that tokenizer, which is written unless it is there.
+    is_resumed: it must be there, because the tokens may no longer be those that were trained.
     Raises UserError if the tokens cannot be added.
     """
     if not (config.add_tokens or config.add_special_tokens):
         return open_tokenizer(folder), NewTokens()
+    if is_resumed and not place.is_dir():
+        raise UserError(f"{place}: is missing; restore it, or start a new run")
     if not place.is_dir():
         tokenizer = open_tokenizer(folder)
         spelled = added(tokenizer, *(texts_of(config, option) for option in OPTIONS))
