@@ -18,6 +18,7 @@ from your_ai.data.batches import make_schedule
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.weights import tensors_of
+from your_ai.errors import UserError
 from your_ai.nets import model
 from your_ai.nets.rounding import MLX_PARTS, float32_weight, quantization_of
 from your_ai.nets.vocabulary import (
@@ -145,3 +146,12 @@ def test_trained_embeddings_get_the_noise_of_neftune(tmp_path, reference, plan):
     assert loss == pytest.approx(expected, rel=1e-5)
     assert_gradients(grads, expected_grads)
     assert loss != pytest.approx(plain, rel=1e-3)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "llama-untied"])
+def test_a_head_without_gradients_of_its_rows_is_refused(tmp_path, monkeypatch, architecture):
+    folder = make_model(tmp_path / "m", architecture, None, **TINY)
+    network, _, adapters = load(folder, "both")
+    monkeypatch.setattr("your_ai.engine.build.linear_head", lambda *_: None)
+    with pytest.raises(UserError, match=r"--add-tokens: the head of this model computes more"):
+        build_engine(network, adapters.dropout_keys, "fused")
