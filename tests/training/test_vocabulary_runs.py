@@ -12,6 +12,7 @@ import mlx_lm
 import pytest
 
 from tests.conftest import (
+    EXTRA,
     TINY,
     call,
     chat,
@@ -215,6 +216,27 @@ def test_a_run_with_another_tokenizer_is_not_resumed(config, capsys):
     )
     text = refused(capsys, "train", "--resume", "r", "--max-steps", "2")
     assert "the model changed since the run began (tokenizer/tokenizer.json)" in text
+
+
+@pytest.mark.parametrize("train_whole", ["", "head"])
+def test_the_bias_of_a_fused_head_has_the_new_tokens(config, own_folder, monkeypatch, train_whole):
+    monkeypatch.setitem(EXTRA, "phi", {"partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5})
+    model = make_model(own_folder / "biased", "phi", None, **TINY)
+    train(config(model=str(model), max_steps=1, train=train_whole))
+    list(fuse(open_trained("r"), own_folder / "fused"))
+    before = load_arrays(model / "model.safetensors")["lm_head.bias"]
+    after = load_arrays(own_folder / "fused" / "model.safetensors")["lm_head.bias"]
+    assert mx.array_equal(after[: len(before)], before)
+    assert mx.array_equal(after[len(before) :], mx.zeros(64))
+    mlx_lm.load(str(own_folder / "fused"))
+
+
+def test_a_reward_model_scores_rows_with_its_new_tokens(config, own_folder, capsys):
+    pairs = own_folder / "pairs.jsonl"
+    rows = [{"prompt": "Go!", "chosen": f"I go {word}.", "rejected": "No."} for word in WORDS]
+    write_rows(pairs, rows * 2)
+    train(config(data=str(pairs), objective="reward", max_steps=1))
+    assert call("score", "r", str(pairs)) == 0
 
 
 @pytest.mark.parametrize("settings", [{}, {"train": "embeddings,head", "add_tokens": ""}])
