@@ -18,6 +18,7 @@ from your_ai.data.batches import make_schedule
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.weights import tensors_of
+from your_ai.errors import UserError
 from your_ai.nets import model
 from your_ai.nets.rounding import MLX_PARTS, float32_weight, quantization_of
 from your_ai.nets.vocabulary import (
@@ -122,3 +123,35 @@ def test_gradients_are_those_of_whole_matrices(tmp_path, reference, architecture
     assert_gradients(grads, expected_grads)
     alone = sum(built.engine.loss(batch).loss.item() for batch in batches)
     assert alone / sum(batch.weight for batch in batches) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("plan", ["fused", "staged", "streamed"])
+def test_trained_embeddings_get_the_noise_of_neftune(tmp_path, reference, plan):
+    folder, plain, _ = reference("llama-untied", None, "embeddings")
+    network, tokenizer, adapters = load(folder, "embeddings")
+    batches = make_schedule(encode(tokenizer, tmp_path), 5, 5, seed=0).batches_of(0)
+    tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
+    keys = adapters.dropout_keys
+    built = build_engine(network, keys, plan, tensors=tensors, neftune_alpha=20.0)
+    loss, grads = step_of(built.engine, batches, 3)
+    network, _, adapters = load(folder, "embeddings")
+    replaced = [(layer.path, Dense(layer)) for layer in trained_layers(network)]
+    for _, dense in replaced:
+        dense.weight = mx.zeros(1)  # by which embeddings are known
+        dense.freeze(keys=["weight"])
+    dequantize_on_the_cpu(network)
+    network.update_modules(tree_unflatten(replaced))
+    whole = build_engine(network, adapters.dropout_keys, "fused", neftune_alpha=20.0)
+    expected, expected_grads = step_of(whole.engine, batches, 3)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert_gradients(grads, expected_grads)
+    assert loss != pytest.approx(plain, rel=1e-3)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "llama-untied"])
+def test_a_head_without_gradients_of_its_rows_is_refused(tmp_path, monkeypatch, architecture):
+    folder = make_model(tmp_path / "m", architecture, None, **TINY)
+    network, _, adapters = load(folder, "both")
+    monkeypatch.setattr("your_ai.engine.build.linear_head", lambda *_: None)
+    with pytest.raises(UserError, match=r"--add-tokens: the head of this model computes more"):
+        build_engine(network, adapters.dropout_keys, "fused")

@@ -56,6 +56,8 @@ def test_a_tokenizer_that_is_there_is_used_though_the_list_changed(tmp_path):
         ("<one>,<one>", "<one> is there twice"),
         (",", "names no token"),
         ("no/such/file.txt", "there is no such file"),
+        ("tokens.txt", "there is no such file"),
+        (str(DEMO), "is a folder"),
         ("<|end|>", "is already a token of this model"),
     ],
 )
@@ -93,3 +95,9 @@ def test_a_file_has_a_token_in_each_line(tmp_path_factory, texts):
     file = tmp_path_factory.mktemp("lists") / "tokens.txt"
     file.write_text("\n".join(texts) + "\n\n", encoding="utf-8")
     assert texts_of(TrainConfig(add_tokens=str(file)), "add_tokens") == texts
+
+
+def test_a_file_may_have_the_marks_of_other_editors(tmp_path):
+    file = tmp_path / "tokens.txt"
+    file.write_bytes("\ufeff<one>\r\n<a\u2028b>\r\n".encode())
+    assert texts_of(TrainConfig(add_tokens=str(file)), "add_tokens") == ["<one>", "<a\u2028b>"]

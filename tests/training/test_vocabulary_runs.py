@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,8 +12,11 @@ import mlx_lm
 import pytest
 
 from tests.conftest import (
+    EXTRA,
+    TINY,
     call,
     chat,
+    flip,
     losses_of,
     make_model,
     refused,
@@ -26,6 +31,7 @@ from your_ai.export.untrained_run import import_adapter
 from your_ai.generation.generate import load_run
 from your_ai.memory.estimate_adapters import adapter_bytes, optimizer_bytes
 from your_ai.nets.mlx_types import load_arrays
+from your_ai.nets.new_tokens import tokenizer_with_new
 from your_ai.nets.saved_adapter import open_trained
 from your_ai.run.checkpoint import load_adapters
 from your_ai.training.planned import planned_budget
@@ -175,6 +181,63 @@ def test_a_run_does_not_start_from_such_an_adapter(config, capsys):
 def test_settings_that_do_not_fit_are_refused(config, settings, message):
     with pytest.raises(UserError, match=message):
         train(config(**settings))
+
+
+def test_a_reward_model_has_no_head_to_train(config, own_folder):
+    untied = make_model(own_folder / "untied", "llama-untied", **TINY)
+    pairs = own_folder / "pairs.jsonl"
+    write_rows(pairs, [{"prompt": "Go!", "chosen": "I go.", "rejected": "No."}] * 4)
+    settings = {"model": str(untied), "data": str(pairs), "add_tokens": "", "train": "head"}
+    with pytest.raises(UserError, match=r"^--train: a reward model has no head over"):
+        train(config(objective="reward", **settings))
+
+
+@pytest.mark.parametrize("change", [shutil.rmtree, lambda f: flip(f / "tokenizer.json")])
+def test_a_run_without_its_tokenizer_is_not_used(config, capsys, change):
+    run = train(config(max_steps=1))
+    change(run.tokenizer)
+    text = refused(capsys, "generate", "r", "--prompt", "Go <north>!")
+    assert "tokenizer: is not the tokenizer that the adapter was trained on" in text
+
+
+def test_a_run_without_its_tokenizer_is_not_resumed(config, capsys):
+    run = train(config(max_steps=1))
+    shutil.rmtree(run.tokenizer)
+    text = refused(capsys, "train", "--resume", "r", "--max-steps", "2")
+    assert "tokenizer: is missing; restore it, or start a new run" in text
+    assert not run.tokenizer.exists()
+
+
+def test_a_run_with_another_tokenizer_is_not_resumed(config, capsys):
+    run = train(config(max_steps=1))
+    shutil.rmtree(run.tokenizer)
+    other = run.read_config()
+    tokenizer_with_new(
+        replace(other, add_tokens="<south>,<north>"), Path(other.model), run.tokenizer
+    )
+    text = refused(capsys, "train", "--resume", "r", "--max-steps", "2")
+    assert "the model changed since the run began (tokenizer/tokenizer.json)" in text
+
+
+@pytest.mark.parametrize("train_whole", ["", "head"])
+def test_the_bias_of_a_fused_head_has_the_new_tokens(config, own_folder, monkeypatch, train_whole):
+    monkeypatch.setitem(EXTRA, "phi", {"partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5})
+    model = make_model(own_folder / "biased", "phi", None, **TINY)
+    train(config(model=str(model), max_steps=1, train=train_whole))
+    list(fuse(open_trained("r"), own_folder / "fused"))
+    before = load_arrays(model / "model.safetensors")["lm_head.bias"]
+    after = load_arrays(own_folder / "fused" / "model.safetensors")["lm_head.bias"]
+    assert mx.array_equal(after[: len(before)], before)
+    assert mx.array_equal(after[len(before) :], mx.zeros(64))
+    mlx_lm.load(str(own_folder / "fused"))
+
+
+def test_a_reward_model_scores_rows_with_its_new_tokens(config, own_folder, capsys):
+    pairs = own_folder / "pairs.jsonl"
+    rows = [{"prompt": "Go!", "chosen": f"I go {word}.", "rejected": "No."} for word in WORDS]
+    write_rows(pairs, rows * 2)
+    train(config(data=str(pairs), objective="reward", max_steps=1))
+    assert call("score", "r", str(pairs)) == 0
 
 
 @pytest.mark.parametrize("settings", [{}, {"train": "embeddings,head", "add_tokens": ""}])

@@ -32,6 +32,7 @@ from your_ai.nets.neftune import neftune_of
 from your_ai.nets.parts import Parts, parts_of
 from your_ai.nets.split import Path as ModulePath
 from your_ai.nets.split import Split, split, split_at
+from your_ai.nets.vocabulary import trained_layers, vocabulary_layers
 from your_ai.objectives.objective import Objective
 from your_ai.objectives.sft import SUPERVISED
 
@@ -98,6 +99,7 @@ def build_engine(
     halves, parts, head = found.halves, found.parts, at_temperature(found.head, temperature)
     if isinstance(head, ScoreHead) and not (parts.finishes if parts else halves.hidden):
         raise UserError("--objective reward: this model cannot be split before its head")
+    check_trained_head(model, head)
     if not halves.hidden:
         notices.append(
             "the model cannot be split before its head: logits are computed for all tokens"
@@ -127,6 +129,18 @@ def build_engine(
         neftune=neftune, kept=kept,
     )  # fmt: skip
     return Built(staged.engine(), plan, tuple(notices), store)
+
+
+def check_trained_head(model: nn.Module, head: Head) -> None:
+    """Raise UserError if rows of the head are trained, but it gives no gradients of them."""
+    layers = trained_layers(model)
+    if not layers or isinstance(head, LinearHead | ScoreHead):
+        return
+    if vocabulary_layers(model)[1] is None or not all(layer.is_embedding for layer in layers):
+        raise UserError(
+            "--train, --add-tokens: the head of this model computes more than a linear layer, so "
+            "its rows cannot be trained"
+        )
 
 
 def notices_without_parts(plan: str, has_store: bool, reason: str) -> list[str]:

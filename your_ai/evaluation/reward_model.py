@@ -38,7 +38,7 @@ from your_ai.memory.facts import facts_of
 from your_ai.memory.limit import MemoryLimit
 from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.nets import model, saved_adapter
-from your_ai.nets.saved_adapter import Trained
+from your_ai.nets.saved_adapter import Trained, put_trained_rows
 from your_ai.objectives.reward import ScoreRegression
 
 ROWS_TOGETHER = 64  # rows of a file that are scored together, in the order of their length
@@ -212,6 +212,7 @@ def load_reward_model(
     limit = limit_of(max_memory_gb)
     config, folder = run.config, weights_of(run, limit)
     opened = open_model(folder, model.compute_dtype(config.dtype))
+    put_trained_rows(opened.network, run.adapter)  # the encoder asks for their tokens
     encoder = encoder_of(run, opened, opened.tokenizer(run.tokenizer_files), limit)
     blocks = len(opened.network.layers)
     budget = budget_of_evaluation(

@@ -111,7 +111,7 @@ def fused_lazily(
     pieces: dict[str, list[mx.array]] = {}
     for name, array in arrays.items():
         path, _, leaf = name.rpartition(".")
-        if path in changes and leaf in MLX_PARTS:
+        if path in changes and (leaf in MLX_PARTS or changes[path].rows is not None):
             if leaf == "weight":
                 read = sum(sizes.get(f"{path}.{part}", 0) for part in MLX_PARTS)
                 beside.append(read + put_changed(path, changes[path], written, pieces))
@@ -310,12 +310,14 @@ def rows_with_trained(change: Change, trained: TrainedLayer, rows: slice) -> dic
         return packed(weight.astype(mx.float32), change.becomes, change.dtype)
 
     own = arrays_of(trained.rows_between(first, last))
+    if "bias" in trained:
+        own["bias"] = trained.bias[first:last].astype(change.dtype)
     if "linear" not in trained:
         return own
     known = slice(min(rows.start, count), min(rows.stop, count))
     base = {name: layer[name][known] for name in own if layer.get(name) is not None}
     if change.becomes != quantization_of(layer):
-        base = arrays_of(dense_rows(layer, known, []))
+        base |= arrays_of(dense_rows(layer, known, []))
     places = mx.array(trained.places(rows.start, min(rows.stop, trained.count)))
     return {n: mx.concatenate([base[n].astype(own[n].dtype), own[n]])[places] for n in own}
 

@@ -21,7 +21,7 @@ from mlx_lm.utils import load_model
 
 from your_ai.config import ByLayer, TrainConfig, defaults, flag, nearest
 from your_ai.config.by_layer import Place
-from your_ai.config.names import selects
+from your_ai.config.names import REWARD, selects
 from your_ai.config.rounding import OPTION
 from your_ai.data.batches import MULTIPLE
 from your_ai.errors import UserError, first_line, is_memory_error
@@ -37,7 +37,12 @@ from your_ai.nets.new_tokens import NewTokens
 from your_ai.nets.parts import put, weights_read
 from your_ai.nets.rounding import WRITTEN
 from your_ai.nets.shared_keys import share_keys
-from your_ai.nets.vocabulary import put_trained_layers, training_in, vocabulary_training
+from your_ai.nets.vocabulary import (
+    put_trained_layers,
+    training_in,
+    vocabulary_layers,
+    vocabulary_training,
+)
 from your_ai.rng import derive_seed
 
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
@@ -333,6 +338,8 @@ def train_vocabulary(model: nn.Module, config: TrainConfig, new: NewTokens) -> N
         raise UserError("--train, --add-tokens: the embedding of this model was not found")
     asked = vocabulary_training(config.train, new.trained(vocabulary or 0))
     try:
+        if config.objective == REWARD and asked.head and vocabulary_layers(model)[1] is not None:
+            raise ValueError("a reward model has no head over the vocabulary: --train embeddings")
         put_trained_layers(model, asked, getattr(mx, config.adapter_dtype))
     except ValueError as error:
         raise UserError(f"{'--train' if config.train else '--add-tokens'}: {error}") from error

@@ -117,7 +117,7 @@ def neftune_of(
         path
         for path, layer in modules.items()
         if path.rpartition(".")[2] in EMBEDDINGS and is_outside_blocks(path)
-        if "weight" in layer or "rows" in vars(layer)
+        if "weight" in layer or getattr(layer, "rows", None) is not None
     ]
     if len(paths) == 1:
         owner, _, name = paths[0].rpartition(".")

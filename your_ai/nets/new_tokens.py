@@ -7,6 +7,7 @@ file that named the tokens changes.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from your_ai.run.checkpoint import write_json
 RECORD = "new_tokens.json"  # beside the files of the tokenizer: what spelled each new token
 LIST_BYTES = 1 << 24  # maximum size of a file with tokens
 GROWS_BY = 64  # embeddings grow by a multiple of this, as matrix products of GPUs want
+FILE_NAME = re.compile(r"[^<>,]+\.[A-Za-z]{2,5}")  # a value that is rather a file than one token
 OPTIONS = ("add_tokens", "add_special_tokens")
 
 
@@ -47,14 +49,19 @@ class NewTokens:
         return tuple(sorted({*self.spelled, *range(vocabulary, count)}))
 
 
-def tokenizer_with_new(config: TrainConfig, folder: Path, place: Path) -> tuple[Any, NewTokens]:
+def tokenizer_with_new(
+    config: TrainConfig, folder: Path, place: Path, *, is_resumed: bool = False
+) -> tuple[Any, NewTokens]:
     """The tokenizer of the model in `folder` with the tokens that the settings add to it.
 
     place: the folder of that tokenizer, which is written unless it is there.
+    is_resumed: it must be there, because the tokens may no longer be those that were trained.
     Raises UserError if the tokens cannot be added.
     """
     if not (config.add_tokens or config.add_special_tokens):
         return open_tokenizer(folder), NewTokens()
+    if is_resumed and not place.is_dir():
+        raise UserError(f"{place}: is missing; restore it, or start a new run")
     if not place.is_dir():
         tokenizer = open_tokenizer(folder)
         spelled = added(tokenizer, *(texts_of(config, option) for option in OPTIONS))
@@ -81,12 +88,18 @@ def texts_of(config: TrainConfig, option: str) -> list[str]:
     path, flag = os.path.expanduser(value), f"--{option.replace('_', '-')}"
     if os.path.isfile(path):
         try:
-            texts = read_text(Path(path), LIST_BYTES).splitlines()
+            content = read_text(Path(path), LIST_BYTES).removeprefix("\ufeff")  # a byte order mark
+            texts = content.replace("\r\n", "\n").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not UTF-8"
             raise UserError(f"{flag} {value}: cannot be read ({reason})") from error
-    elif os.sep in value and not value.startswith("<"):
-        raise UserError(f"{flag} {shortened(value)}: there is no such file")
+    elif os.path.isdir(path):
+        raise UserError(f"{flag} {shortened(value)}: is a folder; give a file of tokens")
+    elif FILE_NAME.fullmatch(value) or (os.sep in value and not value.startswith("<")):
+        raise UserError(
+            f"{flag} {shortened(value)}: there is no such file; a token of this text can be given "
+            "in a file"
+        )
     else:
         texts = [text.strip() for text in value.split(",")]
     found = [text for text in texts if text.strip()]

@@ -53,6 +53,7 @@ FREE = (
     *("chat_template*", "additional_chat_templates/*", "processor_config.json"),
     *("vocab.txt", "*.model"),  # not recorded before 0.1.1
 )
+TOKENIZER = "tokenizer_files"  # in adapter_config.json: the checksums of that with new tokens
 PARTS = (*MATRICES, *VECTORS)
 MOST_LAYERS, MOST_SCALE = 100_000, 1e9  # limits for the settings of an adapter
 LISTED = 6  # maximum number of checkpoints in a message
@@ -197,6 +198,10 @@ def open_trained(run: str, chosen: str | None = None, base: str | None = None) -
     found = find_model(base or config.model)
     check_base(adapter, found)
     check_adjusted(adapter, folder)
+    if adapter.config.get(TOKENIZER, {}) != files_of_tokenizer(folder.tokenizer):
+        raise UserError(
+            f"{folder.tokenizer}: is not the tokenizer that the adapter was trained on; restore it"
+        )
     return Trained(folder, config, adapter, found, note)
 
 

@@ -34,6 +34,7 @@ from your_ai.rewards.chosen import Rewards, load_rewards
 from your_ai.rewards.judge import JudgeSettings
 from your_ai.rewards.names import reward_texts
 from your_ai.run import events
+from your_ai.run.checkpoint import list_checkpoints
 from your_ai.run.folder import RunFolder
 from your_ai.run.rollout_files import missing_in_a_row
 from your_ai.training.reward_models import RewardRun, reward_runs
@@ -120,7 +121,7 @@ class Job:
         """Checksums and values that must be the same when the run is resumed, by kind."""
         splits = find_splits(self.config).files.items()
         return {
-            "model": self.files,
+            "model": self.files | {f"tokenizer/{name}": s for name, s in self.new.files.items()},
             "data": {path.name: sha256(path) for name, path in splits if name != "test"},
             "settings": self.config.fixed_on_resume(),
             **{f"reward model {run.name}": run.checksums for run in self.reward_runs},
@@ -162,7 +163,10 @@ def job_of(
     what is trained of its vocabulary. limit: of the memory of this process.
     """
     network = opened.network
-    tokenizer, new = tokenizer_with_new(config, opened.folder, folder.tokenizer)
+    is_resumed = bool(list_checkpoints(folder.checkpoints))
+    tokenizer, new = tokenizer_with_new(
+        config, opened.folder, folder.tokenizer, is_resumed=is_resumed
+    )
     model.train_vocabulary(network, config, new)
     model.adapted_layers(network, config)  # checks the settings of the adapters
     files = fingerprint(base)

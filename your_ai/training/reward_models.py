@@ -88,7 +88,8 @@ def reward_runs(config: TrainConfig, files: dict[str, str]) -> list[RewardRun]:
         check_reward_run(trained, label)
         theirs = fingerprint(trained.base)
         new = config.add_tokens or config.add_special_tokens
-        vocabulary = new or config.train
+        vocabulary = new or config.train or trained.adapter.vocabulary
+        other_tokens = new or trained.tokenizer_files is not None
         same = base_files(theirs) == base_files(files)
         start = starting_of(config.init)
         adjusted = trained.is_adjusted or (start is not None and start.adjusts_base)
@@ -99,7 +100,7 @@ def reward_runs(config: TrainConfig, files: dict[str, str]) -> list[RewardRun]:
                 same
                 and not (vocabulary or adjusted)
                 and trained.config.quantize == config.quantize,
-                not new and tokenizer_fingerprint(theirs) == tokenizer_fingerprint(files),
+                not other_tokens and tokenizer_fingerprint(theirs) == tokenizer_fingerprint(files),
             )
         )
     return found
@@ -124,7 +125,7 @@ def scorer_of(run: RewardRun, opened: Opened, plan: Plan, batch_size: int) -> Sc
     engine = "streamed" if plan.engine == "streamed" and opened.can_stream else plan.engine
     model = RewardModel(
         run.name,
-        encoder_of(trained, opened, opened.tokenizer(), limit_of(None)),
+        encoder_of(trained, opened, opened.tokenizer(trained.tokenizer_files), limit_of(None)),
         engine_of(opened, engine),
         partial(plan.rows, batch_size=batch_size),
         trained.config.max_seq_length,

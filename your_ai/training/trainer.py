@@ -36,7 +36,7 @@ from your_ai.hub.find import fingerprint
 from your_ai.memory.estimate_graphs import graphs_bytes
 from your_ai.memory.plan import Budget, kept_by_some, rows_of
 from your_ai.nets import head, model
-from your_ai.nets.saved_adapter import base_files
+from your_ai.nets.saved_adapter import TOKENIZER, base_files
 from your_ai.nets.vocabulary import trained_layers
 from your_ai.rewards.chosen import Rewards
 from your_ai.run import checkpoint, events
@@ -197,6 +197,8 @@ def add_adapters(
     adapters = model.add_adapters(network, job.config)
     start_vocabulary(opened, job.new.spelled)
     more: dict[str, Any] = {"base_files": base_files(job.files)}
+    if job.new.files:
+        more[TOKENIZER] = job.new.files
     if job.config.objective == REWARD:
         head.put_score_head(network, hidden, job.config.seed)
         more["score_head"] = SCORE_HEAD
