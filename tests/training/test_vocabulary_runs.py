@@ -19,6 +19,7 @@ from tests.conftest import (
     flip,
     losses_of,
     make_model,
+    notices_of,
     refused,
     resume,
     train,
@@ -267,3 +268,18 @@ def test_pefts_files_are_imported_as_the_same_adapter(config, own_folder, settin
     assert read.encode(text) == tokenizer.encode(text)
     tokens = mx.array([tokenizer.encode(text)])
     assert mx.array_equal(network(tokens), other(tokens))
+
+
+def test_tokens_that_are_in_no_row_are_named(config):
+    run = train(config(max_steps=1, add_tokens=f"{WORDS[0]},<never>"))
+    assert any("1 new token of 2 in no training row, such as <never>" in n for n in notices_of(run))
+    run = train(config(max_steps=1, run="all"))
+    assert not any("in no training row" in text for text in notices_of(run))
+
+
+def test_new_tokens_are_trained_beside_weights_that_init_adjusted(config):
+    run = train(config(init="pissa"))
+    again = train(config(init="pissa", run="again", max_steps=2))
+    assert resume(again, max_steps=4) == 0
+    assert arrays(again) == arrays(run)
+    assert load_run(open_trained("r"))

@@ -15,6 +15,7 @@ from your_ai.config import flag
 from your_ai.config.requests import ExportRequest, PushRequest
 from your_ai.errors import UserError
 from your_ai.gates.console import echo, echo_error, open_console
+from your_ai.gates.untrusted import read_json
 
 if TYPE_CHECKING:
     from your_ai.export.gguf_quantize import Way
@@ -92,7 +93,19 @@ def write(trained: Trained, target: Path, request: ExportRequest) -> list[str]:
 
         script = chosen_script(trained, request, gguf_convert.OF_ADAPTERS)
         show_bytes("exporting", gguf_convert.write_adapter(trained, target, script), open_console())
+    if request.to in ("mlx", "peft", "gguf") and not request.fused and rounds_again(trained):
+        echo_note(
+            f"--init {trained.config.init} adjusted the quantized weights, which the adapter for "
+            "the published base leaves out; fuse is exact"
+        )
     return [str(target)]
+
+
+def rounds_again(trained: Trained) -> bool:
+    """Return whether the run's own base weights are quantized, and so are others than the base's
+    and a product of the first adapter."""
+    config = trained.folder.base / "config.json"
+    return trained.is_adjusted and "quantization" in read_json(config, "a model has one")
 
 
 def write_for_ollama(trained: Trained, target: Path, request: ExportRequest) -> list[str]:

@@ -616,8 +616,7 @@ class AdapterSettings:
     )
     add_tokens: str = setting(
         "",
-        "Add these tokens and train their embeddings: separated by commas, or a file with one in a "
-        "line.",
+        "Add tokens, such as <a>,<b>, or a file with one in a line, and train their embeddings.",
         before="",
         in_card=True,
     )

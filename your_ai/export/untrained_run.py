@@ -26,7 +26,8 @@ from your_ai.files import sha256, sync
 from your_ai.gates.paths import missing_text
 from your_ai.modelfiles.targets import write_error
 from your_ai.nets.layer_sizes import evened
-from your_ai.nets.saved_adapter import Adapter
+from your_ai.nets.new_tokens import files_of_tokenizer
+from your_ai.nets.saved_adapter import TOKENIZER, Adapter
 from your_ai.nets.tokenizer import open_tokenizer
 from your_ai.nets.vocabulary import NEW_TOKENS, TRAINED_MODULES
 from your_ai.run import checkpoint, events, folder
@@ -63,9 +64,10 @@ def create(
     target = folder.place_of(name)
     with creating_with_arrays(name, config) as new:
         arrays, record = evened(adapter.arrays, adapter.config)
-        checkpoint.save_adapter(new.adapter, arrays | adapter.vocabulary, record, step=0)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(new.tokenizer))
+            record = {**record, TOKENIZER: files_of_tokenizer(new.tokenizer)}
+        checkpoint.save_adapter(new.adapter, arrays | adapter.vocabulary, record, step=0)
         path = new.origin(origin.kind)
         checkpoint.write_json(path, origin.record)
         sync(path)

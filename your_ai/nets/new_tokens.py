@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,25 +106,26 @@ def texts_of(config: TrainConfig, option: str) -> list[str]:
     found = [text for text in texts if text.strip()]
     if value and not found:
         raise UserError(f"{flag} {shortened(value)}: names no token")
-    twice = next((text for text in found if found.count(text) > 1), None) if found else None
-    if twice is not None:
-        raise UserError(f"{flag}: {shown(twice)} is there twice")
+    for text, count in Counter(found).items():
+        if count > 1:
+            raise UserError(f"{flag}: {shown(text)} is there twice")
     return found
 
 
 def added(tokenizer: Any, plain: list[str], special: list[str]) -> dict[int, tuple[int, ...]]:
     """Add tokens to a tokenizer, and return what spelled each before, by its id."""
     known, texts = tokenizer.get_vocab(), [*plain, *special]
-    for text in texts:
-        if text in known or plain.count(text) + special.count(text) > 1:
+    for text, count in Counter(texts).items():
+        if text in known or count > 1:
             where = "already a token of this model" if text in known else "there twice"
             raise UserError(f"--add-tokens: {shown(text)} is {where}; leave it out")
     spelled = {text: tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts}
     tokenizer.add_tokens(plain)
     tokenizer.add_tokens(special, special_tokens=True)
     ids = dict(zip(texts, tokenizer.convert_tokens_to_ids(texts), strict=True))
+    taken = set(known.values())
     for text, number in ids.items():
-        if number in known.values() or not 0 <= number < MOST_TOKENS:
+        if number in taken or not 0 <= number < MOST_TOKENS:
             raise UserError(f"--add-tokens: the tokenizer of this model cannot add {shown(text)}")
         if tokenizer.encode(text, add_special_tokens=False)[-1:] != [number]:
             raise UserError(

@@ -211,7 +211,9 @@ def with_first_adapter(
     if not run.base.is_dir():
         tell("adjusting the base weights")
         write_base(run, weights, job, limit)
-    return open_model(run.base, opened.dtype)
+    opened = open_model(run.base, opened.dtype)
+    model.train_vocabulary(opened.network, job.config, job.new)
+    return opened
 
 
 def flat(network: nn.Module) -> dict[str, mx.array]:

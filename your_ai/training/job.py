@@ -21,7 +21,7 @@ from your_ai.data.sources import find_splits
 from your_ai.engine.weights import Opened
 from your_ai.errors import UserError
 from your_ai.files import sha256
-from your_ai.gates.text import counted
+from your_ai.gates.text import counted, shown
 from your_ai.hub.find import fingerprint, store
 from your_ai.memory.limit import MemoryLimit
 from your_ai.memory.workload import StepSizes
@@ -81,6 +81,7 @@ def step_sizes(config: TrainConfig, data: RunData) -> StepSizes:
 
 
 MOST_IMBALANCE = 4 / 3  # between good and bad answers in KTO; the bound that its authors suggest
+TOKENS_AT_ONCE = 1 << 20  # of the data
 HIGHER_RATE = 2.5  # times the learning rate, for a run that learned too little
 
 
@@ -179,9 +180,28 @@ def job_of(
     schedule = schedule_of(sized, data)
     steps = last_step(sized, schedule.steps_per_epoch)
     found = Job(config, sized, data, schedule, steps, files, runs, tokenizer, new)
-    for text in found.notices():
-        log.write(events.Notice(text=text))
+    for text in [*found.notices(), unused_tokens(found)]:
+        if text:
+            log.write(events.Notice(text=text))
     return found
+
+
+def unused_tokens(job: Job) -> str:
+    """A notice if some new tokens are in no training row; else an empty text."""
+    ids = list(job.new.spelled)
+    if not ids or "train" not in job.data.examples:
+        return ""
+    seen = np.zeros(max(ids) + 1, bool)
+    tokens = job.data.examples["train"].tokens
+    for start in range(0, len(tokens), TOKENS_AT_ONCE):
+        some = tokens[start : start + TOKENS_AT_ONCE]
+        seen[some[some < len(seen)]] = True
+    unused = [token for token in ids if not seen[token]]
+    if not unused:
+        return ""
+    first = shown(job.tokenizer.convert_ids_to_tokens(unused[:1])[0])
+    count = counted(len(unused), "new token")
+    return f"{count} of {len(ids)} in no training row, such as {first}: they learn nothing"
 
 
 def rewards_of(config: TrainConfig, log: events.EventLog, folder: Path) -> Rewards | None:
