@@ -307,7 +307,7 @@ def test_adapters_are_those_that_training_adds(tmp_path, architecture, targets, 
     model.add_adapters(network, config)
     found = sum(array.nbytes for array in model.adapter_arrays(network).values())
     training = Training(
-        blocks=2, rank=3, targets=targets, adapter=config.adapter, adapter_dtype=dtype
+        blocks=2, rank=3, targets=targets, adapter=config.adapter_kind, adapter_dtype=dtype
     )
     assert adapter_bytes(facts_of(folder, 4), training) == found
 

@@ -7,7 +7,7 @@ Shapes: B rows, T tokens per row, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -36,7 +36,7 @@ from your_ai.engine.protocol import Engine
 from your_ai.engine.spill import Inputs, Stack
 from your_ai.engine.tiled_head import TargetPart, in_order, target_parts
 from your_ai.engine.tiles import TiledBlock, TiledBlocks, cut, joined, settings_of
-from your_ai.engine.weights import Streamed, streams_vocabulary
+from your_ai.engine.weights import FileTensor, Streamed, streams_vocabulary
 from your_ai.memory.sizes import tiles_of
 from your_ai.memory.workload import NOTHING, Kept, KeptAt
 from your_ai.nets.adapter_kinds import normed_layers, norms_of
@@ -176,7 +176,9 @@ class Staged:
         if not isinstance(self.weights, Streamed):
             return engine
         read = self.weights
-        return replace(engine, hold=read.hold, forget=read.forget, waited=read.clock.take)
+        return replace(
+            engine, hold=read.hold, forget=read.forget, waited=read.clock.take, moved=self.moved
+        )
 
     def keep(self, kept_at: KeptAt) -> None:
         """Set what blocks keep, by the shape of a micro-batch."""
@@ -203,7 +205,7 @@ class Staged:
         sums, cotangents, of_head = self.at_head(batch, rows, hidden, factor)
         mx.eval(sums, cotangents, of_head)
         for index in reversed(self.trained):
-            arrays, trained = self.arrays_at(index), trained_arrays(self.blocks[index])
+            arrays, trained = self.arrays_at(index)
             self.weights.ahead(reversed(range(self.first, index)))
             lowest = index == self.first
             given: tuple[Any, ...]
@@ -226,7 +228,7 @@ class Staged:
                     grads, cotangent = program.backward(*given)
                 cotangents = [cotangent]
                 del cotangent
-            del arrays, given
+            del arrays, trained, given
             mx.eval(grads, cotangents)
             grads = self._named(index, grads)
             add(grads)
@@ -417,9 +419,8 @@ class Staged:
         """
         self.weights.ahead(which)
         for index in which:
-            arrays = self.arrays_at(index)
+            arrays, trained = self.arrays_at(index)
             self.weights.ahead(range(index + 1, which[-1] + 1))
-            trained = trained_arrays(self.blocks[index])
             for tiles, rows in zip(hidden, every, strict=True):
                 extras = rows.extras_of(index)
                 keep = keeps[index] if kept is not None else Keeps()
@@ -445,8 +446,8 @@ class Staged:
                 mx.eval(result)
                 del result
             if saved is not None and index == which[-1]:
-                self.weights.again(index, arrays)  # the backward pass begins with it
-            del arrays
+                self.weights.again(index, arrays | trained)  # the backward pass begins with it
+            del arrays, trained
 
     def _tiled(
         self, index: int, rows: BatchRows, arrays: Arrays, trained: Arrays, keeps: Keeps
@@ -457,10 +458,19 @@ class Staged:
             return None
         return self.tiled.of(index, rows.shape, arrays, trained)
 
-    def arrays_at(self, index: int) -> Arrays:
-        """The frozen weights of block `index`, and the norms of its adapted layers."""
-        arrays = self.weights.read(index)
-        return arrays | norms_of(self.normed[index], arrays)
+    def arrays_at(self, index: int) -> tuple[Arrays, Arrays]:
+        """The frozen weights of block `index` with the norms of its adapted layers, and its trained
+        arrays: those of the model, unless they are read like frozen ones."""
+        arrays, trained = dict(self.weights.read(index)), trained_arrays(self.blocks[index])
+        trained = {name: arrays.pop(name, array) for name, array in trained.items()}
+        return arrays | norms_of(self.normed[index], arrays), trained
+
+    def moved(self, tensors: Mapping[str, FileTensor]) -> None:
+        """Read trained arrays, by their names in the model, from other files from now on."""
+        if isinstance(self.weights, Streamed):
+            for index, name in enumerate(self.names):
+                own = {n: t for n, t in tensors.items() if n.startswith(f"{name}.")}
+                self.weights.move(index, {n.removeprefix(f"{name}."): t for n, t in own.items()})
 
     def rows_of(self, batch: Batch, step_seed: int | None = None) -> BatchRows:
         """The rows of a batch; step_seed: the seed of dropout and noise, None outside training."""
@@ -522,7 +532,7 @@ class FusedAboveCache(Staged):
         rows = self.rows_of(batch, step_seed)
         hidden = joined(self._below(batch, rows))
         trained = [trained_arrays(self.blocks[index]) for index in self.trained]
-        frozen = [self.arrays_at(index) for index in self.trained]
+        frozen = [self.arrays_at(index)[0] for index in self.trained]
         factor = mx.array(scale, mx.float32)
         function = partial(self.trained_gradients, rows.shape)
         run = self.graphs.get(

@@ -9,7 +9,7 @@ from typing import Any
 
 from your_ai.files import atomic_folder
 from your_ai.modelfiles.targets import write_error
-from your_ai.nets.saved_adapter import Trained, has_score_head
+from your_ai.nets.saved_adapter import Trained, check_is_adapter, has_score_head
 from your_ai.nets.tokenizer import added_end_text
 from your_ai.publish.card import CARD, CardKind, end_note, exported_card
 from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, SCORE_HEAD, write_json
@@ -20,6 +20,7 @@ def write(trained: Trained, target: Path) -> None:
 
     Raises UserError if it cannot be written.
     """
+    check_is_adapter(trained.adapter)
     base = trained.hub_name
     config = {key: value for key, value in trained.adapter.config.items() if key != "model"}
     if base is not None:  # never write the local path of the model

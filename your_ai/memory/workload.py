@@ -109,6 +109,11 @@ class Plan:
         return self.gradients_on_disk and not self.kept
 
     @property
+    def weights_on_disk(self) -> bool:
+        """True if weights are on disk, those that are trained, too."""
+        return self.engine == "streamed"
+
+    @property
     def states_on_disk(self) -> bool:
         """True if the states of the optimizer are kept on disk."""
         return self.spill
@@ -309,7 +314,7 @@ def workload_of(
             targets=config.lora_targets,
             optimizer=config.optimizer,
             optimizer_bits=config.optimizer_bits,
-            adapter=config.adapter,
+            adapter=config.adapter_kind,
             adapter_dtype=config.adapter_dtype,
             experts=config.lora_experts,
             rounding=config.qat,

@@ -23,7 +23,7 @@ from your_ai.evaluation import record
 from your_ai.gates.untrusted import JSON_BYTES, links_outside, read_bytes, read_json
 from your_ai.hub.find import REPO
 from your_ai.modelfiles.targets import write_error
-from your_ai.nets.saved_adapter import Trained, has_score_head
+from your_ai.nets.saved_adapter import Trained, check_is_adapter, has_score_head
 from your_ai.nets.tokenizer import added_end_text
 from your_ai.publish.card import (
     CARD,
@@ -90,6 +90,7 @@ class Contents:
 
 def of_run(trained: Trained, repo: str) -> Contents:
     """The contents to send for a run. Raises UserError if its events or files cannot be read."""
+    check_is_adapter(trained.adapter)
     adapter, step = trained.adapter, trained.adapter.step or 0
     base = base_of(trained)
     records, _ = events.tail(trained.folder.events)

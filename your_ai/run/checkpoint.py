@@ -4,6 +4,7 @@ checkpoints/step-000120/
     adapters.safetensors, adapter_config.json   readable by mlx-lm
     score_head.safetensors                      of a reward model
     optimizer.safetensors
+    weights-00012.safetensors, states-00012.safetensors   of block 12, if whole weights are trained
     state.json                                  TrainState and the files that the run depends on
     checksums.json                              sha256 of each of the above; written last
 
@@ -39,6 +40,7 @@ STATE = "state.json"
 CHECKSUMS = "checksums.json"
 CONTENT = (ADAPTERS, OPTIMIZER, ADAPTER_CONFIG, STATE)
 JSON_BYTES = 1 << 24  # maximum size of a JSON file; a larger one is not from this program
+BLOCK_FILE = re.compile(r"(?:weights|states)-\w+\.safetensors")  # of whole weights
 STEP_NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -83,6 +85,9 @@ class SavedCheckpoint:
     adapter_config: dict[str, Any]
     depends_on: dict[str, dict[str, str]]
     """Names and sha256 of the model's and data's files, which must not change until a resume."""
+    files: Mapping[str, Callable[[Path], None]] = dataclasses.field(default_factory=dict)
+    """Functions that write other files of it, by name, or raise OSError; empty in a checkpoint that
+    was read."""
 
 
 def save(folder: Path, checkpoint: SavedCheckpoint) -> Path:
@@ -96,7 +101,11 @@ def save(folder: Path, checkpoint: SavedCheckpoint) -> Path:
     state = {"state": dataclasses.asdict(checkpoint.state), "depends_on": checkpoint.depends_on}
     _write_folder(
         target,
-        arrays={**files_of(checkpoint.adapters), OPTIMIZER: checkpoint.optimizer},
+        arrays={
+            **files_of(checkpoint.adapters),
+            OPTIMIZER: checkpoint.optimizer,
+            **checkpoint.files,
+        },
         texts={ADAPTER_CONFIG: checkpoint.adapter_config, STATE: state},
     )
     return target
@@ -185,8 +194,9 @@ def fault(path: Path, names: tuple[str, ...] = CONTENT) -> str | None:
     try:
         sums = json.loads(read_text(path / CHECKSUMS, JSON_BYTES))
         expected = {name: sums[name] for name in names}
-        if ADAPTERS in names and SCORE_HEAD in sums:
-            expected[SCORE_HEAD] = sums[SCORE_HEAD]
+        if ADAPTERS in names:
+            more = (name for name in sums if name == SCORE_HEAD or BLOCK_FILE.fullmatch(name))
+            expected |= {name: sums[name] for name in more}
     except FileNotFoundError:
         return f"{path / CHECKSUMS}: is missing"
     except (OSError, ValueError, LookupError, TypeError, RecursionError):

@@ -40,12 +40,14 @@ from your_ai.training.planned import (
 )
 from your_ai.training.run_data import check_splits
 from your_ai.training.trainer import (
+    WORKING,
     Trainer,
     add_adapters,
     build,
     graphs_within,
     networks_beside,
     put_scorers,
+    whole_weights,
 )
 
 
@@ -78,7 +80,7 @@ def prepare(
     adapters, start = add_adapters(job, network, budget.workload.facts.hidden, RunFolder(folder))
     ranks.check_same({"adapter": json.dumps(adapters.config, sort_keys=True)})
     announce(budget, past, job.config, log, RunFolder(folder))
-    tell(log, KINDS[job.config.adapter].limits(network))
+    tell(log, KINDS[job.config.adapter_kind].limits(network))
     graphs = graphs_within(budget)
     built, soft = build(job, opened, adapters, beside, budget, graphs, folder)
     model.check_forward_pass(network, adapters, job.config)
@@ -89,7 +91,9 @@ def prepare(
     tell(log, *built.notices)
     put_scorers(rewards, job, beside, soft, budget)
     plan = budget.choice.option.plan
+    whole = whole_weights(job.config, opened, built.engine, plan, folder)
     trained = network.trainable_parameters()
+    states = folder if whole is None else folder / WORKING
     return Trainer(
         job=job,
         budget=budget,
@@ -97,8 +101,9 @@ def prepare(
         adapters=adapters,
         built=built,
         graphs=graphs,
-        optimizer=build_optimizer(job.config, trained, folder if plan.states_on_disk else None),
+        optimizer=build_optimizer(job.config, trained, states if plan.states_on_disk else None),
         gradients=gradients_in(folder if plan.gradients_on_disk and soft is None else None),
+        whole=whole,
         depends_on=job.depends_on() | start,
         schedule=job.schedule,
         valid=job.data.examples.get("valid"),

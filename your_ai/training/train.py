@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -52,8 +53,9 @@ from your_ai.training.saving import (
 )
 from your_ai.training.soft_rollouts import SoftSource
 from your_ai.training.steps import DataSource, StepSource
-from your_ai.training.trainer import PREFIX, Trainer
+from your_ai.training.trainer import PREFIX, WORKING, Trainer
 from your_ai.training.validation import is_enough, show_test_rows, validate
+from your_ai.training.whole_result import write_result
 
 MAX_SKIPPED_IN_A_ROW = 5
 
@@ -130,7 +132,7 @@ def begin(
     governor = govern(trainer, sampler, log, watch, state.step)
     source = source_of(trainer, folder, log, stop)
     factors = optimizer.rate_factors(trainer.config, trainer.model)
-    update = optimizer.make_update(trainer.model, trainer.optimizer, factors)
+    update = optimizer.make_update(trainer.model, trainer.optimizer, factors, trainer.masters)
     keep_settings(folder, trainer, log)
     log.write(trainer.started_event(state.step))
     stop.graceful = True
@@ -322,11 +324,10 @@ def end(loop: Loop, state: TrainState, began: float) -> events.Finished:
         log.write(events.Phase(text="loading the best adapter"))
         result_step = use_result(folder, trainer, state, log)
         show_test_rows("after", trainer, log, stop, loop.source.meter)
-        log.write(events.Phase(text="saving the adapter"))
-        arrays = model.adapter_arrays(trainer.model)
-        checkpoint.save_adapter(folder.adapter, arrays, trainer.adapters.config, result_step)
+        adapter = save_result(loop, result_step)
     if not stop:
         prefix.remove(folder.path / PREFIX)  # a stopped run keeps it
+    shutil.rmtree(folder.path / WORKING, ignore_errors=True)  # the checkpoint has its files
     finished = events.Finished(
         step=state.step,
         reason=reason,
@@ -336,6 +337,19 @@ def end(loop: Loop, state: TrainState, began: float) -> events.Finished:
     )
     log.write(finished)
     return finished
+
+
+def save_result(loop: Loop, step: int) -> str:
+    """Write the adapter of the run, or the model whose weights it trained; return its folder."""
+    folder, trainer, log = loop.folder, loop.trainer, loop.log
+    if trainer.whole is not None:
+        log.write(events.Phase(text="saving the model"))
+        write_result(folder, trainer.opened.folder, step, trainer.budget.limit, log)
+        return str(folder.model)
+    log.write(events.Phase(text="saving the adapter"))
+    arrays = model.adapter_arrays(trainer.model)
+    checkpoint.save_adapter(folder.adapter, arrays, trainer.adapters.config, step)
+    return str(folder.adapter)
 
 
 def reason_of_early_end(state: TrainState) -> str:
