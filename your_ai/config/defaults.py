@@ -104,6 +104,8 @@ def adapters(config: TrainConfig, blocks: int) -> Iterator[tuple[int, int]]:
     be more than the model has, which is for the caller to refuse.
     """
     ranks = RANKS if isinstance(config.lora_rank, str) else (config.lora_rank,)
+    if config.adapter_kind.is_whole:  # which have no rank
+        ranks = ranks[:1]
     count = config.lora_layers
     if count is None:
         count = min(OLD_LAYERS, blocks)
@@ -157,11 +159,18 @@ def words(
     lines = [f"chosen for {counted(rows, 'training row')}: {', '.join(length)}"] if length else []
     size, full = largest(chosen, blocks), largest(asked, blocks)
     if size != full:
+        in_words = whole_text if chosen.adapter_kind.is_whole else adapters_text
         lines.append(
-            f"chosen for a limit of {limit}: {adapters_text(*size, blocks)}, because no plan fits "
-            f"with {adapters_text(*full, blocks)}"
+            f"chosen for a limit of {limit}: {in_words(*size, blocks)}, because no plan fits with "
+            f"{in_words(*full, blocks)}"
         )
     return lines
+
+
+def whole_text(rank: int, count: int, blocks: int) -> str:
+    """The blocks whose weights are trained; rank: not used."""
+    which = "all" if count == blocks else f"the last {count} of"
+    return f"the weights of {which} {counted(blocks, 'block')}"
 
 
 def adapters_text(rank: int, count: int, blocks: int) -> str:

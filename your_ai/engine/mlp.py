@@ -105,12 +105,14 @@ class SlicedMLP(nn.Module):
                 given = [x, *of(part, trained), cotangent]
                 *given, now = mx.depends(given, done)
                 _, more = mx.vjp(function, given, [now])
-                done = [
+                found = [
                     gathered(name, grad, new, part, inner)
                     for name, grad, new in zip(every, grads, more, strict=True)
                 ]
-                grads = [*done]
-            return tuple(g.astype(primal.dtype) for g, primal in zip(done, primals, strict=True))
+                grads = [*found]
+                # An array for which other operations wait would be copied when it is filled.
+                done = [g for name, g in zip(every, found, strict=True) if not is_weight(name)]
+            return tuple(g.astype(primal.dtype) for g, primal in zip(found, primals, strict=True))
 
         return forward(x, *(arrays[name] for name in names))
 
@@ -216,6 +218,11 @@ def cut(arrays: Arrays, part: slice, inner: int) -> Arrays:
         is_packed = f"{path.rpartition('.')[0]}.scales" in arrays
         found[path] = mx.contiguous(cut_out) if is_packed else cut_out
     return found
+
+
+def is_weight(path: str) -> bool:
+    """Return whether an array of an MLP is a whole weight."""
+    return path.endswith(".weight")
 
 
 def is_bias_of_sum(path: str) -> bool:

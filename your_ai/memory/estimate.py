@@ -18,10 +18,12 @@ from your_ai.memory.estimate_adapters import (
     adapter_bytes,
     float32_bytes,
     gradient_bytes,
+    held_bytes,
     norms_bytes,
     optimizer_bytes,
     reduction_bytes,
     update_bytes,
+    working_bytes,
 )
 from your_ai.memory.estimate_generation import generation_bytes, kv_bytes_per_token, rollout_phases
 from your_ai.memory.estimate_graphs import evaluation_graphs_bytes, graphs_bytes
@@ -123,7 +125,7 @@ def held_components(workload: Workload, plan: Plan, gradients_only: bool) -> dic
     reading = plan.resident, plan.blocks_ahead
     held = {
         "weights": weights_bytes(workload.loaded, plan.engine, *reading),
-        "adapters": adapter_bytes(facts, training) + norms_bytes(facts, training),
+        "adapters": held_bytes(facts, training, plan),
         "optimizer": 0 if forward or plan.states_on_disk else optimizer_bytes(facts, training),
         "prefix cache": 0 if gradients_only else workload.prefix_bytes,
     }
@@ -434,6 +436,8 @@ def spilled_bytes(facts: ModelFacts, training: Training, plan: Plan, tokens: int
         found += float32_bytes(facts, training)
     if plan.states_on_disk:
         found += optimizer_bytes(facts, training)
+    if training.adapter.is_whole and plan.weights_on_disk:
+        found += working_bytes(facts, training)
     if plan.inputs_on_disk:
         found += training.blocks * hidden_bytes(facts, 1, tokens)
     return found

@@ -5,10 +5,11 @@ Each block counts with its own layers: those of a model may differ, and later on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from your_ai.config.optimizers import OPTIMIZERS
-from your_ai.memory.facts import ModelFacts, adapters_named
+from your_ai.memory.facts import ModelFacts, adapters_named, arrays_named
 from your_ai.memory.memoized import memoized
 from your_ai.memory.sizes import (
     FEWEST_QUANTIZED,
@@ -34,9 +35,42 @@ def adapted_parts(facts: ModelFacts, training: Training) -> list[tuple[list[Size
     ]
 
 
+def whole_arrays(facts: ModelFacts, training: Training) -> Iterator[tuple[tuple[int, ...], int]]:
+    """The shapes of the weights of a block that are trained without adapters, and of how many
+    blocks."""
+    for kind, count in facts.counts_of_last(training.blocks).items():
+        for shape in arrays_named(facts.alone[kind], training.targets, training.experts):
+            yield shape, count
+
+
 def adapter_bytes(facts: ModelFacts, training: Training) -> int:
-    """Bytes of the trained parameters."""
+    """Bytes of the trained parameters as the model computes with them, and of their gradients."""
+    whole = training.adapter.is_whole
+    return bytes_with(
+        facts, training, facts.float_bytes if whole else MATRIX_BYTES[training.adapter_dtype]
+    )
+
+
+def whole_bytes(facts: ModelFacts, training: Training) -> int:
+    """Bytes of the gradients of a block whose weights are trained; 0 with adapters."""
+    if not training.adapter.is_whole:
+        return 0
+    return adapter_bytes(facts, training) // training.blocks
+
+
+def working_bytes(facts: ModelFacts, training: Training) -> int:
+    """Bytes of the working copy of whole weights on disk."""
     return bytes_with(facts, training, MATRIX_BYTES[training.adapter_dtype])
+
+
+def held_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
+    """Bytes of the trained parameters in memory beside the weights: those of adapters, or masters
+    of whole weights that have another dtype."""
+    if not training.adapter.is_whole:
+        return adapter_bytes(facts, training) + norms_bytes(facts, training)
+    number = MATRIX_BYTES[training.adapter_dtype]
+    same = number == facts.float_bytes or plan.weights_on_disk
+    return 0 if same else bytes_with(facts, training, number)
 
 
 def float32_bytes(facts: ModelFacts, training: Training) -> int:
@@ -47,13 +81,16 @@ def float32_bytes(facts: ModelFacts, training: Training) -> int:
 def copied_bytes(facts: ModelFacts, training: Training) -> int:
     """Bytes of the copies of bfloat16 matrices that a float32 graph keeps for its backward pass."""
     mixed = facts.float_bytes > MATRIX_BYTES[training.adapter_dtype]
+    mixed = mixed and not training.adapter.is_whole
     return float32_bytes(facts, training) if mixed else 0
 
 
 @memoized
 def bytes_with(facts: ModelFacts, training: Training, matrix_bytes: int) -> int:
     """Bytes of the trained parameters; matrix_bytes: of a number of A and B. Vectors are always
-    in float32."""
+    in float32. Of whole weights, all numbers have these bytes."""
+    if training.adapter.is_whole:
+        return matrix_bytes * sum(n * count for n, count in arrays_of(facts, training))
     total = 0
     for layers, count in adapted_parts(facts, training):
         matrices = matrix_bytes * training.rank * sum(i + o for i, o in layers)
@@ -78,6 +115,11 @@ def optimizer_bytes(facts: ModelFacts, training: Training) -> int:
     if not kind.factored:
         of_one = sum(count * state_bytes(n, training) for n, count in arrays_of(facts, training))
         return kind.states * of_one
+    if training.adapter.is_whole:
+        return FLOAT32_BYTES * sum(
+            count * (math.prod(s[:-1]) + math.prod((*s[:-2], s[-1])) if len(s) > 1 else s[0])
+            for s, count in whole_arrays(facts, training)
+        )
     numbers = 0
     for layers, count in adapted_parts(facts, training):
         vectors = len(training.adapter.vectors)
@@ -88,6 +130,9 @@ def optimizer_bytes(facts: ModelFacts, training: Training) -> int:
 
 def arrays_of(facts: ModelFacts, training: Training) -> Iterator[tuple[int, int]]:
     """The number of values of each trained array of a block, and of how many blocks."""
+    if training.adapter.is_whole:
+        yield from ((math.prod(shape), count) for shape, count in whole_arrays(facts, training))
+        return
     for layers, count in adapted_parts(facts, training):
         for inputs, outputs in layers:
             yield training.rank * inputs, count
@@ -123,8 +168,7 @@ def gradient_bytes(
 @memoized
 def largest_array(facts: ModelFacts, training: Training) -> int:
     """Values of the largest trained array."""
-    parts = adapted_parts(facts, training)
-    return max((training.rank * max(i, o) for layers, _ in parts for i, o in layers), default=0)
+    return max((values for values, _ in arrays_of(facts, training)), default=0)
 
 
 def reduction_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
@@ -146,6 +190,7 @@ def update_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
     together = min(most, float32_bytes(facts, training) // training.blocks)
     together = max(together, FLOAT32_BYTES * largest)
     read = together * plan.gradients_on_disk
+    read += together * (training.adapter.is_whole and plan.weights_on_disk)
     if plan.states_on_disk:
         read += kind.states * together * training.optimizer_bits // 32
     if training.optimizer_bits == 8 and kind.work_in_8_bits is not None:

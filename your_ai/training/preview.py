@@ -267,4 +267,6 @@ def longest_table(workload: Workload, rows: list[LongestRow]) -> RenderableType:
 
 def adapters_line(workload: Workload) -> str:
     training, blocks = workload.training, workload.facts.blocks
+    if training.adapter.is_whole:
+        return f"trained: {defaults.whole_text(training.rank, training.blocks, blocks)}"
     return f"adapters: {defaults.adapters_text(training.rank, training.blocks, blocks)}"
