@@ -344,7 +344,7 @@ def save_result(loop: Loop, step: int) -> str:
     folder, trainer, log = loop.folder, loop.trainer, loop.log
     if trainer.whole is not None:
         log.write(events.Phase(text="saving the model"))
-        write_result(folder, trainer.opened.folder, step, trainer.budget.limit, log)
+        write_result(folder, trainer.opened, step, log)
         return str(folder.model)
     log.write(events.Phase(text="saving the adapter"))
     arrays = model.adapter_arrays(trainer.model)
