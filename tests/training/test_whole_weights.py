@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tests.conftest import (
     chat,
     losses_of,
     make_model,
+    notices_of,
     refused,
     resume,
     train,
@@ -25,6 +27,7 @@ from tests.conftest import (
 )
 from tests.training.test_preferences import PAIRS
 from your_ai.config import TrainConfig, build
+from your_ai.errors import UserError
 from your_ai.run import checkpoint
 from your_ai.run.folder import RunFolder
 from your_ai.session import new_run
@@ -206,3 +209,12 @@ def test_commands_that_need_an_adapter_say_what_the_result_is(whole, capsys):
     error = refused(capsys, "generate", "run", "--prompt", "Hi", "--checkpoint", "latest")
     assert "can only be resumed" in error
     assert run.model.is_dir()
+
+
+def test_a_run_that_wears_the_disk_is_refused_unless_it_is_allowed(whole, monkeypatch):
+    monkeypatch.setattr("your_ai.memory.endurance.FULL_WRITES", 1e-6)
+    config = whole("run", **ON_DISK, max_steps=1)
+    with pytest.raises(UserError, match=r"a step writes .* usually bears.*allow it with --yes"):
+        train(config)
+    run = train(dataclasses.replace(config, run="allowed", heavy_writes=True))
+    assert any("a step writes" in text for text in notices_of(run))

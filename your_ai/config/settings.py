@@ -633,6 +633,13 @@ class MemorySettings:
     force: bool = changeable(
         False, "Allow a --max-memory above the machine's memory.", agents="refused"
     )
+    heavy_writes: bool = changeable(
+        False,
+        "Allow --adapter full to write more than a tenth of what its disk usually bears; so does "
+        "--yes.",
+        before=False,
+        agents="refused",
+    )
     reload_interval: int = changeable(
         0,
         "Reload the weights of the adapted layers every N steps; 0 = only when memory is low.",

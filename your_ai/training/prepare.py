@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,9 @@ from your_ai.hub.check import check_model
 from your_ai.hub.find import find_model
 from your_ai.memory import allocator
 from your_ai.memory.budget import run_limit
+from your_ai.memory.endurance import MOST_SHARE, writes_of
 from your_ai.memory.limit import MemoryLimit
+from your_ai.memory.plan import Budget
 from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.modelfiles.shards import WriteProgress
 from your_ai.nets import model
@@ -71,6 +74,8 @@ def prepare(
     network = opened.network
     past = past_of(log, planned.config, level, RunFolder(folder))
     budget = budget_of_job(planned, opened, limit, level, past, ranks.size > 1, partial(doing, log))
+    if planned.config.adapter_kind.is_whole:
+        tell(log, writes_text(planned, budget, folder))
     on_fit()
 
     beside = networks_beside(planned, opened)
@@ -112,6 +117,21 @@ def prepare(
         rewards=rewards,
         ranks=ranks,
     )
+
+
+def writes_text(job: Job, budget: Budget, folder: Path) -> str:
+    """A notice on what a run of whole weights writes to the disk of its folder. Raises UserError if
+    that is much, and was not allowed."""
+    plan, config = budget.choice.option.plan, job.config
+    writes = writes_of(budget.workload, plan, job.steps, config.save_every)
+    disk_bytes = shutil.disk_usage(folder).total
+    text = writes.text(disk_bytes)
+    if writes.share(disk_bytes) > MOST_SHARE and not config.heavy_writes:
+        raise UserError(
+            f"--adapter full: {text}; train fewer steps, raise --max-memory, use --optimizer-bits "
+            "8, or allow it with --yes"
+        )
+    return text
 
 
 def read_job(
