@@ -31,6 +31,7 @@ from your_ai.errors import UserError
 from your_ai.run import checkpoint
 from your_ai.run.folder import RunFolder
 from your_ai.session import new_run
+from your_ai.training.periods import blocks_of
 
 ROWS = [chat(f"Ask {i}" + " please" * (i % 4), f"Answer {i}") for i in range(8)]
 HERE: dict[str, Any] = {"plan": "staged", "spill": True}  # the weights are in memory
@@ -218,3 +219,41 @@ def test_a_run_that_wears_the_disk_is_refused_unless_it_is_allowed(whole, monkey
         train(config)
     run = train(dataclasses.replace(config, run="allowed", heavy_writes=True))
     assert any("a step writes" in text for text in notices_of(run))
+
+
+PERIODS = {"blocks_per_period": 1, "period": 3, "lora_layers": "all", "max_steps": 8}
+
+
+@pytest.mark.parametrize("here", [HERE, {"plan": "fused"}])
+def test_periods_train_one_block_at_a_time_and_resume_bit_for_bit(whole, here):
+    """Fused and staged gradients differ by rounding, so fused is compared with itself."""
+    straight = train(whole("straight", **here, **PERIODS, save_every=1, keep=9))
+    changed = []
+    for step in range(1, 9):
+        now, before = (checkpoint.path_at(straight.checkpoints, s) for s in (step, step - 1))
+        if not before.exists():
+            continue
+        files = list(now.glob("weights-*"))
+        changed.append([p.name for p in files if not same_file(p, before / p.name)])
+        assert [path.name[-13:] for path in now.glob("states-*")] == [changed[-1][0][-13:]]
+    assert all(len(names) == 1 for names in changed)
+    for stop in (3, 5):  # between two periods, and within one
+        cut = train(whole(f"cut{stop}", **here, **PERIODS | {"max_steps": stop}))
+        assert resume(cut, max_steps=8) == 0
+        assert saved(cut) == saved(straight)
+        assert losses_of(cut) == losses_of(straight)
+    if here == HERE:
+        on_disk = train(whole("disk", **ON_DISK, **PERIODS))
+        assert saved(on_disk) == saved(straight)
+
+
+def same_file(one: Path, other: Path) -> bool:
+    return other.exists() and one.read_bytes() == other.read_bytes()
+
+
+def test_every_block_has_its_turn_before_one_has_it_again():
+    turns = [blocks_of(number, range(2, 7), 2, seed=4) for number in range(9)]
+    for turn in (turns[:3], turns[3:6], turns[6:]):
+        assert sorted(block for blocks in turn for block in blocks) == [2, 3, 4, 5, 6]
+    assert turns[:3] != turns[3:6]
+    assert turns == [blocks_of(number, range(2, 7), 2, seed=4) for number in range(9)]

@@ -61,6 +61,10 @@ def check(config: TrainConfig) -> None:
     check_adapters(config)
     if config.adapter_kind.is_whole:
         check_whole(config)
+    elif config.blocks_per_period is not None:
+        raise UserError("--blocks-per-period: only works with --adapter full")
+    if config.blocks_per_period is None and not has_default(config, "period"):
+        raise UserError("--period: only works with --blocks-per-period")
     check_optimizer(config)
     check_objective(config)
     check_schedule(config)

@@ -547,6 +547,21 @@ class AdapterSettings:
         before="lora",
         in_card=True,
     )
+    blocks_per_period: int | None = setting(
+        None,
+        "With --adapter full, train this many blocks at a time, chosen at random until all had "
+        "their turn (BAdam): only their gradients and optimizer states exist; default: all.",
+        bounds=Bounds(1, LARGEST),
+        before=None,
+        in_card=True,
+    )
+    period: int = setting(
+        50,
+        "Steps after which other blocks are trained, with --blocks-per-period.",
+        bounds=Bounds(1, LARGEST),
+        before=50,
+        in_card=True,
+    )
     lora_rank: int | Literal["auto"] = setting(
         AUTO,
         "Rank of the adapters; auto: 16, or 8 or 4 if no plan fits into the memory limit.",

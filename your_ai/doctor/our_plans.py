@@ -210,6 +210,7 @@ def prepare_ours(
         ),
         gradients=gradients_in(folder.path if plan.gradients_on_disk else None),
         whole=whole_weights(job.config, opened, built.engine, plan, folder.path),
+        periods=None,
         depends_on=start,
         schedule=job.schedule,
         valid=None,

@@ -19,7 +19,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from your_ai.engine.block_files import BlockFiles, Like, Writer, by_file, write_arrays
+from your_ai.engine.block_files import (
+    BlockFiles,
+    Like,
+    Writer,
+    by_file,
+    file_of,
+    linking,
+    write_arrays,
+)
 from your_ai.engine.weights import FileTensor
 from your_ai.errors import UserError
 from your_ai.nets.mlx_types import Arrays, load_arrays
@@ -71,9 +79,9 @@ class WholeWeights(Masters, Protocol):
     likes: dict[str, Like]
     """All of them, in the order of the model's."""
 
-    def saved(self) -> dict[str, Writer]:
-        """Functions that write the files of a checkpoint, by name; blocks that never changed have
-        none."""
+    def saved(self, target: Path) -> dict[str, Writer]:
+        """Functions that write the files of the checkpoint `target`, by name, or make links to
+        those of the last one that did not change; blocks that never changed have none."""
 
     def restore(self, folder: Path | None) -> None:
         """Set them to those in a checkpoint; without one, to those of the model's files.
@@ -92,7 +100,12 @@ class HeldWeights:
         self.model, self.tensors = ModelArrays(model), tensors
         self.likes = likes_of(model, tensors, adapter_dtype)
         self._masters: Arrays = {}
-        self._changed = False
+        self._changed: set[str] = set()
+        """The files that the next checkpoint has, and no earlier one."""
+        self._there: set[str] = set()
+        """The files that the last checkpoint has,"""
+        self._last: Path | None = None
+        """which was saved or restored."""
         for name, like in self.likes.items():
             array = self.model.get(name)
             if array.dtype != like.dtype:
@@ -106,8 +119,8 @@ class HeldWeights:
         return self._masters[name] if name in self._masters else self.model.get(name)
 
     def put(self, arrays: Arrays) -> None:
-        self._changed = True
         for name, array in arrays.items():
+            self._changed.add(file_of(KIND, name))
             if name in self._masters:
                 self._masters[name] = array
             self.model.put({name: array.astype(self.model.get(name).dtype)})
@@ -115,14 +128,18 @@ class HeldWeights:
     def keep(self, arrays: Arrays) -> None:
         mx.eval([self.model.get(name) for name in arrays])
 
-    def saved(self) -> dict[str, Writer]:
-        if not self._changed:
-            return {}
-        every = {name: self.get(name) for name in self.likes}
-        return {file: partial(write_arrays, own) for file, own in by_file(KIND, every).items()}
+    def saved(self, target: Path) -> dict[str, Writer]:
+        found: dict[str, Writer] = {}
+        for file, own in by_file(KIND, self.likes).items():
+            if file in self._changed:
+                found[file] = partial(write_arrays, {name: self.get(name) for name in own})
+            elif file in self._there and self._last is not None:
+                found[file] = linking(self._last / file)
+        self._there |= self._changed
+        self._changed, self._last = set(), target
+        return found
 
     def restore(self, folder: Path | None) -> None:
-        self._changed = folder is not None and any(folder.glob(f"{KIND}-*"))
         for file, own in by_file(KIND, self.likes).items():
             path = None if folder is None else folder / file
             found = load_arrays(path) if path is not None and path.exists() else {}
@@ -132,6 +149,8 @@ class HeldWeights:
                 array = found.pop(name) if found else self._from_file(name)
                 self.put({name: array})
                 mx.eval(self.get(name), self.model.get(name))
+        self._changed, self._last = set(), folder
+        self._there = set() if folder is None else {p.name for p in folder.glob(f"{KIND}-*")}
 
     def _from_file(self, name: str) -> mx.array:
         return base_array(self.tensors[name], self.likes[name].dtype)
@@ -174,7 +193,7 @@ class FileWeights:
     def keep(self, arrays: Arrays) -> None:
         self.files.put(arrays)
 
-    def saved(self) -> dict[str, Writer]:
+    def saved(self, target: Path) -> dict[str, Writer]:
         return self.files.saved()
 
     def restore(self, folder: Path | None) -> None:

@@ -54,6 +54,8 @@ class Engine:
     weights of all blocks are in memory."""
     moved: Callable[[Mapping[str, FileTensor]], None] = lambda _: None
     """Read trained parameters, by name, from other files from now on; of a streamed engine."""
+    refocus: Callable[[], None] = lambda: None
+    """Compute gradients of the parameters that can be trained now, which are of other blocks."""
     by_block: Callable[[Batch, float, int, Callable[[Arrays], None]], Sums] | None = None
     """Like `gradients`, but calls a function with the gradients of each block, by the names of
     their parameters, as soon as they are there; None if they are there all at once."""

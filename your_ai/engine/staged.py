@@ -44,7 +44,7 @@ from your_ai.nets.head import Head, LinearHead, ScoreHead
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import DropoutKeys, KeyedDropout, TokenKeys
 from your_ai.nets.neftune import Neftune, noise_added
-from your_ai.nets.parts import Parts
+from your_ai.nets.parts import Parts, structure
 from your_ai.objectives.objective import Objective, Scores, Sums, Targets
 
 FEWEST_BYTES = 16 << 20  # minimum bytes of hidden states per read of the frozen blocks
@@ -146,13 +146,10 @@ class Staged:
         names = {id(module): name for name, module in model.named_modules()}
         self.names = [names[id(block)] for block in model.layers]
         self.normed = [normed_layers(block) for block in self.blocks]
-        self.first = first_trained(self.blocks)
-        self.frozen = range(self.first)
-        self.trained: Sequence[int] = range(self.first, len(self.blocks))
+        self.focus()
         self.keep(lambda rows, tokens: kept)
         self.reads_files = streams_vocabulary(model)
         self.has_dropout = any(isinstance(module, KeyedDropout) for module in model.modules())
-        self.features = parts.features(self.first)
         self.dtype = parts.embed(mx.zeros((1, 1), mx.int32)).dtype
         self.head = finished(parts, head)
         self.state: list[Any] = [parts.outside]
@@ -171,7 +168,8 @@ class Staged:
         fill = self.fill if ahead else None
         engine = Engine(
             self.objective, self.gradients, self.loss, self.log_probabilities, self.predictions,
-            self.score, self.graphs.drop, fill, self.keep, by_block=self.gradients_by_block,
+            self.score, self.graphs.drop, fill, self.keep, refocus=self.refocus,
+            by_block=self.gradients_by_block,
         )  # fmt: skip
         if not isinstance(self.weights, Streamed):
             return engine
@@ -179,6 +177,20 @@ class Staged:
         return replace(
             engine, hold=read.hold, forget=read.forget, waited=read.clock.take, moved=self.moved
         )
+
+    def focus(self) -> None:
+        """Note which blocks are trained: those from the first that is."""
+        self.first = first_trained(self.blocks)
+        self.frozen = range(self.first)
+        self.trained: Sequence[int] = range(self.first, len(self.blocks))
+        self.features = self.parts.features(self.first)
+
+    def refocus(self) -> None:
+        """The same after other blocks can be trained. Their programs are other ones, too."""
+        self.focus()
+        self.graphs.drop()
+        kinds = [structure(block) for block in self.blocks]
+        self.programs.kinds[:] = kinds  # which the tiled blocks share
 
     def keep(self, kept_at: KeptAt) -> None:
         """Set what blocks keep, by the shape of a micro-batch."""

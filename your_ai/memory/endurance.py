@@ -53,8 +53,9 @@ def writes_of(workload: Workload, plan: Plan, steps: int, save_every: int) -> Wr
     rows = rows_of(workload, plan, longest)
     micro_batches = -(-workload.rows_per_step // rows)
     states, weights = optimizer_bytes(facts, training), working_bytes(facts, training)
-    step = micro_batches * plan.gradients_on_disk * float32_bytes(facts, training)
-    step += plan.states_on_disk * states + plan.weights_on_disk * weights
+    changed = working_bytes(facts, training.active)
+    step = micro_batches * plan.gradients_on_disk * float32_bytes(facts, training.active)
+    step += plan.states_on_disk * states + plan.weights_on_disk * changed
     if plan.inputs_on_disk:
         inputs = training.blocks * hidden_bytes(facts, rows, longest)
         step += micro_batches * inputs

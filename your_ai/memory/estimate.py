@@ -155,7 +155,7 @@ def phases_of(
     updating = [*gradient_phases(workload, plan, rows, tokens, micro_batches), *scoring]
     if not (forward or gradients_only):
         on_disk = plan.gradients_on_disk and workload.soft is None
-        grads = 0 if on_disk else float32_bytes(facts, training)  # of ranks, too
+        grads = 0 if on_disk else float32_bytes(facts, training.active)  # of ranks, too
         work = update_bytes(facts, training, plan)
         updating.append({"gradients": grads, "optimizer work": work})
         if workload.reduces:
@@ -433,7 +433,7 @@ def spilled_bytes(facts: ModelFacts, training: Training, plan: Plan, tokens: int
     """
     found = 0
     if plan.gradients_on_disk:
-        found += float32_bytes(facts, training)
+        found += float32_bytes(facts, training.active)
     if plan.states_on_disk:
         found += optimizer_bytes(facts, training)
     if training.adapter.is_whole and plan.weights_on_disk:

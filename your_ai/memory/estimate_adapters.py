@@ -111,6 +111,7 @@ def norms_bytes(facts: ModelFacts, training: Training) -> int:
 @memoized
 def optimizer_bytes(facts: ModelFacts, training: Training) -> int:
     """Bytes of the optimizer states. Adafactor keeps one row and one column per matrix."""
+    training = training.active
     kind = OPTIMIZERS[training.optimizer]
     if not kind.factored:
         of_one = sum(count * state_bytes(n, training) for n, count in arrays_of(facts, training))
@@ -157,6 +158,7 @@ def gradient_bytes(
     micro_batches: per step. If there is more than one, their gradients are summed. On disk, only
     those of one block are in memory.
     """
+    training = training.active
     adapters = adapter_bytes(facts, training)
     of_block = adapters // training.blocks
     if plan.gradients_on_disk:

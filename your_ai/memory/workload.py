@@ -53,6 +53,14 @@ class Training:
     """Whether names without a dot select routed experts, too: --lora-experts."""
     rounding: str = ""
     """The format that adapted weights are rounded to, as of `--qat`; "" for none."""
+    at_a_time: int | None = None
+    """Blocks of which there are gradients and optimizer states at a time; None for all."""
+
+    @property
+    def active(self) -> Training:
+        """The same with only those blocks."""
+        count = self.blocks if self.at_a_time is None else min(self.at_a_time, self.blocks)
+        return replace(self, blocks=count, at_a_time=None)
 
 
 class Kept(NamedTuple):
@@ -318,6 +326,7 @@ def workload_of(
             adapter_dtype=config.adapter_dtype,
             experts=config.lora_experts,
             rounding=config.qat,
+            at_a_time=config.blocks_per_period,
         ),
         lengths=lengths,
         batch_size=batch_size,

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-__all__ = ["fused_rows", "limits", "put"]
+__all__ = ["fused_rows", "limits", "put", "train_blocks"]
 
 CONSTANT = "sinks"  # arrays of attention whose gradient is taken as 0 here (nets/attention.py)
 
 
 def put(model: nn.Module, count: int, parameters: dict[str, Any]) -> None:
     """Let the arrays of the last `count` blocks be trained: of the layers in `keys`, or all."""
-    keys = parameters.get("keys")
-    for block in model.layers[len(model.layers) - count :]:
+    last = range(len(model.layers) - count, len(model.layers))
+    train_blocks(model, last, parameters.get("keys"))
+
+
+def train_blocks(model: nn.Module, blocks: Collection[int], keys: Collection[str] | None) -> None:
+    """Let the arrays of these blocks be trained, and no others; keys: the paths of the layers in a
+    block, None for all."""
+    for index, block in enumerate(model.layers):
+        block.freeze()
         for path, module in block.named_modules():
-            if keys is None or path in keys:
+            if index in blocks and (keys is None or path in keys):
                 module.unfreeze(recurse=False)
                 module.freeze(recurse=False, keys=[n for n in module if is_constant(n, module)])
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -61,6 +61,8 @@ class StatefulOptimizer:
     """Has only the step and the learning rate in its own state."""
     states: States
     form: StateForm
+    first: Callable[[str], State]
+    """Makes the first state of a parameter, by its name."""
 
 
 def build_optimizer(
@@ -93,13 +95,28 @@ def build_optimizer(
         return form.stored(state, rounding_key(name, 0))
 
     if folder is not None and config.adapter_kind.is_whole:
-        return StatefulOptimizer(rule, FileStates(folder, likes, first), form)
+        return StatefulOptimizer(rule, FileStates(folder, likes, first), form, first)
     states = HeldStates() if folder is None else SpilledStates(folder)
-    for name in likes:
-        stored = first(name)
-        states.put({name: stored})
+    built = StatefulOptimizer(rule, states, form, first)
+    if config.blocks_per_period is None:  # else each period has states of its own
+        put_first(built, likes)
+    return built
+
+
+def put_first(optimizer: StatefulOptimizer, names: Iterable[str]) -> None:
+    """Give parameters their first states."""
+    for name in names:
+        stored = optimizer.first(name)
+        optimizer.states.put({name: stored})
         mx.eval(stored)
-    return StatefulOptimizer(rule, states, form)
+
+
+def restart(optimizer: StatefulOptimizer, names: Iterable[str]) -> None:
+    """Begin anew, with the states of these parameters alone, which are whole weights."""
+    optimizer.rule.state["step"] = mx.array(0, mx.uint64)
+    optimizer.states.clear()
+    if not isinstance(optimizer.states, FileStates):  # which makes them when they are needed
+        put_first(optimizer, names)
 
 
 def learning_rate(config: Resolved, step: int, steps: int) -> float:

@@ -206,6 +206,9 @@ class States(Protocol):
     def names(self) -> set[str]:
         """The names of all arrays."""
 
+    def clear(self) -> None:
+        """Forget all."""
+
 
 class HeldStates:
     """States in memory."""
@@ -227,6 +230,9 @@ class HeldStates:
 
     def names(self) -> set[str]:
         return set(self.saved({}))
+
+    def clear(self) -> None:
+        self._states.clear()
 
 
 class FileStates:
@@ -266,6 +272,9 @@ class FileStates:
     def names(self) -> set[str]:
         return set()
 
+    def clear(self) -> None:
+        self.files.clear()
+
 
 class SpilledStates:
     """States on disk, in an unnamed file in `folder`.
@@ -297,3 +306,6 @@ class SpilledStates:
 
     def names(self) -> set[str]:
         return {f"{name}.{leaf}" for name, leaves in self._leaves.items() for leaf in leaves}
+
+    def clear(self) -> None:
+        self._leaves.clear()

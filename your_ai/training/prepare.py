@@ -49,6 +49,7 @@ from your_ai.training.trainer import (
     build,
     graphs_within,
     networks_beside,
+    periods_of,
     put_scorers,
     whole_weights,
 )
@@ -109,6 +110,7 @@ def prepare(
         optimizer=build_optimizer(job.config, trained, states if plan.states_on_disk else None),
         gradients=gradients_in(folder if plan.gradients_on_disk and soft is None else None),
         whole=whole,
+        periods=periods_of(job.config, adapters, blocks),
         depends_on=job.depends_on() | start,
         schedule=job.schedule,
         valid=job.data.examples.get("valid"),

@@ -29,6 +29,7 @@ def restore(folder: RunFolder, trainer: Trainer, log: events.EventLog) -> TrainS
     if path is None:
         if source := trainer.config.from_adapter:
             log.write(events.Notice(text=f"starting from the adapter {source}"))
+        trainer.enter_period(0)
         return optimizer.first_state(trainer.opened.dtype)
     check_unchanged(folder, trainer)
     saved = checkpoint.load(path)
@@ -38,7 +39,9 @@ def restore(folder: RunFolder, trainer: Trainer, log: events.EventLog) -> TrainS
     assert isinstance(saved.optimizer, dict)  # as it is read
     if trainer.whole is not None:
         trainer.whole.restore(path)
-        optimizer.restore_files(trainer.optimizer, saved.optimizer, path)
+        trainer.enter_period(saved.state.step)
+        if trainer.periods is None or not trainer.periods.begins(saved.state.step):
+            optimizer.restore_files(trainer.optimizer, saved.optimizer, path)
         return saved.state
     model.set_adapters(trainer.model, saved.adapters)
     optimizer.restore_states(trainer.optimizer, saved.optimizer)
@@ -118,7 +121,8 @@ def save(folder: RunFolder, trainer: Trainer, state: TrainState, log: events.Eve
         depends_on=trainer.depends_on,
     )
     if trainer.whole is not None:
-        files = trainer.whole.saved() | optimizer.saved_files(trainer.optimizer)
+        target = checkpoint.path_at(folder.checkpoints, state.step)
+        files = trainer.whole.saved(target) | optimizer.saved_files(trainer.optimizer)
         saved = replace(saved, files=files)
     else:
         arrays = model.adapter_arrays(trainer.model)

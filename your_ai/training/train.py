@@ -128,10 +128,10 @@ def begin(
     if needs_reference(trainer.config):
         check_unchanged(folder, trainer)  # before the reference, which may take long
         trainer = referenced(trainer, log)
+    factors = optimizer.rate_factors(trainer.config, trainer.model)
     state = share_state(trainer, restore(folder, trainer, log))
     governor = govern(trainer, sampler, log, watch, state.step)
     source = source_of(trainer, folder, log, stop)
-    factors = optimizer.rate_factors(trainer.config, trainer.model)
     update = optimizer.make_update(trainer.model, trainer.optimizer, factors, trainer.masters)
     keep_settings(folder, trainer, log)
     log.write(trainer.started_event(state.step))
@@ -206,6 +206,8 @@ def train_step(loop: Loop, state: TrainState) -> tuple[TrainState, list[Batch]]:
     governor.before_step()
     engine.waited()  # from now on, what this step waits
     gradients.clear()  # of a step that failed
+    if trainer.periods is not None and trainer.periods.begins(index):
+        trainer.enter_period(index)
     work = loop.source.step(index, governor.rows_at)
     done = replace(state, step=index + 1)
     if work.denominator == 0:

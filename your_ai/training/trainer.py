@@ -46,6 +46,7 @@ from your_ai.run.folder import RunFolder
 from your_ai.training.distributed import ALONE, Ranks
 from your_ai.training.job import Job, ResolvedJob, have_answers, ways_to_learn_more
 from your_ai.training.optimizer import StatefulOptimizer
+from your_ai.training.periods import Periods
 from your_ai.training.reward_models import open_reward_model, scorer_of
 from your_ai.training.run_data import BestMetric
 from your_ai.training.soft_networks import (
@@ -92,6 +93,8 @@ class Trainer:
     """Those of the step that is computed."""
     whole: WholeWeights | None
     """The weights that are trained, if they are not those of adapters."""
+    periods: Periods | None
+    """Those of a run that trains some blocks at a time."""
     depends_on: dict[str, dict[str, str]]
     """What must be the same when the run is resumed: checksums and values, by kind."""
     schedule: Schedule
@@ -111,6 +114,11 @@ class Trainer:
     @property
     def model(self) -> nn.Module:
         return self.opened.network
+
+    def enter_period(self, step: int) -> None:
+        """Let the blocks of step `step` be trained, if a run trains some at a time."""
+        if self.periods is not None:
+            self.periods.enter(step, self.model, self.engine, self.optimizer)
 
     @property
     def masters(self) -> Masters:
@@ -282,6 +290,16 @@ def whole_weights(
     if plan.weights_on_disk:
         return FileWeights(opened.network, opened.tensors, dtype, working, engine.moved)
     return HeldWeights(opened.network, opened.tensors, dtype)
+
+
+def periods_of(config: Resolved, adapters: model.Adapters, blocks: int) -> Periods | None:
+    """The periods of a run that trains some of its blocks at a time; blocks: of the model."""
+    if config.blocks_per_period is None:
+        return None
+    first = blocks - adapters.config["num_layers"]
+    keys = adapters.config["lora_parameters"]["keys"]
+    own = range(first, blocks)
+    return Periods(config.period, config.blocks_per_period, own, keys, config.seed)
 
 
 def put_scorers(
