@@ -31,7 +31,7 @@ class Writes:
     steps: int
 
     def share(self, disk_bytes: int) -> float:
-        """Of what a disk of this size usually bears."""
+        """The share of what a disk of this size usually bears."""
         return self.total_bytes / (FULL_WRITES * disk_bytes)
 
     def text(self, disk_bytes: int) -> str:
