@@ -157,7 +157,10 @@ def phases_of(
         on_disk = plan.gradients_on_disk and workload.soft is None
         grads = 0 if on_disk else float32_bytes(facts, training.active)  # of ranks, too
         work = update_bytes(facts, training, plan)
-        updating.append({"gradients": grads, "optimizer work": work})
+        read = 0
+        if training.adapter.is_whole and plan.weights_on_disk:  # of which the update needs none
+            read = read_now_bytes(facts, plan)
+        updating.append({"weights": -read, "gradients": grads, "optimizer work": work})
         if workload.reduces:
             work = reduction_bytes(facts, training, plan)
             updating.append({"gradients": grads, "reduction": work})
@@ -250,6 +253,11 @@ def read_alone_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
     pass reads any, because all trained blocks stay; else 0."""
     if plan.engine != "streamed" or plan.resident < training.blocks:
         return 0
+    return read_now_bytes(facts, plan)
+
+
+def read_now_bytes(facts: ModelFacts, plan: Plan) -> int:
+    """Bytes of the blocks that are read, of the weights in memory together, of a streamed plan."""
     together = weights_bytes(facts, plan.engine, plan.resident, plan.blocks_ahead)
     return together - facts.bytes_of_last(plan.resident) - facts.rest_bytes
 
