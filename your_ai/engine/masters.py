@@ -83,8 +83,8 @@ class WholeWeights(Masters, Protocol):
         """Functions that write the files of the checkpoint `target`, by name, or make links to
         those of the last one that did not change; blocks that never changed have none."""
 
-    def restore(self, folder: Path | None) -> None:
-        """Set them to those in a checkpoint; without one, to those of the model's files.
+    def restore(self, folder: Path) -> None:
+        """Set them to those in a checkpoint; blocks without a file to those of the model's files.
 
         Raises UserError if they do not fit.
         """
@@ -139,10 +139,10 @@ class HeldWeights:
         self._changed, self._last = set(), target
         return found
 
-    def restore(self, folder: Path | None) -> None:
+    def restore(self, folder: Path) -> None:
         for file, own in by_file(KIND, self.likes).items():
-            path = None if folder is None else folder / file
-            found = load_arrays(path) if path is not None and path.exists() else {}
+            path = folder / file
+            found = load_arrays(path) if path.exists() else {}
             if found and {name: Like.of(array) for name, array in found.items()} != own:
                 raise UserError(f"{path}: has other arrays than the model")
             for name in own:
@@ -150,7 +150,7 @@ class HeldWeights:
                 self.put({name: array})
                 mx.eval(self.get(name), self.model.get(name))
         self._changed, self._last = set(), folder
-        self._there = set() if folder is None else {p.name for p in folder.glob(f"{KIND}-*")}
+        self._there = {path.name for path in folder.glob(f"{KIND}-*")}
 
     def _from_file(self, name: str) -> mx.array:
         return base_array(self.tensors[name], self.likes[name].dtype)
@@ -196,14 +196,12 @@ class FileWeights:
     def saved(self, target: Path) -> dict[str, Writer]:
         return self.files.saved()
 
-    def restore(self, folder: Path | None) -> None:
-        self.files.clear()
+    def restore(self, folder: Path) -> None:
         self.moved({name: self.tensors[name] for name in self.likes})
-        if folder is not None:
-            try:
-                self.files.restore(folder)
-            except ValueError as error:
-                raise UserError(str(error)) from error
+        try:
+            self.files.restore(folder)
+        except ValueError as error:
+            raise UserError(str(error)) from error
 
 
 def base_array(tensor: FileTensor, dtype: mx.Dtype) -> mx.array:
