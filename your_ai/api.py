@@ -290,9 +290,11 @@ class Run:
     @property
     def adapter(self) -> Path:
         """The folder of the finished adapter, which mlx-lm loads. Raises UserError if none is."""
-        from your_ai.nets.saved_adapter import open_trained
+        from your_ai.nets.saved_adapter import check_is_adapter, open_trained
 
-        return open_trained(str(self.path)).adapter.folder
+        found = open_trained(str(self.path)).adapter
+        check_is_adapter(found)
+        return found.folder
 
     def resume(self, *, show: bool = True, **changes: Any) -> Run:
         """Continue from the last checkpoint; `changes`: settings that may change, as `--resume`."""

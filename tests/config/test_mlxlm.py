@@ -197,6 +197,11 @@ def fresh_network(config: TrainConfig) -> nn.Module:
     return model
 
 
+def test_a_full_fine_tune_trains_whole_weights_of_the_same_blocks():
+    config, _ = ours("{fine_tune_type: full, num_layers: 2, iters: 9}")
+    assert (config.adapter, config.lora_layers, config.lora_targets) == ("full", 2, ("all-linear",))
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_steps_are_the_updates_of_mlx_lm(name):
     config, args = ours(FILES[name])[0], theirs(FILES[name])
@@ -388,7 +393,7 @@ def test_an_own_file_is_not_one_of_mlx_lm():
         ("{iters: 3, grad_accumulation_steps: 4}", "iters: 3 is less than grad_accum"),
         ("{iters: 3, batch_size: []}", r"batch_size: expected a whole number or auto, found \[\]"),
         ("{iters: 3, mask_prompt: 1}", "mask_prompt: expected true or false, found 1"),
-        ("{fine_tune_type: full}", "fine_tune_type: full is not supported; use lora or dora"),
+        ("{fine_tune_type: half}", "fine_tune_type: expected lora or dora or full, found 'half'"),
         ("{num_layers: some}", "num_layers: expected a whole number, -1 for all"),
         ("{lora_parameters: 8}", "lora_parameters: expected `key: value` lines, found 8"),
         ("{lora_parameters: {rank: 8, alpha: 9}}", "scale is missing, .*; mlx-lm does not use alp"),

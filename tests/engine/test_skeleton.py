@@ -80,7 +80,7 @@ def run_block(engine: Staged, index: int) -> Iterator[mx.array]:
     rows = engine.rows_of(batch_of(24), 0)
     before, after = (engine.parts.features(index + place) for place in (0, 1))
     hidden, cotangent = (mx.random.normal((2, 24, f)) for f in (before, after))
-    arrays, own = engine.arrays_at(index), trained_arrays(engine.blocks[index])
+    arrays, own = engine.arrays_at(index)
     program, extras = engine.programs.of(index, rows.shape), rows.extras_of(index)
     out = program.forward(arrays, own, hidden, extras)
     grads, back = program.backward(arrays, own, hidden, extras, cotangent)

@@ -57,7 +57,7 @@ class Trained(NamedTuple):
 def trained(folder: Path, plan: str = "fused", blocks: int = 4, **more: Any) -> Trained:
     config = TrainConfig(lora_layers=blocks, lora_rank=2, lora_targets=("all-linear",), **more)
     training = Training(
-        blocks=blocks, rank=2, targets=config.lora_targets, adapter=config.adapter,
+        blocks=blocks, rank=2, targets=config.lora_targets, adapter=config.adapter_kind,
         optimizer=config.optimizer, optimizer_bits=config.optimizer_bits,
     )  # fmt: skip
     facts, opened = facts_of(folder, mx.float32.size), open_model(folder, mx.float32)

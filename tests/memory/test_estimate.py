@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_map
 
-from tests.conftest import make_model
+from tests.conftest import TINY, make_model
 from tests.memory.test_facts import tensors_in, write_headers
 from your_ai.config import TrainConfig
-from your_ai.config.adapter_facts import DORA, LORA
+from your_ai.config.adapter_facts import DORA, FULL, LORA
 from your_ai.config.optimizers import OPTIMIZERS
 from your_ai.doctor import our_plans
 from your_ai.doctor.contest import Contest, contest_batches, contest_tokens
@@ -44,7 +44,7 @@ from your_ai.memory.estimate import (
     read_bytes,
     weights_bytes,
 )
-from your_ai.memory.estimate_adapters import reduction_bytes
+from your_ai.memory.estimate_adapters import largest_array, optimizer_bytes, reduction_bytes
 from your_ai.memory.estimate_generation import generation_bytes
 from your_ai.memory.estimate_kept import step_cost
 from your_ai.memory.facts import BlockFacts, ModelFacts, facts_of
@@ -307,7 +307,7 @@ def test_adapters_are_those_that_training_adds(tmp_path, architecture, targets, 
     model.add_adapters(network, config)
     found = sum(array.nbytes for array in model.adapter_arrays(network).values())
     training = Training(
-        blocks=2, rank=3, targets=targets, adapter=config.adapter, adapter_dtype=dtype
+        blocks=2, rank=3, targets=targets, adapter=config.adapter_kind, adapter_dtype=dtype
     )
     assert adapter_bytes(facts_of(folder, 4), training) == found
 
@@ -332,6 +332,56 @@ def test_optimizers_hold_what_is_estimated(tiny_model, name, bits):
     workload = Workload(facts=facts, training=training)
     found = estimate(workload, Plan("fused", 64), 1, 64).components
     assert found["optimizer"] == pytest.approx(held, abs=0.1 * found["adapters"])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "v_proj")])
+def test_whole_weights_are_those_that_training_unfreezes(tmp_path, architecture, targets):
+    folder = make_model(tmp_path / "m", architecture, None)
+    network, _ = model.load_network(folder, mx.float32)
+    config = TrainConfig(lora_targets=targets, lora_layers=2, adapter="full")
+    model.add_adapters(network, config)
+    found = [array.size for array in model.adapter_arrays(network).values()]
+    training = Training(blocks=2, rank=1, targets=targets, adapter=config.adapter_kind)
+    facts = facts_of(folder, 4)
+    assert adapter_bytes(facts, training) == 4 * sum(found)
+    assert largest_array(facts, training) == max(found)
+    assert adapter_bytes(facts_of(folder, 2), training) == 2 * sum(found)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_of_whole_weights_hold_what_is_estimated(tmp_path, name):
+    folder = make_model(tmp_path / "m", "qwen2", None, **TINY)
+    network, _ = model.load_network(folder, mx.float32)
+    config = TrainConfig(lora_layers="all", adapter="full", optimizer=name)
+    model.add_adapters(network, config)
+    built = optimizer.build_optimizer(config, network.trainable_parameters())
+    optimizer.make_update(network, built)(
+        HeldGradients(tree_map(mx.ones_like, network.trainable_parameters())), 1.0, 1e-3
+    )
+    arrays = built.states.saved({}).values()
+    training = Training(
+        blocks=3, rank=1, targets=("all-linear",), adapter=config.adapter_kind, optimizer=name
+    )
+    held = sum(array.nbytes for array in arrays if array.ndim)
+    assert optimizer_bytes(facts_of(folder, 4), training) == held
+
+
+@pytest.mark.parametrize(
+    ("dtype", "plan", "held"),
+    [
+        ("float32", "fused", 2),  # float32 masters beside weights in bfloat16
+        ("float32", "streamed", 0),
+        ("bfloat16", "fused", 0),  # the weights are the masters
+    ],
+)
+def test_masters_take_memory_if_their_dtype_is_another(tmp_path, dtype, plan, held):
+    facts = facts_of(make_model(tmp_path / "m", "llama", None, **TINY), 2)
+    training = Training(
+        blocks=3, rank=1, targets=("all-linear",), adapter=FULL, adapter_dtype=dtype
+    )
+    found = estimate(Workload(facts=facts, training=training), Plan(plan, 64), 1, 64).components
+    assert found["adapters"] == held * adapter_bytes(facts, training)
 
 
 # Measured peaks

@@ -176,7 +176,7 @@ def change(folder, where, **settings):
         ("lora_parameters", "keys", "q_proj"), ("lora_parameters", "keys", [1]),
         ("config", "lora_parameters", [1]), ("config", "lora_parameters", None),
         ("config", "num_layers", 1.5), ("config", "num_layers", "many"),
-        ("config", "num_layers", 10**30), ("config", "fine_tune_type", "full"),
+        ("config", "num_layers", 10**30), ("config", "fine_tune_type", "half"),
         ("config", "fine_tune_type", "x\x1b" * 5000), ("config", "step", "3"),
         ("config", "step", -1),
     ],

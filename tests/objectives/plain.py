@@ -132,12 +132,13 @@ def adapted(weight: mx.array, scale: float, adapter: Arrays) -> mx.array:
 
 def with_adapters(weights: Arrays, scale: float, adapters: Arrays) -> Arrays:
     """The weights with those of the adapted layers replaced; adapters: by path, with those of a
-    score head.
+    score head, or trained arrays of the model itself.
     """
     layers: dict[str, Arrays] = {}
-    weights = weights | {path: array for path, array in adapters.items() if path == SCORE_WEIGHT}
+    whole = {n: a for n, a in adapters.items() if n in weights or n == SCORE_WEIGHT}
+    weights = weights | whole
     for path, array in adapters.items():
-        if path == SCORE_WEIGHT:
+        if path in whole:
             continue
         layer, _, part = path.rpartition(".")
         layers.setdefault(layer, {})[part] = array

@@ -25,7 +25,9 @@ from your_ai.engine.gradients import HeldGradients
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.scoring import with_baseline, with_weights
 from your_ai.engine.weights import FileTensor, tensors_of
-from your_ai.memory import sizes
+from your_ai.memory import facts, sizes
+from your_ai.memory.estimate_kept import everything
+from your_ai.memory.workload import NOTHING, Kept
 from your_ai.nets import model
 from your_ai.nets.head import LinearHead, put_score_head
 from your_ai.objectives.dpo import DPO, IPO
@@ -60,13 +62,18 @@ OBJECTIVES: dict[str, Objective] = {
     "reward-scores": ScoreRegression(),
 }
 TEMPERATURES = {"grpo-new": 0.7, "grpo-reverse": 1.5}
-MODELS = {  # architecture, bits, DoRA
+MODELS: dict[str, tuple[str, int | None, bool | None]] = {  # architecture, bits, DoRA
     "llama": ("llama", None, False),
     "llama-dora": ("llama", 4, True),
     "qwen2": ("qwen2", 4, False),
     "qwen2-dora": ("qwen2", None, True),
     "gemma2": ("gemma2", None, False),
     "gemma2-dora": ("gemma2", 4, True),
+}
+WHOLE: dict[str, tuple[str, int | None, bool | None]] = {  # no adapters: their own weights
+    "llama-tied": ("llama", None, None),
+    "qwen2-untied": ("qwen2", None, None),  # with biases
+    "gemma2-tied": ("gemma2", None, None),
 }
 
 
@@ -84,6 +91,8 @@ class Way:
     """Whether texts of a pair may be in different micro-batches."""
     tiled: bool = False
     """Whether rows are cut into tiles, as long ones are."""
+    kept: Kept = NOTHING
+    """What blocks keep for the backward pass."""
 
 
 WAYS = {
@@ -126,7 +135,7 @@ class Made(NamedTuple):
 
     folder: Path
     tensors: dict[str, FileTensor]
-    dora: bool
+    dora: bool | None
     expected: Callable[[str], tuple[float, Arrays]]
     """The name of an objective -> the loss and its gradients by path."""
 
@@ -137,9 +146,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
 
     @cache
     def make(name: str) -> Made:
-        architecture, bits, dora = MODELS[name]
+        architecture, bits, dora = {**MODELS, **WHOLE}[name]
         folder = tmp_path_factory.mktemp("models") / name
-        make_model(folder, architecture, bits, factor=1, **TINY, vocab_size=VOCABULARY)
+        biases = {"mlp_bias": True, "attention_bias": True} if name == "llama-tied" else {}
+        make_model(folder, architecture, bits, factor=1, **TINY, **biases, vocab_size=VOCABULARY)
         base, _ = model.load_network(folder, mx.float32)
         tensors, plain = tensors_of(base, folder), plain_model(base)
 
@@ -162,20 +172,25 @@ def is_reward(objective: str) -> bool:
 
 
 def load(
-    folder: Path, dora: bool, scores: bool = False
+    folder: Path, dora: bool | None, scores: bool = False
 ) -> tuple[nn.Module, model.DropoutKeys, float]:
-    """A network with random adapters, and the scale of their products; scores: a score head."""
+    """A network with random adapters, and the scale of their products; scores: a score head.
+
+    dora: None for no adapters.
+    """
     config = TrainConfig(
-        lora_layers=2, lora_targets=("all-linear",), lora_rank=4, lora_alpha=8.0, use_dora=dora
-    )
+        lora_layers=2, lora_targets=("all-linear",), lora_rank=4, lora_alpha=8.0,
+        use_dora=bool(dora), adapter="full" if dora is None else "lora",
+    )  # fmt: skip
     network, _ = model.load_network(folder, mx.float32)
     keys = model.add_adapters(network, config).dropout_keys
     if scores:
         put_score_head(network, network.args.hidden_size, seed=3)
     mx.random.seed(1)  # lora_b is initially zero, which would make half the gradients zero
-    network.update(
-        tree_map(lambda p: p + 0.05 * mx.random.normal(p.shape), network.trainable_parameters())
-    )
+    if dora is not None:
+        network.update(
+            tree_map(lambda p: p + 0.05 * mx.random.normal(p.shape), network.trainable_parameters())
+        )
     mx.eval(network.trainable_parameters())
     return network, keys, model.lora_scale(config, config.lora_rank, config.lora_alpha)
 
@@ -229,6 +244,7 @@ def computed(name: str, made: Made, way: Way) -> tuple[list[float], Arrays]:
         make_store=(lambda _: MemoryStore()) if way.cached else None,
         objective=objective,
         temperature=TEMPERATURES.get(name, 1.0),
+        kept=way.kept,
     )
     assert (built.plan, built.notices) == (way.plan, ())
     examples, engine = make_examples(name), built.engine
@@ -258,6 +274,32 @@ def computed(name: str, made: Made, way: Way) -> tuple[list[float], Arrays]:
         sums = accumulate(engine, batches, 1 / denominator, 0, total)
         losses = [sums.loss, sum(engine.loss(batch).loss.item() for batch in batches)]
     return [loss / denominator for loss in losses], total.arrays
+
+
+WHOLE_WAYS = {
+    **{way: WAYS[way] for way in ("fused", "tiled", "streamed", "packed", "split")},
+    "kept": Way(plan="staged", kept=everything(99)),
+    "kept and streamed": Way(plan="streamed", kept=Kept(1, 2, 0)),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("way", WHOLE_WAYS)
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+def test_gradients_of_whole_weights_are_those_of_a_plain_reading(
+    made, monkeypatch, objective, way, name
+):
+    """Of linear weights, biases and norms; with MLPs cut into slices."""
+    monkeypatch.setattr(facts, "FEWEST_FEATURES", 32)
+    monkeypatch.setattr(facts, "SLICE_STEP", 32)
+    if WHOLE_WAYS[way].tiled:
+        for size in ("TILED_FROM", "TILE_TOKENS", "FEWEST_TILE_TOKENS"):
+            monkeypatch.setattr(sizes, size, 16)
+    losses, grads = computed(objective, made(name), WHOLE_WAYS[way])
+    expected_loss, expected_grads = made(name).expected(objective)
+    assert losses == pytest.approx([expected_loss] * len(losses), rel=TOLERANCE)
+    assert any(path.endswith("norm.weight") for path in grads)
+    assert_gradients(grads, expected_grads)
 
 
 @pytest.mark.parametrize(("objective", "way", "name"), cases())

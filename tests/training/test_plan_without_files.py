@@ -210,3 +210,17 @@ def test_texts_go_together_as_the_objective_wants(objective):
 @pytest.mark.parametrize("objective", ["dpo", "kto", "grpo", "reward"])
 def test_other_objectives_have_plans_too(objective):
     assert planned(model="llama-1b", objective=objective).choice.option.needed_bytes > 0
+
+
+def test_an_8b_shape_with_its_whole_weights_fits_into_12_gb(config_json):
+    """Its weights in bfloat16, their float32 masters, gradients and Adam's states on disk."""
+    config = config_json(**SHAPES["llama-3.1-8b"])
+    settings = {"model": str(config), "adapter": "full", "dtype": "bfloat16", "max_memory": 12.0}
+    option = planned(seq_len=512, **settings).choice.option
+    assert (option.plan.engine, option.plan.spill) == ("streamed", True)
+    assert option.needed_bytes < 12e9
+
+
+def test_whole_weights_of_a_quantized_model_are_not_planned():
+    with pytest.raises(UserError, match=r"--adapter full: llama-8b is quantized"):
+        planned(model="llama-8b", adapter="full")

@@ -89,6 +89,8 @@ def train(
         settings = new_run.resolve(flags, config, on_note=echo_note)
     fetch_data(settings, console, yes)
     settings = check(settings, detach)
+    if yes and settings.adapter_kind.is_whole:
+        settings = dataclasses.replace(settings, heavy_writes=True)
     find_or_fetch(settings.model, console, yes)
     new = resume is None
     if new:

@@ -33,6 +33,7 @@ REFUSED = {  # settings that a tune cannot have, with the reason
     "supervise": "each trial trains in its own processes",
     "keep_best": "the value of a trial is its best validation",
     "best_metric": "the value of a trial is its best validation",
+    "adapter": "a tune searches the settings of adapters",
 }
 
 

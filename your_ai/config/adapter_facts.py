@@ -1,7 +1,8 @@
 """The kinds of adapters, as far as they can be told without MLX.
 
 A kind has two matrices for each adapted layer, A (inputs, rank) and B (rank, outputs), and maybe
-vectors. `nets/adapter_kinds.py` has the layers of each kind.
+vectors; or none, if the weights themselves are trained. `nets/adapter_kinds.py` has the layers of
+each kind.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ class AdapterFacts:
     each layer, kept until the adapter changes."""
     adapts_experts: bool = True
     """Whether it has layers for routed experts."""
+    is_whole: bool = False
+    """Whether it adds no layers, but trains the weights of the model. The result is a model."""
 
     @property
     def is_sum(self) -> bool:
         """True if the adapter only adds a product of A and B to the weight. Only then can it be
         merged with others, or added by llama.cpp."""
-        return not self.vectors
+        return not (self.vectors or self.is_whole)
 
 
 LORA = AdapterFacts(name="lora", title="LoRA")
@@ -46,7 +49,8 @@ DORA = AdapterFacts(
     has_norms=True,
     adapts_experts=False,
 )
-FACTS = {facts.name: facts for facts in (LORA, DORA)}
+FULL = AdapterFacts(name="full", title="whole weights", is_whole=True)
+FACTS = {facts.name: facts for facts in (LORA, DORA)}  # those that are added to a model
 MATRICES = ("lora_a", "lora_b")
 VECTORS = tuple(name for facts in FACTS.values() for name in facts.vectors)
 TITLES = " or ".join(facts.title for facts in FACTS.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from your_ai.config.adapter_starts import LOFTQ, starting_of
@@ -37,6 +38,24 @@ NOT_WITH_ROLLOUTS: dict[str, tuple[Any, str]] = {
     "too_long": ("error", "prompts are not shortened; leave long ones out"),
     "best_metric": ("loss", "the best validation is the one with the highest reward"),
 }
+# Settings that do not fit --adapter full, with the only value allowed.
+NOT_WITH_WHOLE: dict[str, tuple[Any, str]] = {
+    "use_dora": (False, "it trains the weights themselves; leave one of them out"),
+    "qat": ("", "only adapters are trained under the rounding of the result"),
+    "lora_dropout": (0.0, "there are no adapters, on whose input dropout is"),
+    "loraplus_ratio": (1.0, "there is no matrix B"),
+    "from_adapter": ("", "fuse that adapter first, and start from the model: your_ai fuse"),
+    "prefix_cache": ("off", "it is made for adapters; leave it out"),
+    "quantize": (None, "only the weights of a model that is not quantized can be trained"),
+    "reload_interval": (0, "no frozen weights of adapted layers are there to be read again"),
+    "push_to": ("", "the result is a model; push its folder yourself"),
+    "train": ("", "only blocks are trained so; train embeddings and heads beside adapters"),
+    "add_tokens": ("", "only blocks are trained so; add tokens beside adapters"),
+    "add_special_tokens": ("", "only blocks are trained so; add tokens beside adapters"),
+    "init": ("", "there are no adapters"),
+}
+WITHOUT_LAYERS = ("lora_rank", "lora_alpha", "use_rslora")  # have no meaning with --adapter full
+WHOLE_OBJECTIVES = (SFT, "dpo", "ipo", "simpo", "orpo", "kto")
 
 
 def check(config: TrainConfig) -> None:
@@ -47,6 +66,12 @@ def check(config: TrainConfig) -> None:
         if kind in (str, tuple[str, ...]):
             check_texts(name, (value,) if kind is str else value)
     check_adapters(config)
+    if config.adapter_kind.is_whole:
+        check_whole(config)
+    elif config.blocks_per_period is not None:
+        raise UserError("--blocks-per-period: only works with --adapter full")
+    if config.blocks_per_period is None and not has_default(config, "period"):
+        raise UserError("--period: only works with --blocks-per-period")
     check_optimizer(config)
     check_objective(config)
     check_schedule(config)
@@ -147,6 +172,27 @@ def check_init(config: TrainConfig) -> None:
         )
     if config.has_ranks:
         raise UserError("--init: is not supported with several processes; train with one")
+
+
+def check_whole(config: TrainConfig) -> None:
+    """Raise UserError for settings that do not fit the training of whole weights."""
+    for name, (value, reason) in NOT_WITH_WHOLE.items():
+        if getattr(config, name) != value:
+            raise UserError(f"{flag(name)}: not supported with --adapter full: {reason}")
+    if config.objective not in WHOLE_OBJECTIVES:
+        raise UserError(
+            f"--adapter full: not supported with --objective {config.objective}; use adapters, or "
+            f"one of {', '.join(WHOLE_OBJECTIVES)}"
+        )
+    if config.has_ranks:
+        raise UserError("--adapter full: trains in one process; leave --processes and --hosts out")
+
+
+def check_given(config: TrainConfig, given: Iterable[str]) -> None:
+    """Raise UserError if the user gave a setting of adapters for a run that has none."""
+    unused = sorted(set(given) & {*WITHOUT_LAYERS})
+    if config.adapter_kind.is_whole and unused:
+        raise UserError(f"{flag(unused[0])}: --adapter full adds no layers; leave it out")
 
 
 def check_optimizer(config: TrainConfig) -> None:

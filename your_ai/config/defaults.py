@@ -111,6 +111,8 @@ def adapters(config: TrainConfig, blocks: int) -> Iterator[tuple[int, int]]:
     """
     default = ByLayer.of(config.lora_rank).default
     ranks = RANKS if isinstance(default, str) else (int(default),)
+    if config.adapter_kind.is_whole:  # which have no rank
+        ranks = ranks[:1]
     count = config.lora_layers
     if count is None:
         count = min(OLD_LAYERS, blocks)
@@ -171,11 +173,18 @@ def words(
     lines = [f"chosen for {counted(rows, 'training row')}: {', '.join(length)}"] if length else []
     size, full = largest(chosen, blocks), largest(asked, blocks)
     if size != full:
+        in_words = whole_text if chosen.adapter_kind.is_whole else adapters_text
         lines.append(
-            f"chosen for a limit of {limit}: {adapters_text(*size, blocks)}, because no plan fits "
-            f"with {adapters_text(*full, blocks)}"
+            f"chosen for a limit of {limit}: {in_words(*size, blocks)}, because no plan fits with "
+            f"{in_words(*full, blocks)}"
         )
     return lines
+
+
+def whole_text(rank: object, count: int, blocks: int) -> str:
+    """The blocks whose weights are trained; rank: not used."""
+    which = "all" if count == blocks else f"the last {count} of"
+    return f"the weights of {which} {counted(blocks, 'block')}"
 
 
 def adapters_text(rank: object, count: int, blocks: int) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from your_ai.config.adapter_facts import FACTS, chosen_by, settings_choosing
+from your_ai.config.adapter_facts import FACTS, FULL, chosen_by, settings_choosing
 from your_ai.config.names import FOLDER, NONE, flag
 from your_ai.config.optimizers import OPTIMIZERS
 from your_ai.config.setting import LARGEST
@@ -385,16 +385,18 @@ def num_layers(file: MlxlmFile) -> dict[str, Any]:
 
 def fine_tune_type(file: MlxlmFile) -> dict[str, Any]:
     kind = file.value("fine_tune_type")
-    if kind == "full":
-        raise file.error("fine_tune_type", f"full is not supported; use {' or '.join(FACTS)}")
+    if kind == FULL.name:
+        return {"adapter": kind}
     if kind not in list(FACTS):  # it may be of a type that a dict cannot look up
-        known = " or ".join(FACTS)
+        known = " or ".join((*FACTS, FULL.name))
         raise file.error("fine_tune_type", f"expected {known}, found {quoted(kind)}")
     return settings_choosing(FACTS[kind])
 
 
 def lora_parameters(file: MlxlmFile) -> dict[str, Any]:
     label = "lora_parameters"
+    if file.value("fine_tune_type") == FULL.name:  # mlx-lm does not read them either
+        return {}
     known = ("rank", "scale", "dropout", "keys", "alpha")
     found = file.mapping(file.value(label), label, known)
     for name in ("rank", "scale", "dropout"):

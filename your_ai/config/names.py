@@ -12,7 +12,8 @@ OLD_LAYERS = 4  # what --lora-layers None means in the settings of old runs
 # that is trained through its own sampled tokens.
 SFT, GRPO, REWARD, SOFT = "sft", "grpo", "reward", "soft"
 GENERATING = (GRPO, SOFT)  # their steps train completions that the model samples itself
-PREFERENCE_LEARNING_RATE = 2e-5  # the default of other objectives; docs/objectives.md says why
+# The default of other objectives, and of whole weights; docs/objectives.md says why
+SMALLER_LEARNING_RATE = 2e-5
 LEARNING_RATES = {REWARD: 1e-4}  # of objectives with a default of their own
 RANK_WAYS = ("processes", "hosts", "hostfile")  # each starts several processes; a run has one
 LOSS, EXACT_MATCH = "loss", "exact_match"  # values of --best-metric

@@ -13,8 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from your_ai.config.adapter_facts import FULL
 from your_ai.config.by_layer import ByLayer
-from your_ai.config.checks import in_effect
+from your_ai.config.checks import check_given, in_effect
 from your_ai.config.mlxlm import is_mlxlm, translated
 from your_ai.config.names import (
     ALL_LINEAR,
@@ -24,9 +25,9 @@ from your_ai.config.names import (
     FOLDER,
     LEARNING_RATES,
     NONE,
-    PREFERENCE_LEARNING_RATE,
     RANK_WAYS,
     SFT,
+    SMALLER_LEARNING_RATE,
     flag,
 )
 from your_ai.config.setting import check_used
@@ -193,9 +194,10 @@ def resolve(
             # as if it had been named, so that its adapter decides what the others do
             return resolve(flags, name, needs_data, on_note, settings_of_adapter)
         settings = demo | settings
-    rate = default_of("learning_rate", settings.get("objective", SFT))
+    rate = default_of("learning_rate", settings)
     config = build({"learning_rate": rate} | settings, "settings")
     check_used(ABOUT, given, config.objective)
+    check_given(config, given)
     if needs_data and not config.data:
         raise UserError(
             "--data is missing: give a file (.jsonl, .csv, .parquet ...), or a folder with "
@@ -399,7 +401,7 @@ def commented_yaml(chosen: Mapping[str, Any]) -> str:
     parts = [HEADER]
     parts += [f"\n{explained(name)}{line_of(name, value)}" for name, value in chosen.items()]
     parts.append(OTHERS)
-    parts += [f"\n{explained(n)}#{line_of(n, default_of(n, objective))}" for n in others]
+    parts += [f"\n{explained(n)}#{line_of(n, default_of(n, chosen))}" for n in others]
     return "".join(parts)
 
 
@@ -407,9 +409,10 @@ def explained(name: str) -> str:
     return f"# {ABOUT[name].help}\n"
 
 
-def default_of(name: str, objective: str) -> Any:
-    if name == "learning_rate" and objective != SFT:
-        return LEARNING_RATES.get(objective, PREFERENCE_LEARNING_RATE)
+def default_of(name: str, settings: Mapping[str, Any]) -> Any:
+    objective, whole = settings.get("objective", SFT), settings.get("adapter") == FULL.name
+    if name == "learning_rate" and (objective != SFT or whole):
+        return LEARNING_RATES.get(objective, SMALLER_LEARNING_RATE)
     return FIELDS[name].default
 
 

@@ -13,7 +13,7 @@ import typing
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from your_ai.config.adapter_facts import DORA, LORA, AdapterFacts
+from your_ai.config.adapter_facts import DORA, FULL, LORA, AdapterFacts
 from your_ai.config.by_layer import LayerText
 from your_ai.config.checks import check
 from your_ai.config.names import AUTO, FOLDER, GENERATING, GRPO, LOSS, REWARD, SFT, SOFT
@@ -227,7 +227,8 @@ class OptimizationSettings:
     )
     learning_rate: float = setting(
         2e-4,
-        "Peak learning rate; if not given, 1e-4 for reward and 2e-5 for others but sft.",
+        "Peak learning rate; if not given, 1e-4 for reward, and 2e-5 for others but sft and with "
+        "--adapter full.",
         bounds=Bounds(0, LARGEST, above=True),
         in_card=True,
         tool=Tool("Peak learning rate.", Bounds(0, above=True)),
@@ -536,10 +537,32 @@ class ObjectiveSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSettings:
-    """The adapter that is added to the model."""
+    """The adapter that is added to the model, or the weights that are trained without one."""
 
     PANEL: ClassVar[str] = "Adapters"
 
+    adapter: Literal["lora", "full"] = setting(
+        "lora",
+        "What is trained: adapters (lora), or the weights of the blocks themselves (full), of a "
+        "model that is not quantized; the result is then a model.",
+        before="lora",
+        in_card=True,
+    )
+    blocks_per_period: int | None = setting(
+        None,
+        "With --adapter full, train this many blocks at a time, chosen at random until all had "
+        "their turn (BAdam): only their gradients and optimizer states exist; default: all.",
+        bounds=Bounds(1, LARGEST),
+        before=None,
+        in_card=True,
+    )
+    period: int = setting(
+        50,
+        "Steps after which other blocks are trained, with --blocks-per-period.",
+        bounds=Bounds(1, LARGEST),
+        before=50,
+        in_card=True,
+    )
     lora_rank: int | Literal["auto"] | LayerText = setting(
         AUTO,
         "Rank of the adapters; auto: 16, or 8 or 4 if no plan fits into the memory limit. By layer "
@@ -567,15 +590,16 @@ class AdapterSettings:
     )
     lora_layers: int | Literal["all", "auto"] | None = setting(
         AUTO,
-        "Number of last blocks to adapt, or all; auto: all, or fewer if not even rank 4 fits into "
-        "the memory limit.",
+        "Number of last blocks to adapt or train, or all; auto: all, or fewer if not even rank 4 "
+        "fits into the memory limit.",
         in_card=True,
         of_adapter=True,
         mlxlm="num_layers",
     )
     lora_targets: tuple[str, ...] = setting(
         ("all-linear",),
-        "Layers to adapt, separated by commas, or all-linear.",
+        "Layers to adapt, separated by commas, or all-linear; with --adapter full, all-linear is "
+        "all arrays of a block.",
         agents="text",
         in_card=True,
         of_adapter=True,
@@ -645,8 +669,8 @@ class AdapterSettings:
     )
     adapter_dtype: Literal["float32", "bfloat16"] = setting(
         "float32",
-        "Data type of the adapters' matrices and their gradients. bfloat16: half of their memory; "
-        "each new value is rounded at random.",
+        "Data type of the adapters' matrices and their gradients, or in which whole weights are "
+        "updated. bfloat16: half of their memory; each new value is rounded at random.",
         before="float32",
     )
 
@@ -665,6 +689,13 @@ class MemorySettings:
     )
     force: bool = changeable(
         False, "Allow a --max-memory above the machine's memory.", agents="refused"
+    )
+    heavy_writes: bool = changeable(
+        False,
+        "Allow --adapter full to write more than a tenth of what its disk usually bears; so does "
+        "--yes.",
+        before=False,
+        agents="refused",
     )
     reload_interval: int = changeable(
         0,
@@ -829,8 +860,10 @@ class TrainConfig(
         return bool(self.from_adapter or self.init)
 
     @property
-    def adapter(self) -> AdapterFacts:
+    def adapter_kind(self) -> AdapterFacts:
         """The kind of the adapters that are trained."""
+        if self.adapter == FULL.name:
+            return FULL
         return DORA if self.use_dora else LORA
 
     @property

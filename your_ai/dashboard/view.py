@@ -246,7 +246,8 @@ def summary(state: ViewState, run: str, events_shown: bool = True) -> list[Rende
         parts.append(advice)
     step = finished.adapter_step
     which = "" if step in (None, finished.step) else f" (of step {step}, the best)"
-    parts.append(f"adapter: {finished.adapter}{which}")
+    kind = "model" if trains_weights(state) else "adapter"
+    parts.append(f"{kind}: {finished.adapter}{which}")
     parts += [next_line(state, run), *reward_lines(state), *judge_lines(state)]
     if state.match_after is not None:
         parts.append(match_text(state.match_before, state.match_after))
@@ -281,9 +282,15 @@ def next_line(state: ViewState, run: str) -> str:
     has_rows = state.validation is not None or state.match_after is not None
     data = "" if has_rows else " --data FILE"  # held-out rows, or others
     has_answers = state.started is None or state.started.has_answers
-    evaluate = f"; evaluate it: your_ai eval {run}{data}" if has_answers else ""
+    compares = has_answers and not trains_weights(state)
+    evaluate = f"; evaluate it: your_ai eval {run}{data}" if compares else ""
     is_reward = state.started is not None and state.started.is_reward_model
     return f"try it: your_ai {f'score {run} FILE' if is_reward else f'chat {run}'}{evaluate}"
+
+
+def trains_weights(state: ViewState) -> bool:
+    """Return whether the result of the run is a model, and no adapter."""
+    return state.started is not None and state.started.trains_weights
 
 
 def result_lines(state: ViewState) -> list[str]:

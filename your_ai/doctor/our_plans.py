@@ -67,7 +67,14 @@ from your_ai.training.reference import computed
 from your_ai.training.rollouts import keep_first_adapters
 from your_ai.training.run_data import RunData
 from your_ai.training.train import Loop, source_of, train_step
-from your_ai.training.trainer import Beside, Trainer, add_adapters, build, graphs_within
+from your_ai.training.trainer import (
+    Beside,
+    Trainer,
+    add_adapters,
+    build,
+    graphs_within,
+    whole_weights,
+)
 
 MLX_ROOM = "@"
 SHORT = ("unpacked", "packed")
@@ -202,6 +209,8 @@ def prepare_ours(
             job.config, trained, folder.path if plan.states_on_disk else None
         ),
         gradients=gradients_in(folder.path if plan.gradients_on_disk else None),
+        whole=whole_weights(job.config, opened, built.engine, plan, folder.path),
+        periods=None,
         depends_on=start,
         schedule=job.schedule,
         valid=None,
@@ -238,7 +247,7 @@ def contest_loop(trainer: Trainer, folder: RunFolder) -> Loop:
     governor = Governor(trainer, policy, probe.Sampler(), log, corrections, Watch())
     keep_first_adapters(trainer, folder, 0)
     factors = optimizer.rate_factors(trainer.config, trainer.model)
-    update = optimizer.make_update(trainer.model, trainer.optimizer, factors)
+    update = optimizer.make_update(trainer.model, trainer.optimizer, factors, trainer.masters)
     source = source_of(trainer, folder, log, stop)
     return Loop(folder, trainer, source, governor, update, log, stop, stop)
 

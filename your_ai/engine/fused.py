@@ -148,7 +148,10 @@ def fused_engine(
     def score(batch: Batch) -> tuple[mx.array, mx.array]:
         return run(losses_and_predictions, batch)
 
-    return Engine(objective, gradients, loss, log_probabilities, predictions, score, graphs.drop)
+    return Engine(
+        objective, gradients, loss, log_probabilities, predictions, score, graphs.drop,
+        refocus=graphs.drop,
+    )  # fmt: skip
 
 
 def _inputs(batch: Batch) -> Inputs:

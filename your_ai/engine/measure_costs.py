@@ -29,7 +29,7 @@ from your_ai.data.batches import MULTIPLE, Batch, make_schedule
 from your_ai.data.examples import Examples, RowCounts
 from your_ai.engine.gradients import SpilledGradients
 from your_ai.engine.kept import Keeps
-from your_ai.engine.programs import Extras, trained_arrays
+from your_ai.engine.programs import Extras
 from your_ai.engine.skeleton import SLICES, FewRows, MadeWeights, engine_of, rows_of_vocabulary
 from your_ai.engine.staged import BatchRows, FusedAboveCache, Staged
 from your_ai.engine.tiles import TiledBlock
@@ -307,7 +307,7 @@ def costs_of(
     assert isinstance(staged.weights, MadeWeights)
     fused.weights = staged.weights
     with staged.weights.of(index):
-        arrays, own = staged.arrays_at(index), trained_arrays(staged.blocks[index])
+        arrays, own = staged.arrays_at(index)
         mx.eval(arrays, own)
         block = MeasuredBlock(
             staged, fused, index, guess, room, workload.packed, arrays, own,

@@ -105,12 +105,14 @@ class SlicedMLP(nn.Module):
                 given = [x, *of(part, trained), cotangent]
                 *given, now = mx.depends(given, done)
                 _, more = mx.vjp(function, given, [now])
-                done = [
+                found = [
                     gathered(name, grad, new, part, inner)
                     for name, grad, new in zip(every, grads, more, strict=True)
                 ]
-                grads = [*done]
-            return tuple(g.astype(primal.dtype) for g, primal in zip(done, primals, strict=True))
+                grads = [*found]
+                # An array for which other operations wait would be copied when it is filled.
+                done = [g for name, g in zip(every, found, strict=True) if not is_weight(name)]
+            return tuple(g.astype(primal.dtype) for g, primal in zip(found, primals, strict=True))
 
         return forward(x, *(arrays[name] for name in names))
 
@@ -207,7 +209,7 @@ def cut(arrays: Arrays, part: slice, inner: int) -> Arrays:
     for path, array in arrays.items():
         axis = axis_of(path)
         if axis is None:
-            later = path.startswith(OUTWARD) and path.endswith(".bias") and part.start > 0
+            later = is_bias_of_sum(path) and part.start > 0
             found[path] = mx.zeros_like(array) if later else array
             continue
         here = of_features(array.shape[axis], part, inner)
@@ -216,6 +218,16 @@ def cut(arrays: Arrays, part: slice, inner: int) -> Arrays:
         is_packed = f"{path.rpartition('.')[0]}.scales" in arrays
         found[path] = mx.contiguous(cut_out) if is_packed else cut_out
     return found
+
+
+def is_weight(path: str) -> bool:
+    """Return whether an array of an MLP is a whole weight."""
+    return path.endswith(".weight")
+
+
+def is_bias_of_sum(path: str) -> bool:
+    """Return whether an array of an MLP is the bias that is added to the sum over its slices."""
+    return path.startswith(OUTWARD) and path.endswith(".bias")
 
 
 def of_features(width: int, part: slice, inner: int) -> slice:
@@ -244,7 +256,9 @@ def gathered(
     axis = axis_of(path)
     if axis is None:
         grad = grad.astype(mx.float32) if path else grad
-        return grad if before is None else before + grad
+        if before is None or is_bias_of_sum(path):  # which is added once, with the first slice
+            return grad if before is None else before
+        return before + grad
     assert before is not None
     before[(slice(None),) * axis + (of_features(before.shape[axis], part, inner),)] = grad
     return before

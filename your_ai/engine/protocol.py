@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 
 from your_ai.data.batches import Batch
 from your_ai.engine.gradients import Gradients
+from your_ai.engine.weights import FileTensor
 from your_ai.memory.workload import KeptAt
 from your_ai.nets.mlx_types import Arrays
 from your_ai.objectives.objective import Objective, Sums
@@ -51,6 +52,10 @@ class Engine:
     waited: Callable[[], float | None] = lambda: None
     """Seconds in which a streamed engine waited for its weights since the last call; None if the
     weights of all blocks are in memory."""
+    moved: Callable[[Mapping[str, FileTensor]], None] = lambda _: None
+    """Read trained parameters, by name, from other files from now on; of a streamed engine."""
+    refocus: Callable[[], None] = lambda: None
+    """Compute gradients of the parameters that can be trained now, which are of other blocks."""
     by_block: Callable[[Batch, float, int, Callable[[Arrays], None]], Sums] | None = None
     """Like `gradients`, but calls a function with the gradients of each block, by the names of
     their parameters, as soon as they are there; None if they are there all at once."""

@@ -7,7 +7,7 @@ Shapes: B rows, T tokens per row, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -36,7 +36,7 @@ from your_ai.engine.protocol import Engine
 from your_ai.engine.spill import Inputs, Stack
 from your_ai.engine.tiled_head import TargetPart, in_order, target_parts
 from your_ai.engine.tiles import TiledBlock, TiledBlocks, cut, joined, settings_of
-from your_ai.engine.weights import Streamed, streams_vocabulary
+from your_ai.engine.weights import FileTensor, Streamed, streams_vocabulary
 from your_ai.memory.sizes import tiles_of
 from your_ai.memory.workload import NOTHING, Kept, KeptAt
 from your_ai.nets.adapter_kinds import normed_layers, norms_of
@@ -44,7 +44,7 @@ from your_ai.nets.head import Head, LinearHead, ScoreHead, put_in, trained_in
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import DropoutKeys, KeyedDropout, TokenKeys
 from your_ai.nets.neftune import Neftune, noise_added
-from your_ai.nets.parts import Parts
+from your_ai.nets.parts import Parts, structure
 from your_ai.nets.vocabulary import trained_layers
 from your_ai.objectives.objective import Objective, Scores, Sums, Targets
 
@@ -148,13 +148,10 @@ class Staged:
         names = {id(module): name for name, module in model.named_modules()}
         self.names = [names[id(block)] for block in model.layers]
         self.normed = [normed_layers(block) for block in self.blocks]
-        self.first = 0 if self.embeddings else first_trained(self.blocks)
-        self.frozen = range(self.first)
-        self.trained: Sequence[int] = range(self.first, len(self.blocks))
+        self.focus()
         self.keep(lambda rows, tokens: kept)
         self.reads_files = streams_vocabulary(model)
         self.has_dropout = any(isinstance(module, KeyedDropout) for module in model.modules())
-        self.features = parts.features(self.first)
         self.dtype = parts.embed(mx.zeros((1, 1), mx.int32)).dtype
         self.head = finished(parts, head)
         self.state: list[Any] = [parts.outside]
@@ -174,12 +171,30 @@ class Staged:
         fill = self.fill if ahead else None
         engine = Engine(
             self.objective, self.gradients, self.loss, self.log_probabilities, self.predictions,
-            self.score, self.graphs.drop, fill, self.keep, by_block=self.gradients_by_block,
+            self.score, self.graphs.drop, fill, self.keep, refocus=self.refocus,
+            by_block=self.gradients_by_block,
         )  # fmt: skip
         if not isinstance(self.weights, Streamed):
             return engine
         read = self.weights
-        return replace(engine, hold=read.hold, forget=read.forget, waited=read.clock.take)
+        return replace(
+            engine, hold=read.hold, forget=read.forget, waited=read.clock.take, moved=self.moved
+        )
+
+    def focus(self) -> None:
+        """Note which blocks gradients pass through: those from the first that is trained, or all if
+        the embedding is."""
+        self.first = 0 if self.embeddings else first_trained(self.blocks)
+        self.frozen = range(self.first)
+        self.trained: Sequence[int] = range(self.first, len(self.blocks))
+        self.features = self.parts.features(self.first)
+
+    def refocus(self) -> None:
+        """The same after other blocks can be trained. Their programs are other ones, too."""
+        self.focus()
+        self.graphs.drop()
+        kinds = [structure(block) for block in self.blocks]
+        self.programs.kinds[:] = kinds  # which the tiled blocks share
 
     def keep(self, kept_at: KeptAt) -> None:
         """Set what blocks keep, by the shape of a micro-batch."""
@@ -214,7 +229,7 @@ class Staged:
             add(of_head)
         of_head = {}
         for index in reversed(self.trained):
-            arrays, trained = self.arrays_at(index), trained_arrays(self.blocks[index])
+            arrays, trained = self.arrays_at(index)
             self.weights.ahead(reversed(range(self.first, index)))
             lowest = index == self.first and not self.embeddings
             given: tuple[Any, ...]
@@ -237,7 +252,7 @@ class Staged:
                     grads, cotangent = program.backward(*given)
                 cotangents = [cotangent]
                 del cotangent
-            del arrays, given
+            del arrays, trained, given
             mx.eval(grads, cotangents)
             grads = self._named(index, grads)
             add(grads)
@@ -454,9 +469,8 @@ class Staged:
         """
         self.weights.ahead(which)
         for index in which:
-            arrays = self.arrays_at(index)
+            arrays, trained = self.arrays_at(index)
             self.weights.ahead(range(index + 1, which[-1] + 1))
-            trained = trained_arrays(self.blocks[index])
             for tiles, rows in zip(hidden, every, strict=True):
                 extras = rows.extras_of(index)
                 keep = keeps[index] if kept is not None else Keeps()
@@ -482,8 +496,8 @@ class Staged:
                 mx.eval(result)
                 del result
             if saved is not None and index == which[-1]:
-                self.weights.again(index, arrays)  # the backward pass begins with it
-            del arrays
+                self.weights.again(index, arrays | trained)  # the backward pass begins with it
+            del arrays, trained
 
     def _tiled(
         self, index: int, rows: BatchRows, arrays: Arrays, trained: Arrays, keeps: Keeps
@@ -494,10 +508,19 @@ class Staged:
             return None
         return self.tiled.of(index, rows.shape, arrays, trained)
 
-    def arrays_at(self, index: int) -> Arrays:
-        """The frozen weights of block `index`, and the norms of its adapted layers."""
-        arrays = self.weights.read(index)
-        return arrays | norms_of(self.normed[index], arrays)
+    def arrays_at(self, index: int) -> tuple[Arrays, Arrays]:
+        """The frozen weights of block `index` with the norms of its adapted layers, and its trained
+        arrays: those of the model, unless they are read like frozen ones."""
+        arrays, trained = dict(self.weights.read(index)), trained_arrays(self.blocks[index])
+        trained = {name: arrays.pop(name, array) for name, array in trained.items()}
+        return arrays | norms_of(self.normed[index], arrays), trained
+
+    def moved(self, tensors: Mapping[str, FileTensor]) -> None:
+        """Read trained arrays, by their names in the model, from other files from now on."""
+        if isinstance(self.weights, Streamed):
+            for index, name in enumerate(self.names):
+                own = {n: t for n, t in tensors.items() if n.startswith(f"{name}.")}
+                self.weights.move(index, {n.removeprefix(f"{name}."): t for n, t in own.items()})
 
     def rows_of(self, batch: Batch, step_seed: int | None = None) -> BatchRows:
         """The rows of a batch; step_seed: the seed of dropout and noise, None outside training."""
@@ -559,7 +582,7 @@ class FusedAboveCache(Staged):
         rows = self.rows_of(batch, step_seed)
         hidden = joined(self._below(batch, rows))
         trained = [trained_arrays(self.blocks[index]) for index in self.trained]
-        frozen = [self.arrays_at(index) for index in self.trained]
+        frozen = [self.arrays_at(index)[0] for index in self.trained]
         factor = mx.array(scale, mx.float32)
         function = partial(self.trained_gradients, rows.shape)
         run = self.graphs.get(

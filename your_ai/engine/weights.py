@@ -39,7 +39,7 @@ from your_ai.nets.adapter_kinds import compute_magnitudes
 from your_ai.nets.head import HeadRows, HeadSlice, LinearHead, part_of
 from your_ai.nets.mlx_types import Arrays, load_arrays, memory_of
 from your_ai.nets.model import EXPERTS, load_network
-from your_ai.nets.parts import arrays_of, put
+from your_ai.nets.parts import arrays_of, put, stand_ins
 from your_ai.nets.rounding import dense
 from your_ai.nets.split import StandIn, blocks_path, module_at
 from your_ai.nets.tokenizer import open_tokenizer
@@ -316,7 +316,8 @@ class Streamed:
             self._hint(index)
 
     def again(self, index: int, arrays: Arrays) -> None:
-        self._ahead = {index: arrays}
+        own = self.files[index].keys() | self.rest[index].keys()
+        self._ahead = {index: {name: array for name, array in arrays.items() if name in own}}
 
     def hold(self, resident: int, blocks_ahead: int) -> None:
         """From now on, keep this many blocks in memory, and read this many ahead."""
@@ -334,6 +335,17 @@ class Streamed:
         )
         self._held, self._ahead = {}, {}
         return freed
+
+    def move(self, index: int, tensors: dict[str, FileTensor]) -> None:
+        """From now on, read some arrays of a block from these files, which may have replaced others
+        of the same name."""
+        if tensors:
+            self.files[index] |= tensors
+            self._held.pop(index, None)
+            self._ahead.pop(index, None)
+            for file in {tensor.file for tensor in tensors.values()}:
+                self._lazy.pop(file, None)
+            vars(self).pop("_places", None)
 
     def is_resident(self, index: int) -> bool:
         return index >= len(self.files) - self.resident
@@ -479,8 +491,11 @@ def stream(
     for index, block in enumerate(blocks):
         put(block, weights.load(index))
         compute_magnitudes(block)
-        mx.eval(block.trainable_parameters(), rest[index])
-        unread.append(weights.load(index))
+        own = dict(tree_flatten(block.trainable_parameters()))
+        moving = {name: array for name, array in own.items() if name in files[index]}
+        mx.eval([array for name, array in own.items() if name not in moving], rest[index])
+        # Arrays of files that are replaced would keep the old ones on disk.
+        unread.append(weights.load(index) | stand_ins(moving))
         put(block, unread[index])
 
     readers: list[dict[str, ReadExperts]]
@@ -502,8 +517,8 @@ def stream(
         return forward
 
     stream_vocabulary(model, tensors, weights.clock)
-    stand_ins = [StandIn(block, run(index)) for index, block in enumerate(blocks)]
-    module_at(model, place[:-1])[place[-1]] = stand_ins  # `model.layers` may be a copy of the list
+    replaced = [StandIn(block, run(index)) for index, block in enumerate(blocks)]
+    module_at(model, place[:-1])[place[-1]] = replaced  # `model.layers` may be a copy of the list
     return blocks, weights
 
 

@@ -49,7 +49,7 @@ from your_ai.memory.plan import Budget, choose
 from your_ai.memory.workload import RolloutSizes, Training, words
 from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.nets import model, saved_adapter
-from your_ai.nets.saved_adapter import Adapter, Trained, read_adapter
+from your_ai.nets.saved_adapter import Adapter, Trained, check_is_adapter, read_adapter
 from your_ai.objectives.chosen import needs_reference
 from your_ai.run import checkpoint
 
@@ -132,6 +132,7 @@ def compare(
     Raises UserError for a bad row, an adapter that does not fit the model, a memory limit that
     is too small, or a metric that fails.
     """
+    check_is_adapter(run.adapter)
     config, (folder, bits) = run.config, run.source
     doing = "repacking the model" if bits is None else "quantizing the model"
     memory = limit_of(request.max_memory_gb)

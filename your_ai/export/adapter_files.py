@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from your_ai.config import DEMO
-from your_ai.config.adapter_facts import FACTS, TITLES, VECTORS
+from your_ai.config.adapter_facts import FACTS, FULL, TITLES, VECTORS
 from your_ai.config.adapter_starts import INIT
 from your_ai.errors import UserError, first_line
 from your_ai.export import peft
@@ -113,6 +113,8 @@ def files_in(source: Path, file: Path | None = None) -> AdapterFiles:
     if "peft_type" in config:
         settings = peft.read_settings(path, config)
         return AdapterFiles(source, file or source / PEFT_ADAPTERS, settings, settings.base)
+    if config.get("fine_tune_type") == FULL.name:
+        raise UserError(f"{path}: is of a run that trained whole weights; its result is a model")
     if "lora_parameters" not in config:
         raise UserError(
             f"{path}: is not a PEFT or mlx-lm adapter config; give the folder of such an adapter"

@@ -11,7 +11,12 @@ from your_ai.export.started import on_the_base
 from your_ai.files import atomic_folder
 from your_ai.modelfiles.targets import write_error
 from your_ai.nets.layer_sizes import evened
-from your_ai.nets.saved_adapter import Trained, check_no_vocabulary, has_score_head
+from your_ai.nets.saved_adapter import (
+    Trained,
+    check_is_adapter,
+    check_no_vocabulary,
+    has_score_head,
+)
 from your_ai.nets.tokenizer import added_end_text
 from your_ai.publish.card import CARD, CardKind, end_note, exported_card
 from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, SCORE_HEAD, save_arrays, write_json
@@ -22,6 +27,7 @@ def write(trained: Trained, target: Path) -> None:
 
     Raises UserError if it cannot be written.
     """
+    check_is_adapter(trained.adapter)
     trained = on_the_base(trained)
     base, adapter = trained.hub_name, trained.adapter
     check_no_vocabulary(adapter, "an adapter of mlx-lm")

@@ -53,7 +53,7 @@ from your_ai.gates.text import counted, shown
 from your_ai.gates.untrusted import is_number
 from your_ai.hub.find import HubName
 from your_ai.nets.layer_sizes import BY_LAYER, LayerSize
-from your_ai.nets.saved_adapter import Trained, has_score_head, read_score_head
+from your_ai.nets.saved_adapter import Trained, check_is_adapter, has_score_head, read_score_head
 from your_ai.run.checkpoint import (
     PEFT_ADAPTERS,
     SCORE_WEIGHT,
@@ -71,6 +71,7 @@ def write(trained: Trained, target: Path) -> None:
     Raises UserError, before anything is written, if PEFT does not know these layers by these
     names; also if `target` cannot be written.
     """
+    check_is_adapter(trained.adapter)
     trained = on_the_base(trained)
     kind = check_names(trained.base)
     check_dense(trained, "PEFT", experts=True)

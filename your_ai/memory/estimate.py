@@ -19,10 +19,12 @@ from your_ai.memory.estimate_adapters import (
     float32_bytes,
     gradient_bytes,
     head_gradient_bytes,
+    held_bytes,
     norms_bytes,
     optimizer_bytes,
     reduction_bytes,
     update_bytes,
+    working_bytes,
 )
 from your_ai.memory.estimate_generation import generation_bytes, kv_bytes_per_token, rollout_phases
 from your_ai.memory.estimate_graphs import evaluation_graphs_bytes, graphs_bytes
@@ -124,7 +126,7 @@ def held_components(workload: Workload, plan: Plan, gradients_only: bool) -> dic
     reading = plan.resident, plan.blocks_ahead
     held = {
         "weights": weights_bytes(workload.loaded, plan.engine, *reading),
-        "adapters": adapter_bytes(facts, training) + norms_bytes(facts, training),
+        "adapters": held_bytes(facts, training, plan),
         "optimizer": 0 if forward or plan.states_on_disk else optimizer_bytes(facts, training),
         "prefix cache": 0 if gradients_only else workload.prefix_bytes,
     }
@@ -154,9 +156,12 @@ def phases_of(
     updating = [*gradient_phases(workload, plan, rows, tokens, micro_batches), *scoring]
     if not (forward or gradients_only):
         on_disk = plan.gradients_on_disk and workload.soft is None
-        grads = 0 if on_disk else float32_bytes(facts, training)  # of ranks, too
+        grads = 0 if on_disk else float32_bytes(facts, training.active)  # of ranks, too
         work = update_bytes(facts, training, plan)
-        updating.append({"gradients": grads, "optimizer work": work})
+        read = 0
+        if training.adapter.is_whole and plan.weights_on_disk:  # of which the update needs none
+            read = read_now_bytes(facts, plan)
+        updating.append({"weights": -read, "gradients": grads, "optimizer work": work})
         if workload.reduces:
             work = reduction_bytes(facts, training, plan)
             updating.append({"gradients": grads, "reduction": work})
@@ -249,6 +254,11 @@ def read_alone_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
     pass reads any, because all trained blocks stay; else 0."""
     if plan.engine != "streamed" or plan.resident < training.reach(facts):
         return 0
+    return read_now_bytes(facts, plan)
+
+
+def read_now_bytes(facts: ModelFacts, plan: Plan) -> int:
+    """Bytes of the blocks that are read, of the weights in memory together, of a streamed plan."""
     together = weights_bytes(facts, plan.engine, plan.resident, plan.blocks_ahead)
     return together - facts.bytes_of_last(plan.resident) - facts.rest_bytes
 
@@ -433,9 +443,11 @@ def spilled_bytes(facts: ModelFacts, training: Training, plan: Plan, tokens: int
     """
     found = 0
     if plan.gradients_on_disk:
-        found += float32_bytes(facts, training)
+        found += float32_bytes(facts, training.active)
     if plan.states_on_disk:
         found += optimizer_bytes(facts, training)
+    if training.adapter.is_whole and plan.weights_on_disk:
+        found += working_bytes(facts, training)
     if plan.inputs_on_disk:
         found += training.reach(facts) * hidden_bytes(facts, 1, tokens)
     return found

@@ -5,12 +5,13 @@ Each block counts with its own layers: those of a model may differ, and later on
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from your_ai.config import ByLayer
 from your_ai.config.optimizers import OPTIMIZERS
-from your_ai.memory.facts import ModelFacts, adapters_named, names_of
+from your_ai.memory.facts import ModelFacts, adapters_named, arrays_named, names_of
 from your_ai.memory.memoized import memoized
 from your_ai.memory.sizes import (
     FEWEST_QUANTIZED,
@@ -65,9 +66,45 @@ def ranks_of_blocks(facts: ModelFacts, training: Training) -> list[tuple[int, tu
     ]
 
 
+def whole_arrays(facts: ModelFacts, training: Training) -> Iterator[tuple[tuple[int, ...], int]]:
+    """The shapes of the weights of a block that are trained without adapters, and of how many
+    blocks."""
+    for kind, count in facts.counts_of_last(training.blocks).items():
+        for shape in arrays_named(facts.alone[kind], training.targets, training.experts):
+            yield shape, count
+
+
 def adapter_bytes(facts: ModelFacts, training: Training) -> int:
-    """Bytes of the trained parameters."""
+    """Bytes of the trained parameters as the model computes with them, and of their gradients."""
+    return bytes_with(facts, training, number_bytes(facts, training))
+
+
+def number_bytes(facts: ModelFacts, training: Training) -> int:
+    """Bytes of a trained number as the model computes with it."""
+    whole = training.adapter.is_whole
+    return facts.float_bytes if whole else MATRIX_BYTES[training.adapter_dtype]
+
+
+def whole_bytes(facts: ModelFacts, training: Training) -> int:
+    """Bytes of the gradients of a block whose weights are trained; 0 with adapters."""
+    if not training.adapter.is_whole:
+        return 0
+    return adapter_bytes(facts, training) // training.blocks
+
+
+def working_bytes(facts: ModelFacts, training: Training) -> int:
+    """Bytes of the working copy of whole weights on disk."""
     return bytes_with(facts, training, MATRIX_BYTES[training.adapter_dtype])
+
+
+def held_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
+    """Bytes of the trained parameters in memory beside the weights: those of adapters, or masters
+    of whole weights that have another dtype."""
+    if not training.adapter.is_whole:
+        return adapter_bytes(facts, training) + norms_bytes(facts, training)
+    number = MATRIX_BYTES[training.adapter_dtype]
+    same = number == facts.float_bytes or plan.weights_on_disk
+    return 0 if same else bytes_with(facts, training, number)
 
 
 def float32_bytes(facts: ModelFacts, training: Training) -> int:
@@ -78,13 +115,16 @@ def float32_bytes(facts: ModelFacts, training: Training) -> int:
 def copied_bytes(facts: ModelFacts, training: Training) -> int:
     """Bytes of the copies of bfloat16 matrices that a float32 graph keeps for its backward pass."""
     mixed = facts.float_bytes > MATRIX_BYTES[training.adapter_dtype]
+    mixed = mixed and not training.adapter.is_whole
     return float32_bytes(facts, training) if mixed else 0
 
 
 @memoized
 def bytes_with(facts: ModelFacts, training: Training, matrix_bytes: int) -> int:
     """Bytes of the trained parameters; matrix_bytes: of a number of A and B. Vectors are always
-    in float32."""
+    in float32. Of whole weights, all numbers have these bytes."""
+    if training.adapter.is_whole:
+        return matrix_bytes * sum(n * count for n, count in arrays_of(facts, training))
     parts = adapted_parts(facts, training)
     of_blocks = sum(count * block_bytes(layers, training, matrix_bytes) for layers, count in parts)
     return of_blocks + sum(bytes_outside(training, matrix_bytes))
@@ -107,7 +147,9 @@ def block_bytes(layers: list[Size], training: Training, matrix_bytes: int) -> in
 
 @memoized
 def largest_block_bytes(facts: ModelFacts, training: Training, matrix_bytes: int) -> int:
-    """The same of the block with most."""
+    """The same of the block with most; of whole weights, of each block."""
+    if training.adapter.is_whole:
+        return bytes_with(facts, training, matrix_bytes) // training.blocks
     parts = adapted_parts(facts, training)
     return max((block_bytes(layers, training, matrix_bytes) for layers, _ in parts), default=0)
 
@@ -124,10 +166,16 @@ def norms_bytes(facts: ModelFacts, training: Training) -> int:
 @memoized
 def optimizer_bytes(facts: ModelFacts, training: Training) -> int:
     """Bytes of the optimizer states. Adafactor keeps one row and one column per matrix."""
+    training = training.active
     kind = OPTIMIZERS[training.optimizer]
     if not kind.factored:
         of_one = sum(count * state_bytes(n, training) for n, count in arrays_of(facts, training))
         return kind.states * of_one
+    if training.adapter.is_whole:
+        return FLOAT32_BYTES * sum(
+            count * (math.prod(s[:-1]) + math.prod((*s[:-2], s[-1])) if len(s) > 1 else s[0])
+            for s, count in whole_arrays(facts, training)
+        )
     numbers = 0
     for layers, count in adapted_parts(facts, training):
         vectors = len(training.adapter.vectors)
@@ -141,6 +189,9 @@ def optimizer_bytes(facts: ModelFacts, training: Training) -> int:
 
 def arrays_of(facts: ModelFacts, training: Training) -> Iterator[tuple[int, int]]:
     """The number of values of each trained array of a block, and of how many blocks."""
+    if training.adapter.is_whole:
+        yield from ((math.prod(shape), count) for shape, count in whole_arrays(facts, training))
+        return
     for layers, count in adapted_parts(facts, training):
         for inputs, outputs, rank in layers:
             yield rank * inputs, count
@@ -168,8 +219,8 @@ def gradient_bytes(
     micro_batches: per step. If there is more than one, their gradients are summed. On disk, only
     those of one block are in memory.
     """
-    adapters = adapter_bytes(facts, training)
-    matrix_bytes = MATRIX_BYTES[training.adapter_dtype]
+    training = training.active
+    adapters, matrix_bytes = adapter_bytes(facts, training), number_bytes(facts, training)
     outside = bytes_outside(training, matrix_bytes)
     of_block = max([largest_block_bytes(facts, training, matrix_bytes), *outside])
     if plan.gradients_on_disk:
@@ -193,10 +244,7 @@ def head_gradient_bytes(training: Training) -> int:
 @memoized
 def largest_array(facts: ModelFacts, training: Training) -> int:
     """Values of the largest trained array."""
-    parts = adapted_parts(facts, training)
-    largest = [rank * max(i, o) for layers, _ in parts for i, o, rank in layers]
-    largest += [min(array.rows, array.step) * array.width for array in training.vocabulary]
-    return max(largest, default=0)
+    return max((values for values, _ in arrays_of(facts, training)), default=0)
 
 
 def reduction_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
@@ -218,6 +266,7 @@ def update_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
     together = min(most, largest_block_bytes(facts, training, FLOAT32_BYTES))
     together = max(together, FLOAT32_BYTES * largest)
     read = together * plan.gradients_on_disk
+    read += together * (training.adapter.is_whole and plan.weights_on_disk)
     if plan.states_on_disk:
         read += kind.states * together * training.optimizer_bits // 32
     if training.optimizer_bits == 8 and kind.work_in_8_bits is not None:

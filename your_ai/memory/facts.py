@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from your_ai.config.names import selects
+from your_ai.config.names import ALL_LINEAR, selects
 from your_ai.gates.untrusted import BLOCK, EXPERT, Entry, read_header, read_json
 from your_ai.hub.awq_gptq import as_in_mlx
 from your_ai.hub.config_values import (
@@ -57,6 +57,9 @@ PLAIN_GATES = (
 )
 
 
+Shape = tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class BlockFacts:
     """Sizes of one kind of block."""
@@ -77,6 +80,8 @@ class BlockFacts:
     """Whether an activation of its MLP depends on all features, so that slices of it do, too."""
     dense: tuple[str, ...] = ()
     """Linear layers that are not quantized, of a quantized model."""
+    arrays: dict[str, Shape] = field(default_factory=dict, compare=False, repr=False)
+    """The shapes of all its arrays by name, those of experts together."""
 
 
 @dataclass(frozen=True)
@@ -343,7 +348,13 @@ def block_facts(
         for name, shape in shapes.items()
     )
     mixers = mixers_of(shapes, linears, text, window)
-    return BlockFacts(linears, weights_bytes, experts, max(2, norms), mixers)
+    arrays: dict[str, Shape] = {}
+    for entry in entries:
+        layer, one = linear_named(entry)
+        name = f"{layer}.weight" if one is not None else name_in_block(entry)
+        counted = arrays.get(name, (0,))[0] + 1
+        arrays[name] = entry.shape if one is None else (counted, *entry.shape)
+    return BlockFacts(linears, weights_bytes, experts, max(2, norms), mixers, arrays=arrays)
 
 
 def first_of(config: dict[str, Any], names: tuple[str, ...], default: int) -> Any:
@@ -508,6 +519,16 @@ def names_of(facts: ModelFacts, targets: tuple[str, ...], experts: bool = False)
             for target in targets
         )
     ]
+
+
+@memoized
+def arrays_named(facts: ModelFacts, targets: tuple[str, ...], experts: bool = False) -> list[Shape]:
+    """The shapes of all arrays of a block, or of the linear layers that match --lora-targets."""
+    every = facts.kinds[0].arrays
+    if ALL_LINEAR in targets:
+        return list(every.values())
+    layers = names_of(facts, targets, experts)
+    return [shape for name, shape in every.items() if name.rpartition(".")[0] in layers]
 
 
 def vocabulary_held(facts: ModelFacts) -> ModelFacts:

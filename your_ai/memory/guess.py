@@ -22,7 +22,7 @@ from your_ai.memory.costs import (
     HeadCosts,
     Shape,
 )
-from your_ai.memory.estimate_adapters import copied_bytes, ranks_of_blocks
+from your_ai.memory.estimate_adapters import copied_bytes, ranks_of_blocks, whole_bytes
 from your_ai.memory.facts import (
     MLPS,
     ModelFacts,
@@ -108,6 +108,7 @@ def block_costs(facts: ModelFacts, training: Training, score_head: bool) -> Bloc
     vectors = sum(min(o, facts.hidden) for _, o in adapted) * bool(training.adapter.vectors)
     routed = max((facts.linears[name][1] for name in facts.experts), default=0)
     norms = facts.norms - 2
+    of_weights = whole_bytes(facts, training)
     weights = 3 * min(part * facts.hidden * number, largest)  # of the layers in a slice of the MLP
 
     def forward(rows: int, tokens: int) -> float:
@@ -122,7 +123,7 @@ def block_costs(facts: ModelFacts, training: Training, score_head: bool) -> Bloc
         rest = n * (6 * routed + 1.6 * sliced_lora + (1.5 + 0.7 * norms) * hidden + 2.5 * vectors)
         copies = 1.9 * (1 - dense) * min(weights, 3 * DEQUANTIZED_SLICE_BYTES)
         copies += 0.2 * dense * weights
-        return max(mlp, mixing(rows, tokens)) + rest + copies
+        return max(mlp, mixing(rows, tokens)) + rest + copies + of_weights
 
     def kept_forward(rows: int, tokens: int) -> float:
         n = rows * tokens * number
@@ -136,7 +137,8 @@ def block_costs(facts: ModelFacts, training: Training, score_head: bool) -> Bloc
         narrow = min(wide, backward_features(facts.hidden)) if is_mixer_alone(facts) else wide
         work = n * (4.4 * narrow + (1 + 0.7 * norms + whole) * hidden + 1.1 * lora + 2.5 * vectors)
         scores = 4 * rows * tokens * facts.heads * min(tokens, QUERY_BLOCK)
-        return work + n * 6 * routed + 3 * scores + 4.8 * dequantized + mixing(rows, tokens)
+        work += n * 6 * routed + 3 * scores + 4.8 * dequantized + mixing(rows, tokens)
+        return work + of_weights
 
     def saved(rows: int, tokens: int) -> float:
         n = rows * tokens * number
@@ -183,7 +185,7 @@ def block_costs(facts: ModelFacts, training: Training, score_head: bool) -> Bloc
     return BlockCosts(
         forward=curve_of(forward),
         backward=curve_of(backward),
-        storing=CostCurve(4.0 * of_adapters),
+        storing=CostCurve(max(4.0 * of_adapters, of_weights)),
         kept_forward=curve_of(kept_forward),
         kept_backward=curve_of(kept_backward),
         tiled_forward=of_tiles(forward, of_token),

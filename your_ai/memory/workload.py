@@ -76,6 +76,8 @@ class Training:
     """The format that adapted weights are rounded to, as of `--qat`; "" for none."""
     vocabulary: tuple[VocabularyArray, ...] = ()
     """What is trained of the embedding and the head."""
+    at_a_time: int | None = None
+    """Blocks of which there are gradients and optimizer states at a time; None for all."""
 
     def reach(self, facts: ModelFacts) -> int:
         """The number of blocks, from the last, that gradients pass through."""
@@ -86,6 +88,12 @@ class Training:
     def ranks(self) -> ByLayer:
         """The rank of each layer."""
         return ByLayer(self.rank, self.patterns)
+
+    @property
+    def active(self) -> Training:
+        """The same with only those blocks."""
+        count = self.blocks if self.at_a_time is None else min(self.at_a_time, self.blocks)
+        return replace(self, blocks=count, at_a_time=None)
 
 
 class Kept(NamedTuple):
@@ -140,6 +148,11 @@ class Plan:
         """True if the inputs of blocks are on disk between their passes: the gradients are, and
         nothing that is larger is kept in memory."""
         return self.gradients_on_disk and not self.kept
+
+    @property
+    def weights_on_disk(self) -> bool:
+        """True if weights are on disk, those that are trained, too."""
+        return self.engine == "streamed"
 
     @property
     def states_on_disk(self) -> bool:
@@ -345,11 +358,12 @@ def workload_of(
             alphas=ByLayer.of(config.lora_alpha).patterns,
             optimizer=config.optimizer,
             optimizer_bits=config.optimizer_bits,
-            adapter=config.adapter,
+            adapter=config.adapter_kind,
             adapter_dtype=config.adapter_dtype,
             experts=config.lora_experts,
             rounding=config.qat,
             vocabulary=vocabulary,
+            at_a_time=config.blocks_per_period,
         ),
         lengths=lengths,
         batch_size=batch_size,

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
-from your_ai.config.adapter_facts import DORA, LORA, AdapterFacts
-from your_ai.nets import dora, lora
+from your_ai.config.adapter_facts import DORA, FULL, LORA, AdapterFacts
+from your_ai.nets import dora, full, lora
 from your_ai.nets.dora import NORMS as NORMS  # engines give layers their norms by this name
 from your_ai.nets.layer_sizes import BY_LAYER, resize, sizes_by_layer
 from your_ai.nets.mlx_types import Arrays
@@ -25,7 +25,7 @@ class AdapterKind(Protocol):
     """A kind of adapter; its implementations are modules."""
 
     def put(self, model: nn.Module, count: int, parameters: dict[str, Any]) -> None:
-        """Add untrained layers to the last `count` blocks.
+        """Add untrained layers to the last `count` blocks, or let their own arrays be trained.
 
         parameters: `lora_parameters` of mlx-lm's adapter_config.json.
         """
@@ -42,7 +42,7 @@ class AdapterKind(Protocol):
         """A sentence for the user on what cannot use the adapter of this model; or ""."""
 
 
-KINDS: dict[AdapterFacts, AdapterKind] = {LORA: lora, DORA: dora}
+KINDS: dict[AdapterFacts, AdapterKind] = {LORA: lora, DORA: dora, FULL: full}
 ADAPTED = (lora.Layer, lora.RoundedLayer, dora.Layer)
 NORMED = (dora.Layer,)  # the layers of kinds that have norms
 Normed = list[tuple[str, dora.Layer]]

@@ -21,7 +21,7 @@ from mlx_lm.utils import load_model
 
 from your_ai.config import ByLayer, TrainConfig, defaults, flag, nearest
 from your_ai.config.by_layer import Place
-from your_ai.config.names import REWARD, selects
+from your_ai.config.names import ALL_LINEAR, REWARD, selects
 from your_ai.config.rounding import OPTION
 from your_ai.data.batches import MULTIPLE
 from your_ai.errors import UserError, first_line, is_memory_error
@@ -302,11 +302,13 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
         "dropout": config.lora_dropout,
         "keys": list(keys),
     }
+    if config.adapter_kind.is_whole:
+        parameters = {"keys": None if ALL_LINEAR in config.lora_targets else list(keys)}
     mx.random.seed(derive_seed(config.seed, "adapters"))  # used by from_base
     if config.qat:
         parameters[OPTION] = config.qat
     try:
-        put_adapters(model, config.adapter, count, parameters)
+        put_adapters(model, config.adapter_kind, count, parameters)
     except ValueError as error:
         raise UserError(f"--qat {config.qat}: {error}") from error
     cast_matrices(model, config.adapter_dtype)
@@ -319,7 +321,7 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
     return Adapters(
         dropout_keys=dropout_keys,
         config={
-            "fine_tune_type": config.adapter.name,
+            "fine_tune_type": config.adapter_kind.name,
             "model": config.model,
             "num_layers": count,
             "lora_parameters": parameters,
@@ -360,11 +362,24 @@ def adapted_layers(model: nn.Module, config: TrainConfig) -> tuple[int, tuple[st
         )
     adapted = blocks[len(blocks) - count :]
     keys = find_targets(adapted, config)
+    if config.adapter_kind.is_whole:
+        if (quantized := quantized_layer(adapted)) is not None:
+            raise UserError(
+                f"--adapter full: {quantized} is quantized, and so has no gradient; use a model "
+                "that is not quantized, or train adapters (--adapter lora)"
+            )
+        return count, keys
     layers = [(place, layer) for _, place, layer in layers_at(model, count, keys)]
     for name in ("lora_rank", "lora_alpha"):
         ByLayer.of(getattr(config, name)).check(flag(name), (place for place, _ in layers))
     check_ranks(layers, ranks_used(config, len(blocks)))
     return count, keys
+
+
+def quantized_layer(blocks: list[nn.Module]) -> str | None:
+    """The path in its block of a quantized layer; None if there is none."""
+    named = (item for block in blocks for item in block.named_modules())
+    return next((path for path, layer in named if "scales" in layer), None)
 
 
 def layers_at(
@@ -462,10 +477,10 @@ def find_targets(blocks: list[nn.Module], config: TrainConfig) -> tuple[str, ...
             raise UserError(f"--lora-targets {target}: {why_nothing_matches(target, linear)}")
         found |= matches
     experts = sorted(name for name in found if linear[name])
-    supported = config.adapter.adapts_experts
+    supported = config.adapter_kind.adapts_experts
     if experts and (not supported or config.lora_dropout > 0 or config.qat):
         other = "qat" if config.qat else "lora_dropout"
-        option = flag(other if supported else config.adapter.setting)
+        option = flag(other if supported else config.adapter_kind.setting)
         raise UserError(f"{option}: not supported on the expert layers {', '.join(experts)}")
     return tuple(sorted(found))
 

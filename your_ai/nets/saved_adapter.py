@@ -18,7 +18,15 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from your_ai.config import ByLayer, TrainConfig, values_by_layer
-from your_ai.config.adapter_facts import FACTS, LORA, MATRICES, VECTORS, AdapterFacts, chosen_by
+from your_ai.config.adapter_facts import (
+    FACTS,
+    FULL,
+    LORA,
+    MATRICES,
+    VECTORS,
+    AdapterFacts,
+    chosen_by,
+)
 from your_ai.config.adapter_starts import ADJUSTED, INIT
 from your_ai.config.rounding import OPTION, rounding_of
 from your_ai.errors import UserError, first_line
@@ -55,13 +63,15 @@ FREE = (
 )
 TOKENIZER = "tokenizer_files"  # in adapter_config.json: the checksums of that with new tokens
 PARTS = (*MATRICES, *VECTORS)
+KNOWN = {**FACTS, FULL.name: FULL}  # by `fine_tune_type`
 MOST_LAYERS, MOST_SCALE = 100_000, 1e9  # limits for the settings of an adapter
 LISTED = 6  # maximum number of checkpoints in a message
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter that was read from a complete folder."""
+    """An adapter that was read from a complete folder; without arrays, of a run that trained whole
+    weights and so left a model."""
 
     folder: Path
     arrays: dict[str, mx.array]
@@ -114,11 +124,11 @@ class Adapter:
     @property
     def rounding(self) -> str:
         """The format that its layers were rounded to in training, as of `--qat`; "" for none."""
-        return str(self.config["lora_parameters"].get(OPTION, ""))
+        return str(self.config.get("lora_parameters", {}).get(OPTION, ""))
 
     @property
     def kind(self) -> AdapterFacts:
-        return FACTS[self.config.get("fine_tune_type", LORA.name)]
+        return KNOWN[self.config.get("fine_tune_type", LORA.name)]
 
     @property
     def trained_rows(self) -> dict[tuple[str, str], mx.array]:
@@ -193,9 +203,14 @@ def open_trained(run: str, chosen: str | None = None, base: str | None = None) -
     """
     folder = find(run)
     config = folder.read_config()
+    if chosen is not None and config.adapter_kind.is_whole:
+        raise UserError(
+            f"--checkpoint {chosen}: {folder.path} trains whole weights, whose checkpoints can "
+            "only be resumed; leave it out"
+        )
     path, note = choose_adapter(folder, chosen)
     adapter = read_adapter(path)
-    found = find_model(base or config.model)
+    found = folder.model if adapter.kind.is_whole else find_model(base or config.model)
     check_base(adapter, found)
     check_adjusted(adapter, folder)
     if adapter.config.get(TOKENIZER, {}) != files_of_tokenizer(folder.tokenizer):
@@ -308,7 +323,7 @@ def read_adapter(folder: Path, file: Path | None = None) -> Adapter:
     config = with_new_keys(config)
     check_settings(path, config, largest=max((max(e.shape, default=0) for e in entries), default=0))
     foreign = [name for name in arrays if name.rpartition(".")[2] not in PARTS]
-    if foreign or not arrays:
+    if foreign or not (arrays or config.get("fine_tune_type") == FULL.name):
         what = shown(foreign[0]) if foreign else "nothing"
         raise UserError(f"{file}: contains {what}, not LoRA layers")
     layers = {name.rpartition(".")[0] for name in arrays}
@@ -366,6 +381,8 @@ def check_settings(path: Path, config: Any, largest: int) -> None:
     if not isinstance(config, dict):
         raise UserError(f"{path}: its adapter cannot be read (expected a JSON object)")
     kind = config.get("fine_tune_type", LORA.name)
+    if kind == FULL.name:  # it has no layers
+        return
     if kind not in list(FACTS):  # it may be of a type that a dict cannot look up
         text, known = shown(kind), " and ".join(FACTS)
         raise UserError(f"{path}: fine_tune_type {text}: only {known} adapters can be used")
@@ -455,6 +472,8 @@ def put_layers(network: nn.Module, adapter: Adapter) -> None:
 
     Raises UserError if the model has no such layers.
     """
+    if adapter.kind.is_whole:  # the model has been trained itself
+        return
     parameters = {"dropout": 0.0, **adapter.config["lora_parameters"]}
     if not trained_layers(network):
         put_trained_rows(network, adapter)
@@ -492,6 +511,15 @@ def check_no_vocabulary(adapter: Adapter, what: str) -> None:
 def has_score_head(adapter: Adapter) -> bool:
     """Return whether the adapter is of a reward model."""
     return (adapter.folder / checkpoint.SCORE_HEAD).is_file()
+
+
+def check_is_adapter(adapter: Adapter) -> None:
+    """Raise UserError if a run trained whole weights, where an adapter is needed."""
+    if adapter.kind.is_whole:
+        raise UserError(
+            f"{adapter.folder}: is no adapter: the run trained whole weights, and its result is "
+            f"the model in {RunFolder(adapter.folder.parent).model}"
+        )
 
 
 def check_generates(adapter: Adapter) -> None:

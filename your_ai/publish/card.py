@@ -145,6 +145,7 @@ class Method:
     name: str
     """The title of the kind of adapter."""
     rank: int
+    """0 without matrices, if the weights themselves were trained."""
     alpha: float
     """As the run was given it; with rsLoRA the scale is alpha / sqrt(rank)."""
     rslora: bool = False
@@ -267,6 +268,8 @@ def base_of(trained: Trained) -> Base:
 
 def method_of(trained: Trained) -> Method:
     adapter = trained.adapter
+    if adapter.kind.is_whole:
+        return Method(adapter.kind.title, 0, 0.0, False)
     rslora = trained.config.use_rslora
     divisor = math.sqrt(adapter.rank) if rslora else adapter.rank
     alpha, text = adapter.scale * divisor, ""
@@ -354,12 +357,14 @@ def metadata(subject: Subject) -> dict[str, Any]:
 def introduction(subject: Subject) -> str:
     method, base = subject.method, subject.base
     adapter = f"A {method.name if method else 'LoRA'} adapter"
-    sizes = f" ({method.sizes})" if method else ""
+    sizes = f" ({method.sizes})" if method and method.rank else ""
     what = {
         "adapter": f"{adapter}{sizes}",
         "peft": f"{adapter}{sizes} in PEFT's format",
         "gguf": "GGUF files",
-        "model": f"A model with a{adapter[1:]}{sizes} in its weights",
+        "model": f"A model with a{adapter[1:]}{sizes} in its weights"
+        if method is None or method.rank
+        else "A model whose own weights were trained",
     }[subject.kind]
     of = ""
     if base is not None:

@@ -26,7 +26,12 @@ from your_ai.hub.find import REPO
 from your_ai.modelfiles.targets import write_error
 from your_ai.nets.layer_sizes import evened
 from your_ai.nets.mlx_types import Arrays
-from your_ai.nets.saved_adapter import Trained, check_no_vocabulary, has_score_head
+from your_ai.nets.saved_adapter import (
+    Trained,
+    check_is_adapter,
+    check_no_vocabulary,
+    has_score_head,
+)
 from your_ai.nets.tokenizer import added_end_text
 from your_ai.publish.card import (
     CARD,
@@ -94,6 +99,7 @@ class Contents:
 
 def of_run(trained: Trained, repo: str) -> Contents:
     """The contents to send for a run. Raises UserError if its events or files cannot be read."""
+    check_is_adapter(trained.adapter)
     trained = on_the_base(trained)
     adapter, step = trained.adapter, trained.adapter.step or 0
     check_no_vocabulary(adapter, "a published adapter")

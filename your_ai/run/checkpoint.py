@@ -6,6 +6,7 @@ checkpoints/step-000120/
     new_tokens.safetensors                      trained rows of new tokens
     vocabulary.safetensors                      embeddings and heads that are trained as a whole
     optimizer.safetensors
+    weights-00012.safetensors, states-00012.safetensors   of block 12, if whole weights are trained
     state.json                                  TrainState and the files that the run depends on
     checksums.json                              sha256 of each of the above; written last
 
@@ -47,6 +48,7 @@ STATE = "state.json"
 CHECKSUMS = "checksums.json"
 CONTENT = (ADAPTERS, OPTIMIZER, ADAPTER_CONFIG, STATE)
 JSON_BYTES = 1 << 24  # maximum size of a JSON file; a larger one is not from this program
+BLOCK_FILE = re.compile(r"(?:weights|states)-\w+\.safetensors")  # of whole weights
 STEP_NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -91,6 +93,9 @@ class SavedCheckpoint:
     adapter_config: dict[str, Any]
     depends_on: dict[str, dict[str, str]]
     """Names and sha256 of the model's and data's files, which must not change until a resume."""
+    files: Mapping[str, Callable[[Path], None]] = dataclasses.field(default_factory=dict)
+    """Functions that write other files of it, by name, or raise OSError; empty in a checkpoint that
+    was read."""
 
 
 def save(folder: Path, checkpoint: SavedCheckpoint) -> Path:
@@ -104,7 +109,11 @@ def save(folder: Path, checkpoint: SavedCheckpoint) -> Path:
     state = {"state": dataclasses.asdict(checkpoint.state), "depends_on": checkpoint.depends_on}
     _write_folder(
         target,
-        arrays={**files_of(checkpoint.adapters), OPTIMIZER: checkpoint.optimizer},
+        arrays={
+            **files_of(checkpoint.adapters),
+            OPTIMIZER: checkpoint.optimizer,
+            **checkpoint.files,
+        },
         texts={ADAPTER_CONFIG: checkpoint.adapter_config, STATE: state},
     )
     return target
@@ -201,7 +210,8 @@ def fault(path: Path, names: tuple[str, ...] = CONTENT) -> str | None:
         sums = json.loads(read_text(path / CHECKSUMS, JSON_BYTES))
         expected = {name: sums[name] for name in names}
         if ADAPTERS in names:
-            expected |= {name: sums[name] for name in BESIDE.values() if name in sums}
+            more = {*BESIDE.values()}
+            expected |= {n: s for n, s in sums.items() if n in more or BLOCK_FILE.fullmatch(n)}
     except FileNotFoundError:
         return f"{path / CHECKSUMS}: is missing"
     except (OSError, ValueError, LookupError, TypeError, RecursionError):

@@ -141,6 +141,8 @@ class Started(Event):
     """Whether the rows have answers, which an evaluation compares."""
     is_reward_model: bool = False
     """Whether the run scores answers, and gives none."""
+    trains_weights: bool = False
+    """Whether the run trains the weights themselves, so that its result is a model."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,6 +74,11 @@ class RunFolder:
         return self.path / "adapter"
 
     @property
+    def model(self) -> Path:
+        """The result of a run that trains whole weights."""
+        return self.path / "model"
+
+    @property
     def costs(self) -> Path:
         """The file with what the work of the run needs in memory, as measured before it began."""
         return self.path / "costs.json"

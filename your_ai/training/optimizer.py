@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,18 @@ from mlx.utils import tree_flatten
 
 from your_ai.config import Resolved, TrainConfig
 from your_ai.config.optimizers import OPTIMIZERS
+from your_ai.engine.block_files import Like, Writer, by_file, write_arrays
 from your_ai.engine.gradients import Gradients
+from your_ai.engine.masters import Masters, ModelArrays
 from your_ai.memory.sizes import UPDATE_BYTES, UPDATE_BYTES_ROUNDED
-from your_ai.nets.parts import put
+from your_ai.nets.mlx_types import load_arrays
 from your_ai.nets.vocabulary import LEAVES
 from your_ai.run.checkpoint import TrainState
 from your_ai.training.optimizer_states import (
     FLOAT32,
     IN_8_BITS,
+    KIND,
+    FileStates,
     HeldStates,
     SpilledStates,
     State,
@@ -57,6 +62,8 @@ class StatefulOptimizer:
     """Has only the step and the learning rate in its own state."""
     states: States
     form: StateForm
+    first: Callable[[str], State]
+    """Makes the first state of a parameter, by its name."""
 
 
 def build_optimizer(
@@ -64,7 +71,7 @@ def build_optimizer(
 ) -> StatefulOptimizer:
     """The configured optimizer, with its states initialized for `parameters`.
 
-    folder: of the file that keeps the states; without it they are in memory.
+    folder: of the files that keep the states; without it they are in memory.
 
     The learning rate is set before each update.
     """
@@ -80,15 +87,37 @@ def build_optimizer(
         }
     rule = getattr(optim, kind.class_name)(config.learning_rate, **options)
     mx.eval(rule.state)
-    states = HeldStates() if folder is None else SpilledStates(folder)
     form = IN_8_BITS[config.optimizer] if config.optimizer_bits == 8 else FLOAT32
-    for name, parameter in tree_flatten(parameters):
+    likes = {name: Like.of(parameter) for name, parameter in tree_flatten(parameters)}
+
+    def first(name: str) -> State:
         state: State = {}
-        rule.init_single(parameter.astype(mx.float32), state)
-        stored = form.stored(state, rounding_key(name, 0))
-        states.put({name: stored})
+        rule.init_single(mx.zeros(likes[name].shape), state)  # only the shape is used
+        return form.stored(state, rounding_key(name, 0))
+
+    if folder is not None and config.adapter_kind.is_whole:
+        return StatefulOptimizer(rule, FileStates(folder, likes, first), form, first)
+    states = HeldStates() if folder is None else SpilledStates(folder)
+    built = StatefulOptimizer(rule, states, form, first)
+    if config.blocks_per_period is None:  # else each period has states of its own
+        put_first(built, likes)
+    return built
+
+
+def put_first(optimizer: StatefulOptimizer, names: Iterable[str]) -> None:
+    """Give parameters their first states."""
+    for name in names:
+        stored = optimizer.first(name)
+        optimizer.states.put({name: stored})
         mx.eval(stored)
-    return StatefulOptimizer(rule, states, form)
+
+
+def restart(optimizer: StatefulOptimizer, names: Iterable[str]) -> None:
+    """Begin anew, with the states of these parameters alone, which are whole weights."""
+    optimizer.rule.state["step"] = mx.array(0, mx.uint64)
+    optimizer.states.clear()
+    if not isinstance(optimizer.states, FileStates):  # which makes them when they are needed
+        put_first(optimizer, names)
 
 
 def learning_rate(config: Resolved, step: int, steps: int) -> float:
@@ -149,20 +178,23 @@ def rate_factors(config: TrainConfig, model: nn.Module) -> dict[str, float]:
 
 
 def make_update(
-    model: nn.Module, optimizer: StatefulOptimizer, factors: Mapping[str, float] | None = None
+    model: nn.Module,
+    optimizer: StatefulOptimizer,
+    factors: Mapping[str, float] | None = None,
+    masters: Masters | None = None,
 ) -> Update:
     """Return update(grads, factor, rate): one optimizer step on factor x grads, evaluated.
 
     factors: of the learning rate of each parameter, as from `rate_factors`; default: 1.
+    masters: the parameters to update; default: those of the model.
 
     It updates a few parameters of one block at a time. So the old and new state of all
     parameters never exist together, and blocks of the same shape share compiled updates. MLX's
     optimizers treat each parameter separately, so the result is the same.
     """
     rule, states, form = optimizer.rule, optimizer.states, optimizer.form
-    factors = factors or {}
-    dtypes = {parameter.dtype for _, parameter in tree_flatten(model.trainable_parameters())}
-    is_float32 = form == FLOAT32 and mx.bfloat16 not in dtypes
+    factors, masters = factors or {}, masters or ModelArrays(model)
+    is_float32 = form == FLOAT32 and mx.bfloat16 not in masters.dtypes()
     together = UPDATE_BYTES if is_float32 else UPDATE_BYTES_ROUNDED
 
     def apply(
@@ -189,23 +221,24 @@ def make_update(
         rule.learning_rate = rate
         rule.state["step"] = step = rule.state["step"] + 1
         number = step.item()
-        parameters = dict(tree_flatten(model.trainable_parameters()))
         for names in groups(grads.sizes(), together):
             short = {name: name[len(block) :] for block, name in names}
             found = grads.take(short)
             changed, after = compiled(
                 {short[name]: found.pop(name) for name in short},
-                {short[name]: parameters.pop(name) for name in short},
+                {short[name]: masters.get(name) for name in short},
                 {short[name]: states.get(name) for name in short},
                 {short[name]: rounding_key(name, number) for name in short},
                 step,
                 {short[name]: mx.array(rate * factors.get(name, 1.0)) for name in short},
                 mx.array(factor, mx.float32),
             )
-            put(model, {name: changed[short[name]] for name in short})
+            now = {name: changed.pop(short[name]) for name in short}
             new = {name: after.pop(short[name]) for name in short}
-            states.put(new, changed)  # in place of the old ones, which are freed when used
-            mx.eval(new, changed)
+            masters.put(now)  # in place of the old ones, which are freed when used
+            states.put(new, now)
+            mx.eval(new, now)
+            masters.keep(now)
 
     return update
 
@@ -231,7 +264,7 @@ def groups(sizes: Mapping[str, int], together: int) -> list[list[tuple[str, str]
 
 def saved_states(optimizer: StatefulOptimizer) -> dict[str, mx.array] | Callable[[Path], None]:
     """The states for a checkpoint: arrays by name, or a function that writes them to a file."""
-    return optimizer.states.saved({name: optimizer.rule.state[name] for name in COUNTERS})
+    return optimizer.states.saved(saved_counters(optimizer))
 
 
 def restore_states(optimizer: StatefulOptimizer, arrays: dict[str, mx.array]) -> None:
@@ -248,6 +281,39 @@ def restore_states(optimizer: StatefulOptimizer, arrays: dict[str, mx.array]) ->
         state = by_parameter.pop(parameter)
         mx.eval(state)
         optimizer.states.put({parameter: state})
+
+
+def saved_counters(optimizer: StatefulOptimizer) -> dict[str, mx.array]:
+    """The arrays of the optimizer beside the states, for a checkpoint."""
+    return {name: optimizer.rule.state[name] for name in COUNTERS}
+
+
+def saved_files(optimizer: StatefulOptimizer) -> dict[str, Writer]:
+    """Functions that write the states of whole weights to files of a checkpoint, by name; none
+    before the first step."""
+    if isinstance(optimizer.states, FileStates):
+        return optimizer.states.files.saved()
+    if not optimizer.rule.state["step"].item():
+        return {}
+    arrays = optimizer.states.saved({})
+    assert isinstance(arrays, dict)  # they are in memory
+    return {file: partial(write_arrays, own) for file, own in by_file(KIND, arrays).items()}
+
+
+def restore_files(
+    optimizer: StatefulOptimizer, counters: dict[str, mx.array], folder: Path
+) -> None:
+    """Restore the states of whole weights from a checkpoint; those that it has none of are the
+    first ones. Raises ValueError if they are of another optimizer or model."""
+    if isinstance(optimizer.states, FileStates):
+        restore_states(optimizer, counters)
+        optimizer.states.files.restore(folder)
+        return
+    arrays = optimizer.states.saved(counters)
+    assert isinstance(arrays, dict)
+    for path in sorted(folder.glob(f"{KIND}-*.safetensors")):
+        arrays |= load_arrays(path)
+    restore_states(optimizer, arrays)
 
 
 def first_state(dtype: mx.Dtype) -> TrainState:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from your_ai.config.optimizers import OPTIMIZERS
+from your_ai.engine.block_files import BlockFiles, Like
 from your_ai.engine.spill import NamedArrays
 from your_ai.memory.sizes import FEWEST_QUANTIZED
 from your_ai.memory.sizes import QUANTIZED_BLOCK as BLOCK
@@ -126,6 +127,7 @@ def in_blocks(values: mx.array) -> mx.array:
 
 State = dict[str, mx.array]  # the arrays of one parameter, by the names that MLX gives them
 CODES, SCALES = "_codes", "_scales"  # of a quantized array, after its name
+KIND = "states"  # the beginning of the names of the files of whole weights
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,9 @@ class States(Protocol):
     def names(self) -> set[str]:
         """The names of all arrays."""
 
+    def clear(self) -> None:
+        """Forget all."""
+
 
 class HeldStates:
     """States in memory."""
@@ -225,6 +230,50 @@ class HeldStates:
 
     def names(self) -> set[str]:
         return set(self.saved({}))
+
+    def clear(self) -> None:
+        self._states.clear()
+
+
+class FileStates:
+    """States of whole weights on disk, in a file for each block whose states are not its first.
+
+    first: makes the first state of a parameter, which is not evaluated. Raises RunError if a file
+    cannot be written or read.
+    """
+
+    def __init__(self, folder: Path, names: Iterable[str], first: Callable[[str], State]) -> None:
+        self._first = first
+        states = {name: first(name) for name in names}
+        self._leaves = {name: list(state) for name, state in states.items()}
+        likes = {
+            f"{name}.{leaf}": Like.of(array)
+            for name, state in states.items()
+            for leaf, array in sorted(state.items())
+        }
+        self.files = BlockFiles(folder, KIND, likes)
+        self.files.clear()
+
+    def get(self, name: str) -> State:
+        leaves = self._leaves[name]
+        if not all(self.files.has(f"{name}.{leaf}") for leaf in leaves):
+            return self._first(name)
+        return {leaf: self.files.get(f"{name}.{leaf}") for leaf in leaves}
+
+    def put(self, states: Mapping[str, State], *also: Any) -> None:
+        mx.eval(states, *also)
+        for name, state in states.items():
+            self.files.put({f"{name}.{leaf}": state[leaf] for leaf in self._leaves[name]})
+
+    def saved(self, more: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """Only the arrays beside them: their files are saved alone."""
+        return dict(more)
+
+    def names(self) -> set[str]:
+        return set()
+
+    def clear(self) -> None:
+        self.files.clear()
 
 
 class SpilledStates:
@@ -257,3 +306,6 @@ class SpilledStates:
 
     def names(self) -> set[str]:
         return {f"{name}.{leaf}" for name, leaves in self._leaves.items() for leaf in leaves}
+
+    def clear(self) -> None:
+        self._leaves.clear()

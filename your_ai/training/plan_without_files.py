@@ -188,7 +188,13 @@ def notes_of(config: TrainConfig, model: Absent, seq_len: int | None, target: Ta
 
 
 def check_adapters(config: TrainConfig, facts: ModelFacts) -> None:
-    """Raise UserError if a target or a pattern is in no block, or the model has fewer blocks."""
+    """Raise UserError if a target or a pattern is in no block, if the model has fewer blocks, or if
+    it is quantized and its own weights are to be trained."""
+    if config.adapter_kind.is_whole and facts.quantized:
+        raise UserError(
+            f"--adapter full: {config.model} is quantized; use a model that is not, or train "
+            "adapters (--adapter lora)"
+        )
     _, count = defaults.largest(config, facts.blocks)
     if count > facts.blocks:
         raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,9 @@ from your_ai.hub.check import check_model
 from your_ai.hub.find import find_model
 from your_ai.memory import allocator
 from your_ai.memory.budget import run_limit
+from your_ai.memory.endurance import MOST_SHARE, writes_of
 from your_ai.memory.limit import MemoryLimit
+from your_ai.memory.plan import Budget
 from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.modelfiles.shards import WriteProgress
 from your_ai.nets import model
@@ -41,12 +44,15 @@ from your_ai.training.planned import (
 )
 from your_ai.training.run_data import check_splits
 from your_ai.training.trainer import (
+    WORKING,
     Trainer,
     add_adapters,
     build,
     graphs_within,
     networks_beside,
+    periods_of,
     put_scorers,
+    whole_weights,
 )
 
 
@@ -69,6 +75,8 @@ def prepare(
     planned, opened, rewards = read_job(config, log, folder, limit)
     past = past_of(log, planned.config, level, RunFolder(folder))
     budget = budget_of_job(planned, opened, limit, level, past, ranks.size > 1, partial(doing, log))
+    if planned.config.adapter_kind.is_whole:
+        tell(log, writes_text(planned, budget, folder))
     on_fit()
 
     training, blocks = budget.workload.training, len(opened.network.layers)
@@ -83,7 +91,7 @@ def prepare(
     adapters, start = add_adapters(job, opened, budget.workload.facts.hidden, RunFolder(folder))
     ranks.check_same({"adapter": json.dumps(adapters.config, sort_keys=True)})
     announce(budget, past, job.config, log, RunFolder(folder))
-    tell(log, KINDS[job.config.adapter].limits(network))
+    tell(log, KINDS[job.config.adapter_kind].limits(network))
     graphs = graphs_within(budget)
     built, soft = build(job, opened, adapters, beside, budget, graphs, folder)
     model.check_forward_pass(network, adapters, job.config)
@@ -94,7 +102,9 @@ def prepare(
     tell(log, *built.notices)
     put_scorers(rewards, job, beside, soft, budget)
     plan = budget.choice.option.plan
+    whole = whole_weights(job.config, opened, built.engine, plan, folder)
     trained = network.trainable_parameters()
+    states = folder if whole is None else folder / WORKING
     return Trainer(
         job=job,
         budget=budget,
@@ -102,8 +112,10 @@ def prepare(
         adapters=adapters,
         built=built,
         graphs=graphs,
-        optimizer=build_optimizer(job.config, trained, folder if plan.states_on_disk else None),
+        optimizer=build_optimizer(job.config, trained, states if plan.states_on_disk else None),
         gradients=gradients_in(folder if plan.gradients_on_disk and soft is None else None),
+        whole=whole,
+        periods=periods_of(job.config, adapters, blocks),
         depends_on=job.depends_on() | start,
         schedule=job.schedule,
         valid=job.data.examples.get("valid"),
@@ -112,6 +124,21 @@ def prepare(
         rewards=rewards,
         ranks=ranks,
     )
+
+
+def writes_text(job: Job, budget: Budget, folder: Path) -> str:
+    """A notice on what a run of whole weights writes to the disk of its folder. Raises UserError if
+    that is much, and was not allowed."""
+    plan, config = budget.choice.option.plan, job.config
+    writes = writes_of(budget.workload, plan, job.steps, config.save_every)
+    disk_bytes = shutil.disk_usage(folder).total
+    text = writes.text(disk_bytes)
+    if writes.share(disk_bytes) > MOST_SHARE and not config.heavy_writes:
+        raise UserError(
+            f"--adapter full: {text}; train fewer steps, raise --max-memory, use --optimizer-bits "
+            "8, or allow it with --yes"
+        )
+    return text
 
 
 def read_job(

@@ -13,6 +13,7 @@ from your_ai.dashboard.view import duration
 from your_ai.errors import UserError
 from your_ai.gates.text import size_text
 from your_ai.memory import limit as limits
+from your_ai.memory.endurance import writes_of
 from your_ai.memory.estimate import read_bytes, spilled_bytes
 from your_ai.memory.limit import text
 from your_ai.memory.plan import (
@@ -182,6 +183,11 @@ def table(budget: Budget) -> RenderableType:
         lines.append(f"keeps {size_text(written)} in the run's folder while it trains")
         if note := disk_text(written):
             lines.append(note)
+    if budget.workload.training.adapter.is_whole:
+        writes = writes_of(
+            budget.workload, choice.option.plan, max(1, budget.workload.steps.steps), 0
+        )
+        lines.append(writes.text(shutil.disk_usage(RUNS if RUNS.is_dir() else ".").total))
     if note := time_text(budget):
         lines.append(note)
     return Group(*lines)
@@ -267,4 +273,6 @@ def longest_table(workload: Workload, rows: list[LongestRow]) -> RenderableType:
 
 def adapters_line(workload: Workload) -> str:
     training, blocks = workload.training, workload.facts.blocks
+    if training.adapter.is_whole:
+        return f"trained: {defaults.whole_text(training.rank, training.blocks, blocks)}"
     return f"adapters: {defaults.adapters_text(training.ranks.text, training.blocks, blocks)}"

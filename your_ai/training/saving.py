@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from your_ai.config import AUTO, TrainConfig, is_due
 from your_ai.errors import UserError
@@ -29,14 +29,21 @@ def restore(folder: RunFolder, trainer: Trainer, log: events.EventLog) -> TrainS
     if path is None:
         if source := trainer.config.from_adapter:
             log.write(events.Notice(text=f"starting from the adapter {source}"))
+        trainer.enter_period(0)
         return optimizer.first_state(trainer.opened.dtype)
     check_unchanged(folder, trainer)
     saved = checkpoint.load(path)
     if saved.state.step > trainer.steps:
         done = counted(saved.state.step, "step")
         raise UserError(f"{folder.path}: has done {done} already; set more steps")
-    model.set_adapters(trainer.model, saved.adapters)
     assert isinstance(saved.optimizer, dict)  # as it is read
+    if trainer.whole is not None:
+        trainer.whole.restore(path)
+        trainer.enter_period(saved.state.step)
+        if trainer.periods is None or not trainer.periods.begins(saved.state.step):
+            optimizer.restore_files(trainer.optimizer, saved.optimizer, path)
+        return saved.state
+    model.set_adapters(trainer.model, saved.adapters)
     optimizer.restore_states(trainer.optimizer, saved.optimizer)
     return saved.state
 
@@ -106,16 +113,22 @@ def save(folder: RunFolder, trainer: Trainer, state: TrainState, log: events.Eve
         return
     began = time.perf_counter()
     log.write(events.Phase(text="saving"))
-    path = checkpoint.save(
-        folder.checkpoints,
-        SavedCheckpoint(
-            state=state,
-            adapters=model.adapter_arrays(trainer.model),
-            optimizer=optimizer.saved_states(trainer.optimizer),
-            adapter_config=trainer.adapters.config,
-            depends_on=trainer.depends_on,
-        ),
+    saved = SavedCheckpoint(
+        state=state,
+        adapters={},
+        optimizer=optimizer.saved_counters(trainer.optimizer),
+        adapter_config=trainer.adapters.config,
+        depends_on=trainer.depends_on,
     )
+    if trainer.whole is not None:
+        target = checkpoint.path_at(folder.checkpoints, state.step)
+        files = trainer.whole.saved(target) | optimizer.saved_files(trainer.optimizer)
+        saved = replace(saved, files=files)
+    else:
+        arrays = model.adapter_arrays(trainer.model)
+        states = optimizer.saved_states(trainer.optimizer)
+        saved = replace(saved, adapters=arrays, optimizer=states)
+    path = checkpoint.save(folder.checkpoints, saved)
     best = state.best_step if trainer.config.keep_best else None
     checkpoint.prune(folder.checkpoints, state.step, trainer.config.keep, best)
     seconds = time.perf_counter() - began
@@ -137,7 +150,10 @@ def use_result(folder: RunFolder, trainer: Trainer, state: TrainState, log: even
         text = f"{problem}; using the adapter of the last step, {state.step}, instead of the best"
         log.write(events.Notice(text=text))
         return state.step
-    model.set_adapters(trainer.model, checkpoint.load_adapters(path))
+    if trainer.whole is not None:
+        trainer.whole.restore(path)
+    else:
+        model.set_adapters(trainer.model, checkpoint.load_adapters(path))
     return best
 
 

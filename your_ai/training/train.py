@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -53,8 +54,9 @@ from your_ai.training.saving import (
 )
 from your_ai.training.soft_rollouts import SoftSource
 from your_ai.training.steps import DataSource, StepSource
-from your_ai.training.trainer import PREFIX, Trainer
+from your_ai.training.trainer import PREFIX, WORKING, Trainer
 from your_ai.training.validation import is_enough, show_test_rows, validate
+from your_ai.training.whole_result import write_result
 
 MAX_SKIPPED_IN_A_ROW = 5
 
@@ -127,11 +129,11 @@ def begin(
     if needs_reference(trainer.config):
         check_unchanged(folder, trainer)  # before the reference, which may take long
         trainer = referenced(trainer, log)
+    factors = optimizer.rate_factors(trainer.config, trainer.model)
     state = share_state(trainer, restore(folder, trainer, log))
     governor = govern(trainer, sampler, log, watch, state.step)
     source = source_of(trainer, folder, log, stop)
-    factors = optimizer.rate_factors(trainer.config, trainer.model)
-    update = optimizer.make_update(trainer.model, trainer.optimizer, factors)
+    update = optimizer.make_update(trainer.model, trainer.optimizer, factors, trainer.masters)
     keep_settings(folder, trainer, log)
     log.write(trainer.started_event(state.step))
     stop.graceful = True
@@ -205,6 +207,8 @@ def train_step(loop: Loop, state: TrainState) -> tuple[TrainState, list[Batch]]:
     governor.before_step()
     engine.waited()  # from now on, what this step waits
     gradients.clear()  # of a step that failed
+    if trainer.periods is not None and trainer.periods.begins(index):
+        trainer.enter_period(index)
     work = loop.source.step(index, governor.rows_at)
     done = replace(state, step=index + 1)
     if work.denominator == 0:
@@ -323,11 +327,10 @@ def end(loop: Loop, state: TrainState, began: float) -> events.Finished:
         log.write(events.Phase(text="loading the best adapter"))
         result_step = use_result(folder, trainer, state, log)
         show_test_rows("after", trainer, log, stop, loop.source.meter)
-        log.write(events.Phase(text="saving the adapter"))
-        arrays, config = evened(model.adapter_arrays(trainer.model), trainer.adapters.config)
-        checkpoint.save_adapter(folder.adapter, arrays, config, result_step)
+        adapter = save_result(loop, result_step)
     if not stop:
         prefix.remove(folder.path / PREFIX)  # a stopped run keeps it
+    shutil.rmtree(folder.path / WORKING, ignore_errors=True)  # the checkpoint has its files
     finished = events.Finished(
         step=state.step,
         reason=reason,
@@ -337,6 +340,19 @@ def end(loop: Loop, state: TrainState, began: float) -> events.Finished:
     )
     log.write(finished)
     return finished
+
+
+def save_result(loop: Loop, step: int) -> str:
+    """Write the adapter of the run, or the model whose weights it trained; return its folder."""
+    folder, trainer, log = loop.folder, loop.trainer, loop.log
+    if trainer.whole is not None:
+        log.write(events.Phase(text="saving the model"))
+        write_result(folder, trainer.opened, step, log)
+        return str(folder.model)
+    log.write(events.Phase(text="saving the adapter"))
+    arrays, config = evened(model.adapter_arrays(trainer.model), trainer.adapters.config)
+    checkpoint.save_adapter(folder.adapter, arrays, config, step)
+    return str(folder.adapter)
 
 
 def reason_of_early_end(state: TrainState) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 import mlx.nn as nn
 
-from your_ai.config import AUTO, REWARD, SOFT, Resolved
+from your_ai.config import AUTO, REWARD, SOFT, Resolved, TrainConfig
 from your_ai.config.adapter_starts import ADJUSTED, INIT
 from your_ai.config.checks import credit_of
 from your_ai.data.batches import Schedule
@@ -20,6 +22,7 @@ from your_ai.data.prompts import PromptRows
 from your_ai.engine.build import Built, build_engine
 from your_ai.engine.compiled import Graphs
 from your_ai.engine.gradients import Gradients
+from your_ai.engine.masters import FileWeights, HeldWeights, Masters, ModelArrays, WholeWeights
 from your_ai.engine.prefix import (
     DiskStore,
     MemoryStore,
@@ -35,6 +38,7 @@ from your_ai.files import sha256
 from your_ai.hub.find import fingerprint
 from your_ai.memory.estimate_graphs import graphs_bytes
 from your_ai.memory.plan import Budget, kept_by_some, rows_of
+from your_ai.memory.workload import Plan
 from your_ai.nets import head, model
 from your_ai.nets.saved_adapter import TOKENIZER, base_files
 from your_ai.nets.vocabulary import trained_layers
@@ -45,6 +49,7 @@ from your_ai.run.folder import RunFolder
 from your_ai.training.distributed import ALONE, Ranks
 from your_ai.training.job import Job, ResolvedJob, have_answers, ways_to_learn_more
 from your_ai.training.optimizer import StatefulOptimizer
+from your_ai.training.periods import Periods
 from your_ai.training.reward_models import open_reward_model, scorer_of
 from your_ai.training.run_data import BestMetric
 from your_ai.training.soft_networks import (
@@ -58,6 +63,7 @@ from your_ai.training.soft_networks import (
 )
 
 PREFIX = "prefix"  # the folder of a prefix cache on disk, inside the run folder
+WORKING = "working"  # the same of whole weights and their optimizer states
 
 
 class Beside(NamedTuple):
@@ -88,6 +94,10 @@ class Trainer:
     optimizer: StatefulOptimizer
     gradients: Gradients
     """Those of the step that is computed."""
+    whole: WholeWeights | None
+    """The weights that are trained, if they are not those of adapters."""
+    periods: Periods | None
+    """Those of a run that trains some blocks at a time."""
     depends_on: dict[str, dict[str, str]]
     """What must be the same when the run is resumed: checksums and values, by kind."""
     schedule: Schedule
@@ -107,6 +117,16 @@ class Trainer:
     @property
     def model(self) -> nn.Module:
         return self.opened.network
+
+    def enter_period(self, step: int) -> None:
+        """Let the blocks of step `step` be trained, if a run trains some at a time."""
+        if self.periods is not None:
+            self.periods.enter(step, self.model, self.engine, self.optimizer)
+
+    @property
+    def masters(self) -> Masters:
+        """The trained parameters."""
+        return ModelArrays(self.model) if self.whole is None else self.whole
 
     @property
     def engine(self) -> Engine:
@@ -171,6 +191,7 @@ class Trainer:
             more=ways_to_learn_more(self.config, self.adapters, len(self.model.layers)),
             has_answers=have_answers(self.prompts),
             is_reward_model=self.config.objective == REWARD,
+            trains_weights=self.whole is not None,
         )
 
 
@@ -267,6 +288,33 @@ def build(
         blocks_ahead=plan.blocks_ahead,
     )
     return built, None
+
+
+def whole_weights(
+    config: TrainConfig, opened: Opened, engine: Engine, plan: Plan, folder: Path
+) -> WholeWeights | None:
+    """The weights that a run trains without adapters; None if it has adapters.
+
+    folder: of the run; what another plan left in its working copy is removed.
+    """
+    working = folder / WORKING
+    shutil.rmtree(working, ignore_errors=True)
+    if not config.adapter_kind.is_whole:
+        return None
+    dtype = getattr(mx, config.adapter_dtype)
+    if plan.weights_on_disk:
+        return FileWeights(opened.network, opened.tensors, dtype, working, engine.moved)
+    return HeldWeights(opened.network, opened.tensors, dtype)
+
+
+def periods_of(config: Resolved, adapters: model.Adapters, blocks: int) -> Periods | None:
+    """The periods of a run that trains some of its blocks at a time; blocks: of the model."""
+    if config.blocks_per_period is None:
+        return None
+    first = blocks - adapters.config["num_layers"]
+    keys = adapters.config["lora_parameters"]["keys"]
+    own = range(first, blocks)
+    return Periods(config.period, config.blocks_per_period, own, keys, config.seed)
 
 
 def put_scorers(
