@@ -322,8 +322,10 @@ def read_adapter(folder: Path, file: Path | None = None) -> Adapter:
         raise UserError(f"{folder}: its adapter cannot be read ({reason})") from error
     config = with_new_keys(config)
     check_settings(path, config, largest=max((max(e.shape, default=0) for e in entries), default=0))
+    if config.get("fine_tune_type") == FULL.name and not arrays:
+        return Adapter(folder, arrays, config)
     foreign = [name for name in arrays if name.rpartition(".")[2] not in PARTS]
-    if foreign or not (arrays or config.get("fine_tune_type") == FULL.name):
+    if foreign or not arrays:
         what = shown(foreign[0]) if foreign else "nothing"
         raise UserError(f"{file}: contains {what}, not LoRA layers")
     layers = {name.rpartition(".")[0] for name in arrays}
