@@ -575,7 +575,8 @@ class AdapterSettings:
     )
     lora_targets: tuple[str, ...] = setting(
         ("all-linear",),
-        "Layers to adapt, separated by commas, or all-linear.",
+        "Layers to adapt, separated by commas, or all-linear, those of the blocks; also "
+        "embed_tokens and lm_head.",
         agents="text",
         in_card=True,
         of_adapter=True,

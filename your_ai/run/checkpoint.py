@@ -5,6 +5,7 @@ checkpoints/step-000120/
     score_head.safetensors                      of a reward model
     new_tokens.safetensors                      trained rows of new tokens
     vocabulary.safetensors                      embeddings and heads that are trained as a whole
+    vocabulary_lora.safetensors                 LoRA on the embedding and the head
     optimizer.safetensors
     state.json                                  TrainState and the files that the run depends on
     checksums.json                              sha256 of each of the above; written last
@@ -40,6 +41,7 @@ BESIDE = {
     SCORE_WEIGHT: SCORE_HEAD,
     "new_rows": "new_tokens.safetensors",
     "all_rows": "vocabulary.safetensors",
+    "low_rank": "vocabulary_lora.safetensors",
 }
 ADAPTER_CONFIG = "adapter_config.json"
 OPTIMIZER = "optimizer.safetensors"
