@@ -1,7 +1,8 @@
-"""Trained rows of embeddings and heads: their gradients under each plan."""
+"""Trained rows of embeddings and heads, and LoRA on them: their gradients under each plan."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from your_ai.nets import model
 from your_ai.nets.rounding import MLX_PARTS, float32_weight, quantization_of
 from your_ai.nets.vocabulary import (
     TrainedLayer,
+    VocabularyLayer,
     put_trained_layers,
-    trained_layers,
+    vocabulary_trained,
     vocabulary_training,
 )
 
@@ -37,23 +39,51 @@ KINDS: dict[str, tuple[str, tuple[int, ...]]] = {
     "both": ("embeddings,head", ()),
     "both, new tokens": ("embeddings,head", GROWN),
 }
+TARGETS = {
+    "LoRA on the embedding": ("embed_tokens",),
+    "LoRA on the head": ("lm_head",),
+    "LoRA on both": ("embed_tokens", "lm_head"),
+}
 
 
 def load(folder: Path, kind: str) -> tuple[nn.Module, Any, model.Adapters]:
     """A network with adapters in its last block but one, and rows of its vocabulary, none 0."""
-    train, new = KINDS[kind]
+    train, new = KINDS.get(kind, ("", ()))
     network, tokenizer = load_base(folder, mx.float32)
     count = network.model.embed_tokens.weight.shape[0]
     new = tuple(token if token < count else count + i for i, token in enumerate(new))
     new = tuple(sorted({*new, *range(count, max(new, default=0) + 1)}))
     put_trained_layers(network, vocabulary_training(train, new))
-    config = TrainConfig(lora_layers=1, lora_targets=("q_proj",), lora_rank=2)
+    targets = ("q_proj", *TARGETS.get(kind, ()))
+    config = TrainConfig(lora_layers=1, lora_targets=targets, lora_rank="2,lm_head=3")
+    if "lm_head" not in targets:
+        config = replace(config, lora_rank=2)
     adapters = model.add_adapters(network, config)
     mx.random.seed(1)
     trained = network.trainable_parameters()
     network.update(tree_map(lambda p: p + 0.05 * mx.random.normal(p.shape), trained))
     mx.eval(network.parameters())
     return network, tokenizer, adapters
+
+
+def weight_of(linear: nn.Module) -> mx.array:
+    """The frozen weight of a layer as one matrix."""
+    parts = {name: linear[name] for name in MLX_PARTS if linear.get(name) is not None}
+    return float32_weight(parts, quantization_of(linear))
+
+
+class DenseLowRank(nn.Module):
+    """A layer with LoRA as one matrix, differentiated by MLX."""
+
+    def __init__(self, layer: VocabularyLayer) -> None:
+        super().__init__()
+        self._base, self.is_embedding = weight_of(layer.linear), layer.is_embedding
+        self.scale, self.low_rank = layer.scale, layer.low_rank
+
+    def __call__(self, x: mx.array) -> mx.array:
+        product = self.low_rank["lora_a"] @ self.low_rank["lora_b"]
+        weight = self._base + self.scale * (product if self.is_embedding else product.T)
+        return x @ weight.T if mx.issubdtype(x.dtype, mx.floating) else weight[x]
 
 
 class Dense(nn.Module):
@@ -63,8 +93,7 @@ class Dense(nn.Module):
         super().__init__()
         base = mx.zeros((0, layer.width))
         if "linear" in layer:
-            parts = {n: layer.linear[n] for n in MLX_PARTS if layer.linear.get(n) is not None}
-            base = float32_weight(parts, quantization_of(layer.linear))
+            base = weight_of(layer.linear)
         more = mx.zeros((layer.count - len(base), base.shape[1]))
         self._base = mx.concatenate([base, more]).at[mx.array(layer.ids)].multiply(0)
         self._ids, self.leaf = mx.array(layer.ids), layer.leaf
@@ -89,7 +118,9 @@ def reference(tmp_path_factory):
             folder = make_model(place / "m", architecture, bits, **TINY)
             network, tokenizer, _ = load(folder, kind)
             dequantize_on_the_cpu(network)
-            replaced = [(layer.path, Dense(layer)) for layer in trained_layers(network)]
+            dense = DenseLowRank if kind in TARGETS else Dense
+            replaced = [(layer.path, dense(layer)) for layer in vocabulary_trained(network)]
+            assert replaced
             network.update_modules(tree_unflatten(replaced))
             examples = encode(tokenizer, place)
             loss, grads = nn.value_and_grad(network, lambda: plain_loss(network, examples))()
@@ -105,6 +136,7 @@ CASES = [
     *(("llama-untied", None, kind) for kind in KINDS),
     ("qwen2", 4, "new tokens"),
     ("qwen2", 4, "head"),
+    *(("llama-untied", bits, kind) for kind in TARGETS for bits in (None, 4)),
 ]
 
 
@@ -135,7 +167,7 @@ def test_trained_embeddings_get_the_noise_of_neftune(tmp_path, reference, plan):
     built = build_engine(network, keys, plan, tensors=tensors, neftune_alpha=20.0)
     loss, grads = step_of(built.engine, batches, 3)
     network, _, adapters = load(folder, "embeddings")
-    replaced = [(layer.path, Dense(layer)) for layer in trained_layers(network)]
+    replaced = [(layer.path, Dense(layer)) for layer in vocabulary_trained(network)]
     for _, dense in replaced:
         dense.weight = mx.zeros(1)  # by which embeddings are known
         dense.freeze(keys=["weight"])

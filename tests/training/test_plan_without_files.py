@@ -16,6 +16,7 @@ from your_ai.doctor.shapes import SHAPES
 from your_ai.errors import UserError
 from your_ai.hub.registry import known
 from your_ai.memory.budget import process_here
+from your_ai.memory.estimate_adapters import adapter_bytes
 from your_ai.memory.facts import facts_of
 from your_ai.memory.plan import Budget
 from your_ai.memory.workload import SCORED_FIRST, DataSizes, workload_of
@@ -178,6 +179,20 @@ def test_adapters_are_checked_against_the_model():
         planned(model="llama-1b", lora_layers=99)
     with pytest.raises(UserError, match="--seq-len 0: must be at least 1"):
         planned(model="llama-1b", seq_len=0)
+
+
+def test_lora_on_the_embedding_and_the_head_counts():
+    plain, both = (
+        planned(model="llama-1b", lora_targets=("q_proj", *more))
+        for more in ((), ("embed_tokens", "lm_head"))
+    )
+    (embedding, head) = both.workload.training.vocabulary
+    assert (embedding.is_embedding, head.is_embedding) == (True, False)
+    facts = both.workload.facts
+    sizes = [adapter_bytes(facts, each.workload.training) for each in (both, plain)]
+    rank = both.workload.training.rank
+    assert both.workload.training.rank == plain.workload.training.rank
+    assert sizes[0] - sizes[1] == 2 * 4 * rank * (facts.vocabulary + facts.hidden)
 
 
 def test_models_that_cannot_be_split_are_planned_whole(monkeypatch):

@@ -22,6 +22,7 @@ from your_ai.gates.text import nearest, quoted
 
 LayerText = NewType("LayerText", str)  # the type of a setting that has patterns: their text
 Place = tuple[int, str]  # a layer: the index of its block in the model, and its path in the block
+OUTSIDE = -1  # in place of the index, of layers outside of the blocks, with their path in the model
 PATTERN = re.compile(
     r"(?P<blocks>block\.(?P<first>\d{1,6})(?:-(?P<last>\d{1,6}))?(?:\.(?=.)|$))?"
     r"(?P<name>\w+(?:\.\w+)*)?",
@@ -129,7 +130,7 @@ class ByLayer:
                     f"{given}: no adapted layer has {pattern.name} in its path{near}; the layers "
                     f"are {', '.join(names)}"
                 )
-            blocks = [block for block, _ in layers]
+            blocks = [block for block, _ in layers if block != OUTSIDE]
             raise UserError(
                 f"{given}: selects no adapted layer; adapted are blocks {min(blocks, default=0)} "
                 f"to {max(blocks, default=0)}"

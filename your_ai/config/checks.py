@@ -8,7 +8,6 @@ from typing import Any, Literal
 from your_ai.config.adapter_starts import LOFTQ, starting_of
 from your_ai.config.by_layer import ByLayer
 from your_ai.config.names import (
-    ALL_LINEAR,
     AUTO,
     BETAS,
     EXACT_MATCH,
@@ -113,8 +112,6 @@ def check_adapters(config: TrainConfig) -> None:
                 )
     check_vocabulary(config)
     check_init(config)
-    if ALL_LINEAR in config.lora_targets and len(config.lora_targets) > 1:
-        raise UserError("--lora-targets: all-linear includes every other name; give it alone")
 
 
 def check_vocabulary(config: TrainConfig) -> None:

@@ -598,8 +598,8 @@ class AdapterSettings:
     )
     lora_targets: tuple[str, ...] = setting(
         ("all-linear",),
-        "Layers to adapt, separated by commas, or all-linear; with --adapter full, all-linear is "
-        "all arrays of a block.",
+        "Layers to adapt, separated by commas, or all-linear, those of the blocks; also "
+        "embed_tokens and lm_head. With --adapter full, all-linear is all arrays of a block.",
         agents="text",
         in_card=True,
         of_adapter=True,

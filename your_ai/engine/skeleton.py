@@ -35,7 +35,7 @@ from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import add_adapters
 from your_ai.nets.parts import put, skeleton
 from your_ai.nets.split import blocks_path, trunk_path
-from your_ai.nets.vocabulary import TrainedLayer, cut, rows_of_layer
+from your_ai.nets.vocabulary import VocabularyLayer
 from your_ai.objectives.sft import SUPERVISED
 
 SLICES = 6  # of the vocabulary: more need no more memory
@@ -165,11 +165,11 @@ def cut_vocabulary(network: nn.Module, tokens: int) -> Arrays:
     """Keep at most `tokens` rows of the embedding and the head, made ones; return them by path."""
     blocks, found = ".".join(map(str, blocks_path(network))), {}
     for name, module in network.named_modules():
-        in_files = name.removesuffix(".linear")  # of a layer of which some rows are trained
+        in_files = name.removesuffix(".linear")  # of a layer of which something is trained
         if name.startswith(f"{blocks}.") or in_files.rpartition(".")[2] not in VOCABULARY:
             continue
-        if isinstance(module, TrainedLayer):
-            cut(module, min(tokens, rows_of_layer(module.base_layer).shape[0]))
+        if isinstance(module, VocabularyLayer):
+            module.cut(tokens)
             continue
         for leaf, array in list(module.items()):
             if isinstance(array, mx.array) and array.ndim:

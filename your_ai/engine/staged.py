@@ -45,7 +45,7 @@ from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import DropoutKeys, KeyedDropout, TokenKeys
 from your_ai.nets.neftune import Neftune, noise_added
 from your_ai.nets.parts import Parts, structure
-from your_ai.nets.vocabulary import trained_layers
+from your_ai.nets.vocabulary import vocabulary_trained
 from your_ai.objectives.objective import Objective, Scores, Sums, Targets
 
 FEWEST_BYTES = 16 << 20  # minimum bytes of hidden states per read of the frozen blocks
@@ -133,7 +133,7 @@ class Staged:
         neftune: Neftune | None = None,
         kept: Kept = NOTHING,
     ) -> None:
-        self.embeddings = [layer for layer in trained_layers(model) if layer.is_embedding]
+        self.embeddings = [layer for layer in vocabulary_trained(model) if layer.is_embedding]
         if store is not None and (neftune is not None or self.embeddings):
             raise ValueError("cached hidden states would be those of one step in every step")
         self.objective, self.parts, self.neftune = objective, parts, neftune
@@ -356,7 +356,7 @@ class Staged:
     def _gradients_of_embeddings(
         self, tokens: mx.array, noise: Extras, cotangent: mx.array
     ) -> Arrays:
-        """The gradients of the trained rows of the embedding, by name in the model.
+        """The gradients of what is trained of the embedding, by name in the model.
 
         cotangent: (B, T, D) of the input of the first block.
         """

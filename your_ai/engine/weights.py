@@ -534,7 +534,7 @@ def stream_vocabulary(
     before: dict[str, nn.Module] = {}
     blocks = ".".join(map(str, blocks_path(model)))
     for name, module in model.named_modules():
-        in_files = name.removesuffix(".linear")  # of a layer of which some rows are trained
+        in_files = name.removesuffix(".linear")  # of a layer of which something is trained
         leaf = in_files.rpartition(".")[2]
         if blocks and name.startswith(f"{blocks}."):
             continue

@@ -17,14 +17,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from your_ai.config import DEMO
-from your_ai.config.adapter_facts import FACTS, FULL, TITLES, VECTORS
+from your_ai.config.adapter_facts import FACTS, FULL, LORA, TITLES, VECTORS
 from your_ai.config.adapter_starts import INIT
 from your_ai.errors import UserError, first_line
 from your_ai.export import peft
 from your_ai.export.names import block_of, check_names, name_in_block
 from your_ai.export.peft import PREFIX, SUFFIXES
 from your_ai.export.peft_experts import all_paths, experts_of, with_stacks
-from your_ai.export.peft_vocabulary import taken_apart, with_tied_head
+from your_ai.export.peft_vocabulary import low_rank_names, taken_apart, with_tied_head
 from your_ai.export.transformers_names import KNOWN, is_in_peft
 from your_ai.files import packaged
 from your_ai.gates.paths import missing_text
@@ -43,6 +43,7 @@ from your_ai.nets.saved_adapter import (
     put_layers,
     read_adapter,
 )
+from your_ai.nets.vocabulary_lora import LOW_RANK, entries_of
 from your_ai.run import checkpoint
 from your_ai.run.checkpoint import PEFT_ADAPTERS
 from your_ai.run.folder import RUNS, RunFolder
@@ -149,12 +150,17 @@ def read(files: AdapterFiles) -> Adapter:
     arrays, vocabulary, entries = taken_apart(
         files.file, read_arrays(files.file), PREFIX, files.peft.saved, files.peft.tokens
     )
-    named = {name: parse(files.file, name) for name in arrays}
+    outside = low_rank_names(arrays, PREFIX)
+    named = {name: outside.get(name) or parse(files.file, name) for name in arrays}
     sizes = peft.sizes_of(files.peft, {path for path, _ in named.values()})
     checked = {}
     for name, (path, part) in named.items():
         array = check_array(files, name, part, arrays[name], sizes[path][0])
         checked[f"{path}.{part}"] = array
+    own = {path: sizes.pop(path) for path, _ in outside.values() if path in sizes}
+    if own and (files.peft.kind is not LORA or not sizes):
+        what = f"with {files.peft.kind.title}" if sizes else "and no layer of a block"
+        raise UserError(f"{files.file}: adapts {shown(min(own))} {what}, which is not supported")
     config = {
         "fine_tune_type": files.peft.kind.name,
         "lora_parameters": {
@@ -162,8 +168,12 @@ def read(files: AdapterFiles) -> Adapter:
             "dropout": files.peft.dropout,
         },
         **entries,
+        **entries_of(own),
     }
-    return in_float32(files.file, Adapter(files.folder, checked, config, vocabulary))
+    found = in_float32(files.file, Adapter(files.folder, checked, config, vocabulary))
+    for path, part in outside.values():
+        vocabulary[f"{path}.{LOW_RANK}.{part}"] = found.arrays.pop(f"{path}.{part}")
+    return found
 
 
 def load_base(files: AdapterFiles, base: Path) -> nn.Module:
@@ -195,9 +205,10 @@ def fitted(
         config = with_keys(adapter, network)
     else:
         linears = {path for path, module in network.named_modules() if isinstance(module, LINEAR)}
-        kind, layers = check_names(base), set(adapter.layers)
+        kind, layers = check_names(base), {*adapter.layers, *adapter.low_rank}
         experts = experts_of(network, kind)
-        known = {path for path in linears if path in layers or is_in_peft(KNOWN[kind], path)}
+        every = linears | adapter.low_rank.keys()
+        known = {path for path in every if path in layers or is_in_peft(KNOWN[kind], path)}
         if note := check_layers(files.file, layers, files.peft, all_paths(known, experts)):
             on_note(note)
         adapter = with_stacks(files.file, adapter, experts)

@@ -41,7 +41,8 @@ from your_ai.nets.model import LINEAR
 from your_ai.nets.rounding import MLX_PARTS, float32_weight, packed, quantization_of
 from your_ai.nets.saved_adapter import Adapter, Trained, check_generates, put_adapter, read_adapter
 from your_ai.nets.tokenizer import GENERATION, added_end, content_of, open_tokenizer
-from your_ai.nets.vocabulary import TrainedLayer, trained_layers
+from your_ai.nets.vocabulary import TrainedLayer, trained_layers, vocabulary_trained
+from your_ai.nets.vocabulary_lora import LowRankLayer
 from your_ai.publish.card import exported_card
 from your_ai.rng import derive_seed
 from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, files_beside
@@ -208,8 +209,10 @@ def changes_of(
         for _, array in tree_flatten(network.parameters())
         if mx.issubdtype(array.dtype, mx.floating)
     )
-    changes, adapted, after = {}, adapter.layers, dict(network.named_modules())
+    changes, after = {}, dict(network.named_modules())
     rows = {layer.path: layer for layer in trained_layers(network)}
+    outside = (each for each in vocabulary_trained(network) if isinstance(each, LowRankLayer))
+    adapted = adapter.layers | {each.path: each.as_layer for each in outside}
     sizes = adapter.sizes
     for path, layer in modules.items():
         own, parts = quantization_of(layer), adapted.get(path, {})

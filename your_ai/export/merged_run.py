@@ -20,7 +20,7 @@ from your_ai.export.untrained_run import Origin, check_new, create, settings_of
 from your_ai.files import sha256
 from your_ai.gates.text import counted, shortened, shown
 from your_ai.nets import model
-from your_ai.nets.saved_adapter import Adapter, check_generates
+from your_ai.nets.saved_adapter import Adapter, check_generates, check_no_vocabulary
 from your_ai.run import folder
 from your_ai.run.folder import RunFolder
 
@@ -255,6 +255,7 @@ def read_input(name: str, weight: float) -> MergeInput:
     files = adapter_files.find_adapter(name, shortened(name))
     adapter = adapter_files.read(files)
     check_generates(adapter)
+    check_no_vocabulary(adapter, "a merged adapter")
     if not adapter.kind.is_sum:
         raise UserError(
             f"{files.folder}: is a {adapter.kind.title} adapter, whose magnitudes cannot be "

@@ -52,7 +52,7 @@ from your_ai.export.transformers_names import KNOWN
 from your_ai.gates.text import counted, shown
 from your_ai.gates.untrusted import is_number
 from your_ai.hub.find import HubName
-from your_ai.nets.layer_sizes import BY_LAYER, LayerSize
+from your_ai.nets.layer_sizes import LayerSize
 from your_ai.nets.saved_adapter import Trained, check_is_adapter, has_score_head, read_score_head
 from your_ai.run.checkpoint import (
     PEFT_ADAPTERS,
@@ -105,11 +105,12 @@ def config_of(trained: Trained, base: HubName | None, kind: str) -> dict[str, An
     """PEFT's adapter_config.json for the run's adapter. kind: the model_type of its base."""
     adapter, experts = trained.adapter, expert_layers(trained.adapter)
     in_peft = {path_in_peft(path, kind) for path in experts}
-    targets = with_experts(set(adapter.layers) - experts, in_peft, modules_of(trained.base))
+    layers = {*adapter.layers, *adapter.low_rank}
+    targets = with_experts(layers - experts, in_peft, modules_of(trained.base))
     is_reward, vocabulary = has_score_head(adapter), settings_of_vocabulary(adapter)
     if is_reward:
         vocabulary[WHOLE] = [*(vocabulary[WHOLE] or []), SCORE_WEIGHT.partition(".")[0]]
-    sizes = adapter.sizes if BY_LAYER in adapter.config["lora_parameters"] else {}
+    sizes = adapter.sizes if adapter.has_sizes else {}
     alpha = whole(adapter.scale * adapter.rank)
     alphas = {path: whole(size.scale * size.rank) for path, size in sizes.items()}
     return {

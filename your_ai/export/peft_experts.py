@@ -102,7 +102,7 @@ def with_stacks(file: Path, adapter: Adapter, experts: dict[str, list[str]]) -> 
 
     Raises UserError if an expert has no matrices, or other experts of its stack have others.
     """
-    arrays, sizes = dict(adapter.arrays), adapter.sizes
+    arrays, sizes = dict(adapter.arrays), {path: adapter.sizes[path] for path in adapter.layers}
     parameters = {k: v for k, v in adapter.config["lora_parameters"].items() if k != BY_LAYER}
     for path, paths in experts.items():
         own = {one: sizes.pop(one) for one in paths if one in sizes}

@@ -2,7 +2,8 @@
 
 The rows of some tokens are `PATH.token_adapter.trainable_tokens_delta` (K, D), the values that
 replace those of the tokens in `trainable_token_indices`. Modules in `modules_to_save` are whole:
-`PATH.weight`.
+`PATH.weight`. LoRA on an embedding is `PATH.lora_embedding_A` (r, V) and `.lora_embedding_B`
+(D, r); on a head it has the names of other linear layers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import mlx.nn as nn
 
 from your_ai.errors import UserError
 from your_ai.gates.text import shown
-from your_ai.gates.token_ids import EMBEDDINGS, HEADS
+from your_ai.gates.token_ids import EMBEDDINGS, HEADS, is_outside_blocks
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.saved_adapter import Adapter
 from your_ai.nets.vocabulary import (
@@ -32,13 +33,31 @@ from your_ai.nets.vocabulary import (
 
 # In adapter_config.json:
 WHOLE, TOKENS, TIES = "modules_to_save", "trainable_token_indices", "ensure_weight_tying"
+OF_EMBEDDINGS = {"lora_a": "lora_embedding_A", "lora_b": "lora_embedding_B"}
+OF_HEADS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
 ENDS = {NEW_ROWS: "token_adapter.trainable_tokens_delta", ALL_ROWS: "weight"}
 
 
 def vocabulary_arrays(adapter: Adapter, prefix: str) -> dict[str, mx.array]:
-    """The trained rows of an adapter in PEFT's file; prefix: of all names there."""
+    """The trained arrays of the vocabulary in PEFT's file; prefix: of all names there."""
     rows = adapter.trained_rows.items()
-    return {f"{prefix}{path}.{ENDS[leaf]}": array for (path, leaf), array in rows}
+    found = {f"{prefix}{path}.{ENDS[leaf]}": array for (path, leaf), array in rows}
+    for path, parts in adapter.low_rank.items():
+        ends = OF_EMBEDDINGS if name_of(path) in EMBEDDINGS else OF_HEADS
+        found |= {f"{prefix}{path}.{ends[part]}": array.T for part, array in parts.items()}
+    return found
+
+
+def low_rank_names(arrays: Arrays, prefix: str) -> dict[str, tuple[str, str]]:
+    """The names of LoRA on embeddings and heads in PEFT's file: path and part of each."""
+    found = {}
+    for name in arrays:
+        for names, ends in ((EMBEDDINGS, OF_EMBEDDINGS), (HEADS, OF_HEADS)):
+            for part, end in ends.items():
+                path = name.removeprefix(prefix).removesuffix(f".{end}")
+                if f"{prefix}{path}.{end}" == name and name_of(path) in names:
+                    found[name] = path, part
+    return {name: at for name, at in found.items() if is_outside_blocks(at[0])}
 
 
 def settings_of_vocabulary(adapter: Adapter) -> dict[str, Any]:

@@ -26,7 +26,12 @@ from your_ai.gates.text import shortened, shown
 from your_ai.hub.find import find_model
 from your_ai.memory import allocator
 from your_ai.nets import model
-from your_ai.nets.saved_adapter import Adapter, has_score_head, read_score_head
+from your_ai.nets.saved_adapter import (
+    Adapter,
+    check_no_vocabulary,
+    has_score_head,
+    read_score_head,
+)
 from your_ai.run import checkpoint
 from your_ai.run.folder import RUNS, RunFolder, default_name, place_of
 
@@ -73,6 +78,7 @@ def lasting_name(source: str, files: AdapterFiles) -> str:
 
 def check_trainable(files: AdapterFiles, adapter: Adapter) -> None:
     """Raise UserError for an adapter that training cannot express."""
+    check_no_vocabulary(adapter, "a run that starts from it")
     sizes = adapter.sizes
     for path, parts in adapter.layers.items():
         rank, scale = sizes[path]

@@ -106,7 +106,7 @@ def settings_of(adapter: Adapter, name: str, path: Path) -> TrainConfig:
             lora_rank=adapter.ranks.setting,
             lora_alpha=adapter.alphas.setting,
             lora_layers=count if count > 0 else "all",
-            lora_targets=tuple(sorted(keys)),
+            lora_targets=tuple(sorted({*keys, *adapter.low_rank})),
             lora_dropout=float(parameters.get("dropout", 0.0)),
             use_dora=adapter.kind is DORA,
             qat=adapter.rounding,

@@ -131,10 +131,11 @@ def bytes_with(facts: ModelFacts, training: Training, matrix_bytes: int) -> int:
 
 
 def bytes_outside(training: Training, matrix_bytes: int) -> list[int]:
-    """Bytes of the trained rows of each layer outside of the blocks; matrix_bytes: as of
+    """Bytes of what is trained of each layer outside of the blocks; matrix_bytes: as of
     `bytes_with`."""
     return [
-        (matrix_bytes if array.is_whole else FLOAT32_BYTES) * array.rows * array.width
+        (matrix_bytes if array.is_whole else FLOAT32_BYTES)
+        * sum(rows * columns * count for rows, columns, count in array.matrices(training.ranks))
         for array in training.vocabulary
     ]
 
@@ -181,9 +182,7 @@ def optimizer_bytes(facts: ModelFacts, training: Training) -> int:
         vectors = len(training.adapter.vectors)
         of_block = sum(i + o + 2 * rank + o * vectors for i, o, rank in layers)
         numbers += count * of_block
-    numbers += sum(
-        array.rows + array.width * -(-array.rows // array.step) for array in training.vocabulary
-    )
+    numbers += sum((rows + columns) * count for rows, columns, count in matrices_outside(training))
     return FLOAT32_BYTES * numbers
 
 
@@ -198,9 +197,13 @@ def arrays_of(facts: ModelFacts, training: Training) -> Iterator[tuple[int, int]
             yield rank * outputs, count
             for _ in training.adapter.vectors:
                 yield outputs, count
-    for array in training.vocabulary:
-        yield array.step * array.width, array.rows // array.step
-        yield array.rows % array.step * array.width, 1
+    for rows, columns, count in matrices_outside(training):
+        yield rows * columns, count
+
+
+def matrices_outside(training: Training) -> list[tuple[int, int, int]]:
+    """The trained arrays outside of the blocks, as of `VocabularyArray.matrices`."""
+    return [each for array in training.vocabulary for each in array.matrices(training.ranks)]
 
 
 def state_bytes(values: int, training: Training) -> int:
@@ -235,7 +238,7 @@ def gradient_bytes(
 
 
 def head_gradient_bytes(training: Training) -> int:
-    """Bytes of the gradients of the trained rows of the head, which are there at once."""
+    """Bytes of the gradients of what is trained of the head, which are there at once."""
     sizes = bytes_outside(training, MATRIX_BYTES[training.adapter_dtype])
     every = zip(sizes, training.vocabulary, strict=True)
     return sum(size for size, array in every if array.is_tied or not array.is_embedding)
@@ -244,7 +247,7 @@ def head_gradient_bytes(training: Training) -> int:
 @memoized
 def largest_array(facts: ModelFacts, training: Training) -> int:
     """Values of the largest trained array."""
-    return max((values for values, _ in arrays_of(facts, training)), default=0)
+    return max((values for values, count in arrays_of(facts, training) if count), default=0)
 
 
 def reduction_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
@@ -263,7 +266,8 @@ def update_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
     largest, kind = largest_array(facts, training), OPTIMIZERS[training.optimizer]
     is_float32 = training.adapter_dtype == "float32"
     most = UPDATE_BYTES if is_float32 and training.optimizer_bits == 32 else UPDATE_BYTES_ROUNDED
-    together = min(most, largest_block_bytes(facts, training, FLOAT32_BYTES))
+    outside = bytes_outside(training, FLOAT32_BYTES)
+    together = min(most, max([largest_block_bytes(facts, training, FLOAT32_BYTES), *outside]))
     together = max(together, FLOAT32_BYTES * largest)
     read = together * plan.gradients_on_disk
     read += together * (training.adapter.is_whole and plan.weights_on_disk)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from your_ai.config import GRPO, REWARD, SOFT, ByLayer, TrainConfig, defaults
 from your_ai.config.adapter_facts import LORA, AdapterFacts
-from your_ai.config.by_layer import LayerPattern
+from your_ai.config.by_layer import OUTSIDE, LayerPattern
 from your_ai.gates.text import counted
 from your_ai.memory.costs import MeasuredCosts
 from your_ai.memory.facts import ModelFacts, vocabulary_held
@@ -39,7 +39,7 @@ class RolloutSizes:
 
 
 class VocabularyArray(NamedTuple):
-    """Trained arrays outside of the blocks: rows of an embedding or a head."""
+    """Trained arrays outside of the blocks: rows of an embedding or a head, or LoRA on one."""
 
     rows: int
     width: int
@@ -51,6 +51,16 @@ class VocabularyArray(NamedTuple):
     """Whether its gradient needs that of the input of the first block."""
     is_tied: bool = False
     """Whether the head uses it, too."""
+    low_rank: str = ""
+    """The path of a layer with LoRA; "" if its rows are trained."""
+
+    def matrices(self, ranks: ByLayer) -> list[tuple[int, int, int]]:
+        """(rows, columns) of its arrays, and how many there are of these. ranks: of layers."""
+        if self.low_rank:
+            rank = int(ranks.at((OUTSIDE, self.low_rank)))
+            return [(self.rows, rank, 1), (rank, self.width, 1)]
+        count, rest = divmod(self.rows, self.step)
+        return [(self.step, self.width, count), (rest, self.width, int(rest > 0))]
 
 
 @dataclass(frozen=True, kw_only=True)

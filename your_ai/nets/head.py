@@ -118,21 +118,38 @@ class HeadRows(Protocol):
 
 @runtime_checkable
 class SomeTrained(HeadRows, Protocol):
-    """Rows of which some are trained, or all."""
+    """Rows of which some are trained, or all, or low-rank matrices that are added to them."""
 
     @property
     def trained(self) -> Arrays:
-        """The arrays of the trained rows, (K, D) together, by name in the model."""
+        """The trained arrays, by name in the model; of rows, (K, D) together."""
 
     @property
     def ids(self) -> np.ndarray:
-        """(K,) their tokens, ascending."""
+        """(K,) the tokens whose rows depend on them, ascending."""
+
+    @property
+    def pieces(self) -> list[int]:
+        """The numbers of successive `ids` whose gradients are computed together."""
+
+    @property
+    def axis(self) -> int:
+        """The axis of the tokens in the gradients of slices."""
 
     def put(self, arrays: Arrays) -> None:
         """Set what `trained` returns."""
 
     def trained_part(self, first: int, last: int, after: Sequence[mx.array] = ()) -> HeadSlice:
         """The trained rows from `first` to `last`, computed only after the arrays `after`."""
+
+    def add_gradients(
+        self, found: dict[str, list[mx.array]], first: int, shares: mx.array, inputs: mx.array
+    ) -> list[mx.array]:
+        """Add the gradients of a slice of trained rows, from `first` on, to `found`; return them.
+
+        found: by name as in `trained`, pieces to be joined along `axis`. shares: (S, n) float32,
+        the gradients of the products. inputs: (S, D) float32.
+        """
 
 
 def part_of(arrays: dict[str, mx.array], quantization: dict[str, Any]) -> HeadSlice:

@@ -366,7 +366,7 @@ def finish(
 def gradients_of_rows(
     softmax: OnlineSoftmax, head: LinearHead, factors: mx.array, after: mx.array
 ) -> Arrays:
-    """The gradients of the trained rows of a head, by name in the model: (K, D) together.
+    """The gradients of what is trained of the rows of a head, by name in the model.
 
     That of row j is the sum over s of (softmax(logits_s)[j] - [j is the target]) x slope x factor
     x input. The softmax is known only after the last slice, so their logits are computed again.
@@ -376,23 +376,26 @@ def gradients_of_rows(
     rows = head.rows
     if not isinstance(rows, SomeTrained):
         return {}
-    inputs, first, grads = softmax.inputs, 0, dict[str, mx.array]()
-    ids = mx.array(rows.ids.astype("uint32"))
-    for name, array in rows.trained.items():
-        found: list[mx.array] = []
-        for start, stop in head.slices(len(inputs), len(array)):
-            inputs, factors = mx.depends([inputs, factors], [after])
+    inputs, first, found = softmax.inputs, 0, dict[str, list[mx.array]]()
+    ids, before = mx.array(rows.ids.astype("uint32")), [after]
+    for count in rows.pieces:
+        for start, stop in head.slices(len(inputs), count):
+            inputs, factors = mx.depends([inputs, factors], before)
             part = rows.trained_part(first + start, first + stop, [inputs])
             logits, slopes = head.logits_and_slopes(part.forward(inputs))
             shares = mx.exp(logits.astype(mx.float32) - softmax.max_logit) / softmax.exp_sum
             targets = ids[first + start : first + stop] == softmax.targets
             shares = (shares - targets) * factors
             shares = shares if slopes is None else shares * slopes
-            after = (shares.T @ inputs.astype(mx.float32)).astype(array.dtype)
-            found.append(after)
-        grads[name] = found[0] if len(found) == 1 else mx.concatenate(found)
-        first += len(array)
-    return grads
+            given = shares, inputs.astype(mx.float32)
+            before = rows.add_gradients(found, first + start, *given)
+        first += count
+    return {
+        name: (
+            found[name][0] if len(found[name]) == 1 else mx.concatenate(found[name], rows.axis)
+        ).astype(array.dtype)
+        for name, array in rows.trained.items()
+    }
 
 
 def _sliced(

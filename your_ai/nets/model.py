@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 import math
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,18 +19,19 @@ from mlx_lm.models.bitlinear_layers import BitLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import load_model
 
-from your_ai.config import ByLayer, TrainConfig, defaults, flag, nearest
-from your_ai.config.by_layer import Place
-from your_ai.config.names import ALL_LINEAR, REWARD, selects
+from your_ai.config import ALL_LINEAR, REWARD, SOFT, ByLayer, TrainConfig, defaults, flag, nearest
+from your_ai.config.by_layer import OUTSIDE, Place
+from your_ai.config.names import selects
 from your_ai.config.rounding import OPTION
 from your_ai.data.batches import MULTIPLE
 from your_ai.errors import UserError, first_line, is_memory_error
 from your_ai.gates.text import counted, shown
-from your_ai.gates.token_ids import rows_of, vocabulary_of
+from your_ai.gates.token_ids import EMBEDDINGS, HEADS, rows_of, vocabulary_of
 from your_ai.gates.untrusted import EXPERT
 from your_ai.hub.awq_gptq import packing_of
 from your_ai.hub.check import check_model
 from your_ai.hub.config_values import method_of
+from your_ai.memory.workload import VocabularyArray
 from your_ai.nets.adapter_kinds import put_adapters
 from your_ai.nets.layer_sizes import LayerSize, sizes_in_config
 from your_ai.nets.new_tokens import NewTokens
@@ -39,16 +40,21 @@ from your_ai.nets.rounding import WRITTEN
 from your_ai.nets.shared_keys import share_keys
 from your_ai.nets.vocabulary import (
     put_trained_layers,
+    rows_of_layer,
+    trained_sizes,
     training_in,
     vocabulary_layers,
     vocabulary_training,
 )
+from your_ai.nets.vocabulary_lora import TIED, entries_of, put_low_rank
 from your_ai.rng import derive_seed
 
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 POSITIONS = ("wpe", "position_embeddings", "embed_positions")
 TRIED_TOKENS = 8  # length of the short row that tests a model
 MATRICES = (".lora_a", ".lora_b")  # the ends of the names of A and B
+# Settings that LoRA on the embedding or the head does not work with
+WITHOUT_OUTSIDE = "use_dora qat init lora_dropout train add_tokens add_special_tokens".split()
 LINEAR = (nn.Linear, nn.QuantizedLinear, *EXPERTS)
 R = TypeVar("R")
 
@@ -311,6 +317,9 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
         put_adapters(model, config.adapter_kind, count, parameters)
     except ValueError as error:
         raise UserError(f"--qat {config.qat}: {error}") from error
+    outside = outside_sizes(model, config)
+    for added in put_low_rank(model, outside):
+        added.start(config.seed)
     cast_matrices(model, config.adapter_dtype)
     dropout_keys = DropoutKeys([None])
     if config.lora_dropout > 0:
@@ -326,6 +335,7 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
             "num_layers": count,
             "lora_parameters": parameters,
             **training_in(model).entries,
+            **entries_of(outside),
         },
     )
 
@@ -361,8 +371,14 @@ def adapted_layers(model: nn.Module, config: TrainConfig) -> tuple[int, tuple[st
             f"{len(blocks)} or all"
         )
     adapted = blocks[len(blocks) - count :]
-    keys = find_targets(adapted, config)
+    outside = targets_outside(model, config)
+    inside = tuple(target for target in config.lora_targets if target not in outside)
+    keys = find_targets(adapted, replace(config, lora_targets=inside)) if inside else ()
+    if not keys:
+        raise UserError(f"--lora-targets {','.join(outside)}: name layers of blocks, too")
     if config.adapter_kind.is_whole:
+        if outside:
+            raise UserError(f"--adapter full: trains blocks alone; leave {','.join(outside)} out")
         if (quantized := quantized_layer(adapted)) is not None:
             raise UserError(
                 f"--adapter full: {quantized} is quantized, and so has no gradient; use a model "
@@ -370,8 +386,9 @@ def adapted_layers(model: nn.Module, config: TrainConfig) -> tuple[int, tuple[st
             )
         return count, keys
     layers = [(place, layer) for _, place, layer in layers_at(model, count, keys)]
+    places = [*(place for place, _ in layers), *((OUTSIDE, path) for path in outside.values())]
     for name in ("lora_rank", "lora_alpha"):
-        ByLayer.of(getattr(config, name)).check(flag(name), (place for place, _ in layers))
+        ByLayer.of(getattr(config, name)).check(flag(name), places)
     check_ranks(layers, ranks_used(config, len(blocks)))
     return count, keys
 
@@ -380,6 +397,62 @@ def quantized_layer(blocks: list[nn.Module]) -> str | None:
     """The path in its block of a quantized layer; None if there is none."""
     named = (item for block in blocks for item in block.named_modules())
     return next((path for path, layer in named if "scales" in layer), None)
+
+
+def targets_outside(model: nn.Module, config: TrainConfig) -> dict[str, str]:
+    """The paths of the embedding and the head that --lora-targets names, by target.
+
+    A name that layers of blocks have means those. Raises UserError if one cannot have LoRA, or with
+    these settings.
+    """
+    found: dict[str, str] = {}
+    names = {name for block in model.layers for name, _ in block.named_modules()}
+    for target in config.lora_targets:
+        leaf = target.rpartition(".")[2]
+        if leaf not in (*EMBEDDINGS, *HEADS) or any(selects(target, name) for name in names):
+            continue
+        given = f"--lora-targets {target}"
+        try:
+            embedding, head = vocabulary_layers(model)
+        except ValueError as error:
+            raise UserError(f"{given}: {error}") from error
+        if head is None:
+            raise UserError(f"{given}: {TIED}")
+        path = next((path for path in (embedding, head) if selects(target, path)), None)
+        if path is None:
+            continue
+        for name in WITHOUT_OUTSIDE:
+            if getattr(config, name):
+                raise UserError(f"{flag(name)}: not supported with {given}")
+        if config.objective in (REWARD, SOFT):
+            raise UserError(f"--objective {config.objective}: not supported with {given}")
+        if path == embedding and config.prefix_cache != "off":
+            raise UserError(
+                f"{given}: the embeddings change in each step, so nothing can be cached; use "
+                "--prefix-cache off"
+            )
+        found[target] = path
+    return found
+
+
+def outside_sizes(model: nn.Module, config: TrainConfig) -> dict[str, LayerSize]:
+    """The size of the LoRA on the embedding and the head, by path in the model."""
+    ranks, alphas = ranks_used(config, len(model.layers)), ByLayer.of(config.lora_alpha)
+    found = {}
+    for path in targets_outside(model, config).values():
+        rank = int(ranks.at((OUTSIDE, path)))
+        found[path] = LayerSize(rank, lora_scale(config, rank, alphas.at((OUTSIDE, path))))
+    return found
+
+
+def vocabulary_sizes(model: nn.Module, config: TrainConfig) -> tuple[VocabularyArray, ...]:
+    """The arrays to be trained of the vocabulary of a model without adapters, for the planner."""
+    found, modules = list(trained_sizes(model)), dict(model.named_modules())
+    for path in targets_outside(model, config).values():
+        count, width = rows_of_layer(modules[path]).shape
+        is_embedding = path.rpartition(".")[2] in EMBEDDINGS
+        found.append(VocabularyArray(count, width, count, True, is_embedding, low_rank=path))
+    return tuple(found)
 
 
 def layers_at(
@@ -465,6 +538,11 @@ def find_targets(blocks: list[nn.Module], config: TrainConfig) -> tuple[str, ...
         raise UserError(
             "--lora-targets: the layers of this model are ternary (BitLinear), which cannot be "
             "adapted: their kernel has no gradient"
+        )
+    if ALL_LINEAR in config.lora_targets and len(config.lora_targets) > 1:
+        raise UserError(
+            "--lora-targets: all-linear includes every other layer of the blocks; beside it, only "
+            "the embedding and the head can be named"
         )
     found: set[str] = set()
     for target in config.lora_targets:

@@ -28,6 +28,7 @@ from your_ai.config.adapter_facts import (
     chosen_by,
 )
 from your_ai.config.adapter_starts import ADJUSTED, INIT
+from your_ai.config.by_layer import OUTSIDE
 from your_ai.config.rounding import OPTION, rounding_of
 from your_ai.errors import UserError, first_line
 from your_ai.gates.text import shown
@@ -49,9 +50,10 @@ from your_ai.nets.tokenizer import open_tokenizer
 from your_ai.nets.vocabulary import (
     LEAVES,
     put_trained_layers,
-    trained_layers,
     vocabulary_of_adapter,
+    vocabulary_trained,
 )
+from your_ai.nets.vocabulary_lora import LOW_RANK, LOW_RANK_LAYERS, put_low_rank
 from your_ai.run import checkpoint
 from your_ai.run.folder import RunFolder, find, is_running
 
@@ -64,7 +66,7 @@ FREE = (
 TOKENIZER = "tokenizer_files"  # in adapter_config.json: the checksums of that with new tokens
 PARTS = (*MATRICES, *VECTORS)
 KNOWN = {**FACTS, FULL.name: FULL}  # by `fine_tune_type`
-MOST_LAYERS, MOST_SCALE = 100_000, 1e9  # limits for the settings of an adapter
+MOST_LAYERS, MOST_SCALE, MOST_RANK = 100_000, 1e9, 1 << 16  # limits for an adapter's settings
 LISTED = 6  # maximum number of checkpoints in a message
 
 
@@ -79,7 +81,7 @@ class Adapter:
     config: dict[str, Any]
     """Contents of adapter_config.json."""
     vocabulary: dict[str, mx.array] = field(default_factory=dict)
-    """Lazy arrays of the trained rows of embedding and head, by path in the model."""
+    """Lazy arrays of what is trained of embedding and head, by path in the model."""
 
     @property
     def step(self) -> int | None:
@@ -102,23 +104,33 @@ class Adapter:
     def sizes(self) -> dict[str, LayerSize]:
         """Rank and scale of each adapted layer, by path in the model."""
         own, usual = sizes_by_layer(self.config["lora_parameters"]), (self.rank, self.scale)
-        return {path: own.get(path, LayerSize(*usual)) for path in self.layers}
+        found = {path: own.get(path, LayerSize(*usual)) for path in self.layers}
+        return found | low_rank_sizes(self.config)
 
     @property
     def ranks(self) -> ByLayer:
-        """The ranks of the layers in blocks, as of `--lora-rank`."""
+        """The ranks of the layers, as of `--lora-rank`."""
         return self._by_layer(lambda size: size.rank)
 
     @property
     def alphas(self) -> ByLayer:
-        """The alphas of the layers in blocks, as of `--lora-alpha` without rsLoRA."""
-        if BY_LAYER not in self.config["lora_parameters"]:
+        """The alphas of the layers, as of `--lora-alpha` without rsLoRA."""
+        if not self.has_sizes:
             return ByLayer(self.scale * self.rank)
         return self._by_layer(lambda size: float(f"{size.scale * size.rank:.12g}"))
+
+    @property
+    def has_sizes(self) -> bool:
+        """Return whether its layers differ in rank or scale."""
+        outside = low_rank_sizes(self.config).values()
+        is_usual = {*outside} <= {LayerSize(self.rank, self.scale)}
+        return BY_LAYER in self.config["lora_parameters"] or not is_usual
 
     def _by_layer(self, value: Callable[[LayerSize], float]) -> ByLayer:
         places = ((BLOCK.search(path), size) for path, size in self.sizes.items())
         found = {(int(at[1]), at[2]): value(size) for at, size in places if at is not None}
+        outside = low_rank_sizes(self.config).items()
+        found |= {(OUTSIDE, path): value(size) for path, size in outside}
         return values_by_layer(found) if found else ByLayer(self.rank)
 
     @property
@@ -136,9 +148,20 @@ class Adapter:
         parts: dict[tuple[str, str], list[tuple[int, mx.array]]] = defaultdict(list)
         for name, array in self.vocabulary.items():
             path, leaf, index = name.rsplit(".", 2)
-            parts[path, leaf].append((int(index), array))
+            if leaf in LEAVES:
+                parts[path, leaf].append((int(index), array))
         ordered = {key: sorted(found, key=lambda part: part[0]) for key, found in parts.items()}
         return {key: mx.concatenate([a for _, a in found]) for key, found in ordered.items()}
+
+    @property
+    def low_rank(self) -> dict[str, dict[str, mx.array]]:
+        """A and B of the embedding and the head, by their names in `layers`, by path."""
+        found: dict[str, dict[str, mx.array]] = defaultdict(dict)
+        for name, array in self.vocabulary.items():
+            path, leaf, part = name.rsplit(".", 2)
+            if leaf == LOW_RANK:
+                found[path][part] = array
+        return dict(found)
 
     @property
     def layers(self) -> dict[str, dict[str, mx.array]]:
@@ -336,13 +359,13 @@ def read_adapter(folder: Path, file: Path | None = None) -> Adapter:
 
 
 def read_vocabulary(folder: Path, config: dict[str, Any]) -> dict[str, mx.array]:
-    """The trained rows of an adapter. Raises UserError if a file is damaged, or is missing."""
+    """The trained arrays of the vocabulary. Raises UserError if a file is damaged or missing."""
     try:
-        trained = vocabulary_of_adapter(config)
+        trained, low_rank = vocabulary_of_adapter(config), low_rank_sizes(config)
     except ValueError as error:
         raise UserError(f"{folder / checkpoint.ADAPTER_CONFIG}: {error}") from error
     found: dict[str, mx.array] = {}
-    for leaf in LEAVES if trained else ():
+    for leaf in (*(LEAVES if trained else ()), *([LOW_RANK] if low_rank else [])):
         file = folder / checkpoint.BESIDE[leaf]
         if not file.is_file():
             continue
@@ -354,9 +377,17 @@ def read_vocabulary(folder: Path, config: dict[str, Any]) -> dict[str, mx.array]
         foreign = [name for name in names if leaf not in name.split(".")]
         if foreign:
             raise UserError(f"{file}: contains {shown(foreign[0])}, not rows of a vocabulary")
-    if trained and not found:
-        raise UserError(f"{folder}: the trained rows of its vocabulary are missing")
+    if (trained or low_rank) and not found:
+        raise UserError(f"{folder}: what it trained of its vocabulary is missing")
     return found
+
+
+def low_rank_sizes(config: dict[str, Any]) -> dict[str, LayerSize]:
+    """The sizes of LoRA on embedding and head in adapter_config.json. Raises ValueError."""
+    given = config.get(LOW_RANK_LAYERS, {})
+    if not isinstance(given, dict) or not all(is_size(size, MOST_RANK) for size in given.values()):
+        raise ValueError(f"{LOW_RANK_LAYERS} {shown(given)}: give [rank, scale] by path")
+    return {path: LayerSize(rank, float(scale)) for path, (rank, scale) in given.items()}
 
 
 def with_new_keys(config: Any) -> Any:
@@ -477,7 +508,7 @@ def put_layers(network: nn.Module, adapter: Adapter) -> None:
     if adapter.kind.is_whole:  # the model has been trained itself
         return
     parameters = {"dropout": 0.0, **adapter.config["lora_parameters"]}
-    if not trained_layers(network):
+    if not vocabulary_trained(network):
         put_trained_rows(network, adapter)
     try:
         count = int(adapter.config["num_layers"])
@@ -489,7 +520,7 @@ def put_layers(network: nn.Module, adapter: Adapter) -> None:
 
 
 def put_trained_rows(network: nn.Module, adapter: Adapter) -> None:
-    """Add layers for the trained rows of the adapter's vocabulary; the rows are 0.
+    """Add layers for what is trained of the adapter's vocabulary; trained rows, A and B are 0.
 
     Raises UserError if the model has no such layers.
     """
@@ -497,12 +528,13 @@ def put_trained_rows(network: nn.Module, adapter: Adapter) -> None:
     try:
         asked = vocabulary_of_adapter(adapter.config)
         put_trained_layers(network, asked, next(iter(dtypes), mx.float32))
+        put_low_rank(network, low_rank_sizes(adapter.config))
     except ValueError as error:
         raise UserError(f"{adapter.folder}: does not fit the model ({error})") from error
 
 
 def check_no_vocabulary(adapter: Adapter, what: str) -> None:
-    """Raise UserError if rows of the vocabulary were trained. what: the thing that has none."""
+    """Raise UserError if the vocabulary was trained. what: the thing that has none."""
     if adapter.vocabulary:
         raise UserError(
             f"{adapter.folder}: has trained embeddings, which {what} cannot hold; write the fused "

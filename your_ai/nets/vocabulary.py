@@ -11,6 +11,7 @@ new ones, K trained rows, S hidden states.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,45 @@ NEW_TOKENS, TRAINED_MODULES = "new_tokens", "trained_modules"  # in adapter_conf
 MOST_TOKENS = 1 << 24  # of a vocabulary that is extended
 
 
-class TrainedLayer(nn.Module):
+class VocabularyLayer(nn.Module, ABC):
+    """An embedding or a head of which something is trained.
+
+    path: of the layer in the model.
+    """
+
+    path: str
+    is_embedding: bool
+
+    @property
+    @abstractmethod
+    def trained(self) -> Arrays:
+        """The trained arrays, by name in the model."""
+
+    @abstractmethod
+    def put(self, arrays: Sequence[mx.array]) -> None:
+        """Set the trained arrays."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> HeadRows:
+        """The rows of the layer; what heads and soft tokens work with."""
+
+    @abstractmethod
+    def cut(self, tokens: int) -> None:
+        """Make new trained arrays for at most `tokens` rows of the base, to which it is cut."""
+
+    @abstractmethod
+    def as_linear(self, x: mx.array) -> mx.array:
+        """(..., D) -> (..., W), what a tied head calls."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """(B, T) tokens -> (B, T, D), or hidden states (..., D) -> (..., W) logits."""
+        if mx.issubdtype(x.dtype, mx.floating):
+            return self.as_linear(x)
+        return self.rows.gather(x.reshape(-1)).reshape(*x.shape, -1)
+
+
+class TrainedLayer(VocabularyLayer):
     """An embedding or a head, of which rows are trained.
 
     linear: the base's layer, frozen; not there if all rows are trained.
@@ -68,12 +107,21 @@ class TrainedLayer(nn.Module):
 
     @property
     def trained(self) -> Arrays:
-        """The trained arrays, by name in the model."""
         return {f"{self.path}.{self.leaf}.{i}": a for i, a in enumerate(self[self.leaf])}
 
     def put(self, arrays: Sequence[mx.array]) -> None:
-        """Set the trained arrays."""
         self[self.leaf] = list(arrays)
+
+    def cut(self, tokens: int) -> None:
+        """Do as `VocabularyLayer.cut`; as many rows as before are trained, or all."""
+        count = min(tokens, rows_of_layer(self.base_layer).shape[0])
+        ids = np.arange(count)
+        if self.leaf == NEW_ROWS:
+            ids = count + np.arange(len(self.ids))
+        self.ids, self.count = ids, int(ids[-1]) + 1
+        if "bias" in self:
+            self.bias = mx.zeros(len(ids))
+        self.make(self.width)
 
     def rows_between(self, first: int, last: int) -> mx.array:
         """The trained rows from `first` to `last`."""
@@ -85,18 +133,10 @@ class TrainedLayer(nn.Module):
 
     @property
     def rows(self) -> TrainedRows:
-        """The rows of the layer; what heads and soft tokens work with."""
         base = rows_of_layer(self.linear) if "linear" in self else None
         return TrainedRows(self, base)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """(B, T) tokens -> (B, T, D), or hidden states (..., D) -> (..., W) logits."""
-        if mx.issubdtype(x.dtype, mx.floating):
-            return self.as_linear(x)
-        return self.rows.gather(x.reshape(-1)).reshape(*x.shape, -1)
-
     def as_linear(self, x: mx.array) -> mx.array:
-        """(..., D) -> (..., W), what a tied head calls."""
         if "linear" not in self:
             return self._products(x)
         product: Any = getattr(self.linear, "as_linear", self.linear)
@@ -146,6 +186,12 @@ class TrainedRows:
     def ids(self) -> np.ndarray:
         return self.layer.ids
 
+    @property
+    def pieces(self) -> list[int]:
+        return [len(array) for array in self.trained.values()]
+
+    axis = 0
+
     def put(self, arrays: Arrays) -> None:
         """Set what `trained` returns."""
         self.layer.put([*arrays.values()])
@@ -187,6 +233,14 @@ class TrainedRows:
             return found if bias is None else found + bias
 
         return HeadSlice(last - first, forward, lambda shares: shares @ rows.astype(shares.dtype))
+
+    def add_gradients(
+        self, found: dict[str, list[mx.array]], first: int, shares: mx.array, inputs: mx.array
+    ) -> list[mx.array]:
+        name, array = list(self.trained.items())[first // self.layer.step]
+        grad = (shares.T @ inputs).astype(array.dtype)
+        found.setdefault(name, []).append(grad)
+        return [grad]
 
     def gather(self, tokens: mx.array) -> mx.array:
         """(S, D), in the dtype of the base's rows."""
@@ -325,9 +379,14 @@ def put_trained_layers(
     return found
 
 
+def vocabulary_trained(model: nn.Module) -> list[VocabularyLayer]:
+    """The embedding and the head of a model if something of them is trained."""
+    return [module for module in model.modules() if isinstance(module, VocabularyLayer)]
+
+
 def trained_layers(model: nn.Module) -> list[TrainedLayer]:
     """The layers of `put_trained_layers` in a model."""
-    return [module for module in model.modules() if isinstance(module, TrainedLayer)]
+    return [layer for layer in vocabulary_trained(model) if isinstance(layer, TrainedLayer)]
 
 
 def trained_sizes(model: nn.Module) -> tuple[VocabularyArray, ...]:
@@ -345,18 +404,6 @@ def trained_sizes(model: nn.Module) -> tuple[VocabularyArray, ...]:
         )
         for layer in layers
     )
-
-
-def cut(layer: TrainedLayer, count: int) -> None:
-    """Let a layer have `count` rows of its base, already cut, and as many trained ones as before,
-    or all."""
-    ids = np.arange(count)
-    if layer.leaf == NEW_ROWS:
-        ids = count + np.arange(len(layer.ids))
-    layer.ids, layer.count = ids, int(ids[-1]) + 1
-    if "bias" in layer:
-        layer.bias = mx.zeros(len(ids))
-    layer.make(layer.width)
 
 
 def training_in(model: nn.Module) -> VocabularyTraining:

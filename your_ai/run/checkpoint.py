@@ -5,6 +5,7 @@ checkpoints/step-000120/
     score_head.safetensors                      of a reward model
     new_tokens.safetensors                      trained rows of new tokens
     vocabulary.safetensors                      embeddings and heads that are trained as a whole
+    vocabulary_lora.safetensors                 LoRA on the embedding and the head
     optimizer.safetensors
     weights-00012.safetensors, states-00012.safetensors   of block 12, if whole weights are trained
     state.json                                  TrainState and the files that the run depends on
@@ -41,6 +42,7 @@ BESIDE = {
     SCORE_WEIGHT: SCORE_HEAD,
     "new_rows": "new_tokens.safetensors",
     "all_rows": "vocabulary.safetensors",
+    "low_rank": "vocabulary_lora.safetensors",
 }
 ADAPTER_CONFIG = "adapter_config.json"
 OPTIMIZER = "optimizer.safetensors"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from your_ai.config import GRPO, Resolved, TrainConfig, defaults, flag, last_step
+from your_ai.config import ALL_LINEAR, GRPO, Resolved, TrainConfig, defaults, flag, last_step
 from your_ai.data.batches import TARGET_LEVELS, Schedule, make_schedule
 from your_ai.data.examples import Examples
 from your_ai.data.preferences import kind_of
@@ -262,7 +262,7 @@ def ways_to_learn_more(config: TrainConfig, adapters: model.Adapters, blocks: in
 
     blocks: number of blocks of the model.
     """
-    targets = [] if config.lora_targets == ("all-linear",) else ["--lora-targets all-linear"]
+    targets = [] if ALL_LINEAR in config.lora_targets else ["--lora-targets all-linear"]
     layers = ["--lora-layers all"] if adapters.config["num_layers"] < blocks else []
     longer = "--epochs" if config.max_steps is None else "--max-steps"
     rate = f"a higher --learning-rate, such as {HIGHER_RATE * config.learning_rate:g}"

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from your_ai.config import ByLayer, TrainConfig, defaults, flag
+from your_ai.config.by_layer import OUTSIDE
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, nearest, shortened
 from your_ai.gates.untrusted import read_json
@@ -25,13 +26,21 @@ from your_ai.hub.find import Missing, find_model
 from your_ai.hub.registry import alias_of, known
 from your_ai.memory import limit as limits
 from your_ai.memory.buffers import METAL_BUFFERS
-from your_ai.memory.facts import ModelFacts, facts_of_config, facts_of_known, names_of
+from your_ai.memory.facts import (
+    HEADS_OF_MODELS,
+    VOCABULARY,
+    ModelFacts,
+    facts_of_config,
+    facts_of_known,
+    names_of,
+)
 from your_ai.memory.plan import Budget, choose, largest_that_fits
 from your_ai.memory.workload import (
     PYTHON_BYTES,
     WHOLE,
     DataSizes,
     ProcessFacts,
+    VocabularyArray,
     Workload,
     workload_of,
 )
@@ -166,7 +175,12 @@ def planned(config: TrainConfig, model: Absent, seq_len: int | None, target: Tar
     if not target.is_here or platform.system() == "Darwin":
         process = replace(process, most_buffers=METAL_BUFFERS, mixes_whole=True)
     data = DataSizes(lengths=(longest,), prompt_tokens=prompt)
-    workload = workload_of(config, facts, data, process)
+    count, width = facts.vocabulary, facts.hidden
+    outside = tuple(
+        VocabularyArray(count, width, count, True, leaf not in HEADS_OF_MODELS, low_rank=name)
+        for name, leaf in names_outside(config, facts).items()
+    )
+    workload = workload_of(config, facts, data, process, vocabulary=outside)
     if not target.is_here and config.max_memory is None:
         workload = replace(workload, limit_option="--memory")
 
@@ -187,6 +201,17 @@ def notes_of(config: TrainConfig, model: Absent, seq_len: int | None, target: Ta
     return notes
 
 
+def names_outside(config: TrainConfig, facts: ModelFacts) -> dict[str, str]:
+    """The targets that are no layers of blocks but names of embeddings and heads, without their
+    paths."""
+    leaves = {target: target.rpartition(".")[2] for target in config.lora_targets}
+    return {
+        target: leaf
+        for target, leaf in leaves.items()
+        if leaf in VOCABULARY and not names_of(facts, (target,), config.lora_experts)
+    }
+
+
 def check_adapters(config: TrainConfig, facts: ModelFacts) -> None:
     """Raise UserError if a target or a pattern is in no block, if the model has fewer blocks, or if
     it is quantized and its own weights are to be trained."""
@@ -201,8 +226,9 @@ def check_adapters(config: TrainConfig, facts: ModelFacts) -> None:
             f"--lora-layers {count}: the model has {counted(facts.blocks, 'block')}; use "
             f"{facts.blocks} or all"
         )
+    outside = names_outside(config, facts)
     for target in config.lora_targets:
-        if names_of(facts, (target,), config.lora_experts):
+        if names_of(facts, (target,), config.lora_experts) or target in outside:
             continue
         if experts := names_of(facts, (target,), True):
             raise UserError(
@@ -220,6 +246,7 @@ def check_adapters(config: TrainConfig, facts: ModelFacts) -> None:
         for index, kind in kinds
         for name in names_of(facts.alone[kind], config.lora_targets, config.lora_experts)
     ]
+    layers += [(OUTSIDE, name) for name in outside]
     for option in ("lora_rank", "lora_alpha"):
         ByLayer.of(getattr(config, option)).check(flag(option), layers)
 

@@ -48,7 +48,6 @@ from your_ai.modelfiles.repack import repacked_lazily
 from your_ai.modelfiles.shards import process_bytes_of
 from your_ai.nets import model
 from your_ai.nets.new_tokens import NewTokens, tokenizer_with_new
-from your_ai.nets.vocabulary import trained_sizes
 from your_ai.objectives.chosen import objective_of
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
@@ -77,7 +76,7 @@ def budget_of_job(
     return budget_of_run(
         job.config, opened.folder, opened.dtype, job.data, limit, opened.can_stream, level, past,
         reward_models=sizes, joined=joined,
-        measuring=Measuring(measure), vocabulary=trained_sizes(opened.network),
+        measuring=Measuring(measure), vocabulary=model.vocabulary_sizes(opened.network, job.config),
     )  # fmt: skip
 
 
@@ -209,7 +208,7 @@ def planned_budget(
         reward_models=[run.sizes(folder, dtype.size) for run in runs],
         measuring=measuring,
         facts=facts,
-        vocabulary=trained_sizes(network),
+        vocabulary=model.vocabulary_sizes(network, config),
     )
 
 

@@ -41,7 +41,7 @@ from your_ai.memory.plan import Budget, kept_by_some, rows_of
 from your_ai.memory.workload import Plan
 from your_ai.nets import head, model
 from your_ai.nets.saved_adapter import TOKENIZER, base_files
-from your_ai.nets.vocabulary import trained_layers
+from your_ai.nets.vocabulary import vocabulary_trained
 from your_ai.rewards.chosen import Rewards
 from your_ai.run import checkpoint, events
 from your_ai.run.checkpoint import SCORE_HEAD
@@ -246,7 +246,7 @@ def begin_from(folder: RunFolder, network: nn.Module) -> dict[str, dict[str, str
         arrays.pop(checkpoint.SCORE_WEIGHT, None)
     else:
         arrays.setdefault(checkpoint.SCORE_WEIGHT, layer.weight)
-    for trained in trained_layers(network):
+    for trained in vocabulary_trained(network):
         arrays = trained.trained | arrays
     model.set_adapters(network, arrays)
     return {"first adapter": {name: sha256(folder.start / name) for name in names}}
