@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
 import pytest
 
-from tests.conftest import call, losses_of, make_model, refused, resume, train
+from tests.conftest import call, change_json, losses_of, make_model, refused, resume, train
 from your_ai.errors import UserError
 from your_ai.export import peft
 from your_ai.export.fused_weights import fuse
@@ -17,7 +18,7 @@ from your_ai.export.untrained_run import import_adapter
 from your_ai.generation.generate import load_run
 from your_ai.memory.estimate_adapters import adapter_bytes, optimizer_bytes
 from your_ai.nets.mlx_types import load_arrays
-from your_ai.nets.saved_adapter import open_trained
+from your_ai.nets.saved_adapter import open_trained, read_adapter
 from your_ai.run.checkpoint import load_adapters
 from your_ai.training.planned import planned_budget
 
@@ -176,6 +177,24 @@ def test_an_adapter_without_its_file_beside_is_refused(config):
     (run.adapter / "vocabulary_lora.safetensors").unlink()
     with pytest.raises(UserError, match="adapter is damaged"):
         open_trained("r")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"lm_head": [4]}, "give .rank, scale. by path"),
+        (["lm_head"], "give .rank, scale. by path"),
+        ({"lm_head": [4, 5.0]}, "model.embed_tokens.low_rank.lora_a is not there as in"),
+        ({"lm_head": [4, 5.0], "model.embed_tokens": [3, 5.0]}, "is 768 x 4, expected 768 x 3"),
+        ({"lm_head": [4, 5.0], "model.norm": [4, 5.0]}, "is not there as in"),
+    ],
+)
+def test_settings_of_an_adapter_that_are_wrong_are_refused(config, given, message):
+    run = train(config(max_steps=1, **BOTH))
+    trained = open_trained("r")
+    change_json(run.adapter, "adapter_config.json", vocabulary_lora=given)
+    with pytest.raises(UserError, match=message):
+        load_run(replace(trained, adapter=read_adapter(run.adapter)))
 
 
 @pytest.mark.parametrize(

@@ -377,7 +377,13 @@ def read_vocabulary(folder: Path, config: dict[str, Any]) -> dict[str, mx.array]
         foreign = [name for name in names if leaf not in name.split(".")]
         if foreign:
             raise UserError(f"{file}: contains {shown(foreign[0])}, not rows of a vocabulary")
-    if (trained or low_rank) and not found:
+    matrices = {f"{path}.{LOW_RANK}.{part}" for path in low_rank for part in MATRICES}
+    if other := matrices ^ {name for name in found if LOW_RANK in name.split(".")}:
+        file = folder / checkpoint.BESIDE[LOW_RANK]
+        raise UserError(
+            f"{file}: {shown(min(other))} is not there as in {checkpoint.ADAPTER_CONFIG}"
+        )
+    if trained and not found:
         raise UserError(f"{folder}: what it trained of its vocabulary is missing")
     return found
 
