@@ -642,12 +642,14 @@ class AdapterSettings:
         "",
         "Add tokens, such as <a>,<b>, or a file with one in a line, and train their embeddings.",
         before="",
+        agents="file",
         in_card=True,
     )
     add_special_tokens: str = setting(
         "",
         "Add these tokens, as --add-tokens does, as special ones, which answers are shown without.",
         before="",
+        agents="file",
         in_card=True,
     )
     embedding_learning_rate: float | None = setting(
