@@ -15,8 +15,8 @@ from mlx_lm import load as load_by_mlx_lm
 
 from tests.conftest import (
     TINY,
-    call,
     chat,
+    load_base,
     losses_of,
     make_model,
     notices_of,
@@ -25,9 +25,12 @@ from tests.conftest import (
     train,
     write_rows,
 )
+from tests.engine.test_fused import plain_loss
 from tests.training.test_preferences import PAIRS
 from your_ai.config import TrainConfig, build
 from your_ai.errors import UserError
+from your_ai.evaluation.compare import Request, compare
+from your_ai.nets.saved_adapter import open_trained
 from your_ai.run import checkpoint
 from your_ai.run.folder import RunFolder
 from your_ai.session import new_run
@@ -205,11 +208,27 @@ def test_commands_that_need_an_adapter_say_what_the_result_is(whole, capsys):
         "train --from run",
     ):
         assert "whole weights" in refused(capsys, *command.split())
-    assert call("eval", "run", "--data", "rows.jsonl") == 2
-    assert "run/adapter: is no adapter" in capsys.readouterr().err
     error = refused(capsys, "generate", "run", "--prompt", "Hi", "--checkpoint", "latest")
     assert "can only be resumed" in error
     assert run.model.is_dir()
+
+
+@pytest.mark.parametrize("engine", ["staged", "streamed"])
+def test_evaluation_measures_the_base_and_the_result(whole, engine):
+    run = train(whole("run", **HERE))
+    config = run.read_config()
+    steps = compare(open_trained("run"), Path("rows.jsonl"), Request(batch_size=2, engine=engine))
+    try:
+        while True:
+            next(steps)
+    except StopIteration as end:
+        found = end.value
+    examples = found.rows.trained.examples
+    count = sum(int(examples[i].trained[1:].sum()) for i in range(len(examples)))
+    for measured, folder in ((found.adapter, run.model), (found.base, Path(config.model))):
+        expected = plain_loss(load_base(folder, mx.float32)[0], examples).item()
+        assert measured.losses.sum() / count == pytest.approx(expected, rel=1e-4)
+    assert found.adapter.losses.sum() < found.base.losses.sum()
 
 
 def test_a_run_that_wears_the_disk_is_refused_unless_it_is_allowed(whole, monkeypatch):

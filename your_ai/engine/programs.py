@@ -43,8 +43,9 @@ def frozen_arrays(block: nn.Module) -> Arrays:
 
 
 def first_trained(blocks: list[nn.Module]) -> int:
-    """The index of the first block with adapters."""
-    return next(index for index, block in enumerate(blocks) if trained_arrays(block))
+    """The index of the first block with adapters, or of the last block if none has."""
+    found = (index for index, block in enumerate(blocks) if trained_arrays(block))
+    return next(found, len(blocks) - 1)
 
 
 @dataclass(frozen=True)

@@ -42,14 +42,14 @@ from your_ai.evaluation.rows import (
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.generation.generate import Sampling, answer_room
 from your_ai.generation.samples import MOST_TOGETHER, sampled
-from your_ai.hub.find import tokenizer_fingerprint
+from your_ai.hub.find import find_model, fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import Measuring, budget_of_evaluation, limit_of, row_limit
 from your_ai.memory.plan import Budget, choose
 from your_ai.memory.workload import RolloutSizes, Training, words
 from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.nets import model, saved_adapter
-from your_ai.nets.saved_adapter import Adapter, Trained, check_is_adapter, read_adapter
+from your_ai.nets.saved_adapter import Adapter, Trained, read_adapter
 from your_ai.objectives.chosen import needs_reference
 from your_ai.run import checkpoint
 
@@ -127,13 +127,15 @@ class Comparison:
 def compare(
     run: Trained, path: Path, request: Request
 ) -> Generator[EvaluationProgress, None, Comparison]:
-    """Measure the rows of a file with the run's base and with its adapter.
+    """Measure the rows of a file with the run's base and with its adapter, or with the model that
+    the run left.
 
     Raises UserError for a bad row, an adapter that does not fit the model, a memory limit that
     is too small, or a metric that fails.
     """
-    check_is_adapter(run.adapter)
-    config, (folder, bits) = run.config, run.source
+    config, (folder, bits), whole = run.config, run.source, run.adapter.kind.is_whole
+    if whole:
+        folder = find_model(config.model)
     doing = "repacking the model" if bits is None else "quantizing the model"
     memory = limit_of(request.max_memory_gb)
     for step in make_copy(folder, bits, memory):
@@ -143,7 +145,8 @@ def compare(
     dtype = model.compute_dtype(config.dtype)
     opened = open_model(folder, dtype)
     network, tokenizer = opened.network, opened.tokenizer(run.tokenizer_files)
-    tokenized_by = tokenizer_fingerprint(run.files(), tokenizer.eos_token_ids)
+    files = fingerprint(folder) if whole else run.files()
+    tokenized_by = tokenizer_fingerprint(files, tokenizer.eos_token_ids)
     saved_adapter.put_trained_rows(network, run.adapter)
     limit = row_limit(config.max_row_bytes, memory)
     kind: Kind = config.row_kind if config.row_kind in ("answers", "rated") else "any"
@@ -169,14 +172,14 @@ def compare(
         memory,
         can_stream=opened.can_stream,
         score_head=is_reward,
-        measuring=Measuring(partial(measure_costs, network, config)),
+        measuring=Measuring(partial(measure_costs, network, with_adapters(config))),
     )
     sized = partial(answer_sizes, rows, network, tokenizer, request)
     sizes = None if request.metric is None else sized(range(len(rows)))
     budget = budget_for(answers=sizes, engine=request.engine)
     hold(budget)
     start_vocabulary(opened, {})
-    untrained = put_new_layers(network, run)
+    untrained = {} if whole else put_new_layers(network, run)
     if is_reward:
         saved_adapter.put_trained_score_head(network, run.adapter, budget.workload.facts.hidden)
     engine = budget.choice.option.plan.engine
@@ -194,7 +197,15 @@ def compare(
     if start is not None:
         saved_adapter.set_arrays(network, read_adapter(start))
         started = yield from measure_rows("start", ready, rows, replace(request, metric=None))
-    saved_adapter.set_arrays(network, run.adapter)
+    if whole:
+        del network, built, ready
+        allocator.free()
+        opened = open_model(run.base, dtype)
+        keys = model.DropoutKeys([None])
+        built = build_engine(opened.network, keys, plan.engine, tensors=opened.tensors)
+        ready = Ready(opened.network, tokenizer, built.engine, rows_at, plan.wave)
+    else:
+        saved_adapter.set_arrays(network, run.adapter)
     adapter = yield from measure_rows("adapter", ready, rows, request)
     texts = cut_text(rows, config), start_text(config, started), rounding_text(run.adapter)
     notes = (*budget.limit.notices, *texts)
@@ -202,7 +213,7 @@ def compare(
     name = None if request.metric is None else request.metric.name
     notes = tuple(filter(None, notes))
     found = Comparison(rows, base, adapter, name, leaked, text, notes, started)
-    if request.metric is not None or request.to_show is None or is_reward:
+    if request.metric is not None or request.to_show is None or is_reward or whole:
         return found
     chosen = [place for place in request.to_show(found) if rows.asks[place]]
     try:
@@ -288,8 +299,18 @@ def rounding_text(adapter: Adapter) -> str:
     return how and f"base is the model with its adapted layers rounded as in training ({how})"
 
 
+def with_adapters(config: TrainConfig) -> TrainConfig:
+    """The settings with small adapters, which count as what a pass without any needs, if the run
+    trained whole weights."""
+    if not config.adapter_kind.is_whole:
+        return config
+    return replace(config, adapter="lora", lora_rank=1, blocks_per_period=None)
+
+
 def training_of(adapter: Adapter, config: TrainConfig, blocks: int) -> Training:
     """Return what the memory estimate needs to know about an adapter."""
+    if adapter.kind.is_whole:
+        return Training(blocks=blocks, rank=1, targets=config.lora_targets)
     keys = adapter.config["lora_parameters"].get("keys") or config.lora_targets
     count = int(adapter.config["num_layers"])
     return Training(
