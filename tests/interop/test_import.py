@@ -23,6 +23,9 @@ def bases(tmp_path_factory):
     return {name: make_base(folder / name, name) for name in ("llama-untied", "qwen2", "gemma2")}
 
 
+TOKENS = {"embed_tokens": [9, 3, 5], "lm_head": [9, 3, 5]}
+
+
 def written(base, folder, **settings):
     """The adapter of random numbers that PEFT has written to `folder`."""
     config = LoraConfig(task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 10, **settings})
@@ -32,7 +35,7 @@ def written(base, folder, **settings):
         for name, parameter in model.named_parameters():
             if "magnitude" in name:
                 parameter *= 1 + 0.2 * torch.randn_like(parameter)
-            elif "lora_" in name:
+            elif any(part in name for part in ("lora_", "modules_to_save", "trainable_tokens")):
                 parameter += 0.05 * torch.randn_like(parameter)
     model.save_pretrained(folder)
     return model.eval()
@@ -47,8 +50,10 @@ def written(base, folder, **settings):
         ("llama-untied", {"target_modules": ["up_proj"], "layers_to_transform": [0, 2]}),
         ("llama-untied", {"target_modules": r".*\.[01]\.(self_attn\.q|mlp\.down)_proj"}),
         ("llama-untied", {"target_modules": "all-linear", "exclude_modules": ["o_proj"]}),
+        ("llama-untied", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+        ("llama-untied", {"target_modules": ["q_proj"], "trainable_token_indices": TOKENS}),
     ],
-    ids=["lora", "dora", "rslora", "blocks", "pattern", "excluded"],
+    ids=["lora", "dora", "rslora", "blocks", "pattern", "excluded", "head", "tokens"],
 )
 def test_the_logits_are_those_of_peft(bases, tmp_path, architecture, settings):
     base = bases[architecture]
@@ -87,7 +92,7 @@ def test_the_head_can_be_adapted(bases, tmp_path):
     ("settings", "pattern"),
     [
         ({"target_modules": ["q_proj", "embed_tokens"]}, "embedding"),
-        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["norm"]}, "modules_to_save norm"),
         ({"target_modules": ["q_proj"], "bias": "all"}, "bias all"),
         ({"target_modules": ["q_proj"], "lora_bias": True}, "lora_bias"),
         ({"target_modules": ["q_proj"], "init_lora_weights": "pissa"}, "init_lora_weights pissa"),

@@ -152,9 +152,10 @@ def import_adapter(
     origin = Origin("imported", record, f"imported from {record['from']}")
     tokenizer = None
     if NEW_TOKENS in adapter.config:
-        if not any(files.folder.glob("tokenizer*")):
+        if any(files.folder.glob("tokenizer*")):
+            tokenizer = open_tokenizer(found, files.folder)
+        elif max(adapter.config[NEW_TOKENS]) >= len(open_tokenizer(found).get_vocab()):
             raise UserError(
-                f"{files.folder}: trains rows of tokens, but has no tokenizer; add its files"
+                f"{files.folder}: has tokens that its base lacks, but no tokenizer; add its files"
             )
-        tokenizer = open_tokenizer(found, files.folder)
     return create(name, config, adapter, origin, tokenizer)
