@@ -20,6 +20,7 @@ from tests.conftest import (
     losses_of,
     make_model,
     notices_of,
+    peak_of,
     refused,
     resume,
     train,
@@ -29,7 +30,7 @@ from tests.engine.test_fused import plain_loss
 from tests.training.test_preferences import PAIRS
 from your_ai.config import TrainConfig, build
 from your_ai.errors import UserError
-from your_ai.evaluation.compare import Request, compare
+from your_ai.evaluation.compare import Comparison, Request, compare
 from your_ai.nets.saved_adapter import open_trained
 from your_ai.run import checkpoint
 from your_ai.run.folder import RunFolder
@@ -213,22 +214,34 @@ def test_commands_that_need_an_adapter_say_what_the_result_is(whole, capsys):
     assert run.model.is_dir()
 
 
-@pytest.mark.parametrize("engine", ["staged", "streamed"])
-def test_evaluation_measures_the_base_and_the_result(whole, engine):
-    run = train(whole("run", **HERE))
-    config = run.read_config()
+def measured(engine: str) -> Comparison:
     steps = compare(open_trained("run"), Path("rows.jsonl"), Request(batch_size=2, engine=engine))
     try:
         while True:
             next(steps)
     except StopIteration as end:
-        found = end.value
+        return end.value
+
+
+@pytest.mark.parametrize("engine", ["staged", "streamed"])
+def test_evaluation_measures_the_base_and_the_result(whole, engine):
+    run = train(whole("run", **HERE))
+    found, base = measured(engine), Path(run.read_config().model)
     examples = found.rows.trained.examples
     count = sum(int(examples[i].trained[1:].sum()) for i in range(len(examples)))
-    for measured, folder in ((found.adapter, run.model), (found.base, Path(config.model))):
+    for measures, folder in ((found.adapter, run.model), (found.base, base)):
         expected = plain_loss(load_base(folder, mx.float32)[0], examples).item()
-        assert measured.losses.sum() / count == pytest.approx(expected, rel=1e-4)
+        assert measures.losses.sum() / count == pytest.approx(expected, rel=1e-4)
     assert found.adapter.losses.sum() < found.base.losses.sum()
+
+
+@pytest.mark.parametrize("engine", ["fused", "staged"])
+def test_evaluation_has_one_of_the_two_models_in_memory(whole, own_folder, engine):
+    sizes = {"hidden_size": 256, "intermediate_size": 4096, "head_dim": 64}
+    base = make_model(own_folder / "wide", "qwen2", None, **sizes)
+    train(dataclasses.replace(whole("run", **HERE, max_steps=1), model=str(base)))
+    weights = sum(file.stat().st_size for file in base.glob("*.safetensors"))
+    assert peak_of(lambda: measured(engine)) < 1.7 * weights
 
 
 def test_a_run_that_wears_the_disk_is_refused_unless_it_is_allowed(whole, monkeypatch):

@@ -49,6 +49,7 @@ from your_ai.memory.plan import Budget, choose
 from your_ai.memory.workload import RolloutSizes, Training, words
 from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.nets import model, saved_adapter
+from your_ai.nets.parts import empty
 from your_ai.nets.saved_adapter import Adapter, Trained, read_adapter
 from your_ai.objectives.chosen import needs_reference
 from your_ai.run import checkpoint
@@ -198,7 +199,8 @@ def compare(
         saved_adapter.set_arrays(network, read_adapter(start))
         started = yield from measure_rows("start", ready, rows, replace(request, metric=None))
     if whole:
-        del network, built, ready
+        empty(network)  # others refer to it, and only one model fits
+        del built, ready
         allocator.free()
         opened = open_model(run.base, dtype)
         keys = model.DropoutKeys([None])

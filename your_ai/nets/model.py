@@ -54,7 +54,10 @@ POSITIONS = ("wpe", "position_embeddings", "embed_positions")
 TRIED_TOKENS = 8  # length of the short row that tests a model
 MATRICES = (".lora_a", ".lora_b")  # the ends of the names of A and B
 # Settings that LoRA on the embedding or the head does not work with
-WITHOUT_OUTSIDE = "use_dora qat init lora_dropout train add_tokens add_special_tokens".split()
+WITHOUT_OUTSIDE = (
+    *("use_dora", "qat", "init", "lora_dropout"),
+    *("train", "add_tokens", "add_special_tokens"),
+)
 LINEAR = (nn.Linear, nn.QuantizedLinear, *EXPERTS)
 R = TypeVar("R")
 
