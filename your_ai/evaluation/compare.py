@@ -165,7 +165,10 @@ def compare(
 
     budget_for = partial(
         budget_of_evaluation,
-        training_of(run.adapter, config, len(network.layers)),
+        replace(
+            training_of(run.adapter, config, len(network.layers)),
+            vocabulary=model.vocabulary_sizes(network, config),
+        ),
         folder,
         dtype,
         sorted({*rows.trained.lengths, *rows.answers.lengths}),

@@ -228,7 +228,8 @@ def hold(
     """
     row = max(generation_bytes(found, tokens) for found in facts)
     position = LOGITS_HELD * 4 * max(found.vocabulary for found in facts)
-    arrays = [array for adapter in adapters for array in adapter.arrays.values()]
+    every = (adapter.arrays | adapter.vocabulary for adapter in adapters)
+    arrays = [array for arrays in every for array in arrays.values()]
     beside = sum(array.nbytes for array in arrays) + python_bytes()
     beside += row + FEWEST_POSITIONS * position
     resident = beside + sum(found.weights_bytes for found in facts)

@@ -38,7 +38,7 @@ from your_ai.gates.untrusted import read_json
 from your_ai.generation.rollouts import Sampler, keys_at, sampler_of, seed_keys
 from your_ai.hub.find import find_model
 from your_ai.memory.budget import WavePlan, limit_generation, limit_of, plan_waves
-from your_ai.memory.facts import facts_of
+from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.sizes import PREFILL_TOKENS
 from your_ai.memory.workload import RolloutSizes
 from your_ai.modelfiles.quantized_copies import model_folder
@@ -321,13 +321,22 @@ def load(
     check_answers(model, tokenizer, base)
     plan = WavePlan(1, streams=False)
     if isinstance(room, RolloutSizes):
-        plan = plan_waves(facts_of(base, dtype.size), room, max_memory_gb, opened.can_stream)
+        facts = facts_with(adapter, base, dtype)
+        plan = plan_waves(facts, room, max_memory_gb, opened.can_stream)
     elif max_memory_gb is not None:
-        facts = facts_of(base, dtype.size)
+        facts = facts_with(adapter, base, dtype)
         plan = WavePlan(1, limit_generation(facts, room, max_memory_gb, opened.can_stream))
     if adapter is not None:
         put_adapter(model, adapter)
     return prepare_for_generation(opened, plan.streams), tokenizer, plan.wave
+
+
+def facts_with(adapter: Adapter | None, base: Path, dtype: mx.Dtype) -> ModelFacts:
+    """The facts of the model in `base`, with the trained rows of its vocabulary, which stay in
+    memory."""
+    facts = facts_of(base, dtype.size)
+    rows = [] if adapter is None else [array.nbytes for array in adapter.vocabulary.values()]
+    return replace(facts, rest_bytes=facts.rest_bytes + sum(rows))
 
 
 @dataclass(frozen=True)
