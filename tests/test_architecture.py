@@ -177,8 +177,9 @@ def test_every_setting_is_read_somewhere():
         for node in nodes(path)
         if isinstance(node, ast.Attribute)
     }
-    # these are read through rows_per_step and adapter
-    assert set(FIELDS) - read == {"grad_accumulation", "use_dora"}
+    # these are read through rows_per_step, adapter and student_share
+    through = {"grad_accumulation", "use_dora", "distill_on", "distill_student_share"}
+    assert set(FIELDS) - read == through
     assert "rows_per_step" in read
 
 

@@ -145,11 +145,9 @@ def test_any_texts_survive_reopening(texts, reopen_at, dtype):
 
 def test_hidden_states_of_another_shape_or_dtype_are_refused(own_folder):
     store = disk(own_folder)
-    for hidden in (mx.zeros((2, D)), mx.zeros((3, D + 1)), mx.zeros((3, D), mx.float16)):
+    for hidden in (mx.zeros((0, D)), mx.zeros((3, D + 1)), mx.zeros((3, D), mx.float16)):
         with pytest.raises(ValueError, match="hidden states"):
             store.put(text(1, 2, 3), hidden)
-    with pytest.raises(ValueError, match="0 tokens"):
-        store.put(text(), mx.zeros((0, D)))
     assert store.bytes_held == 0
 
 

@@ -7,9 +7,11 @@ from typing import Any, Literal
 
 from your_ai.config.adapter_starts import LOFTQ, starting_of
 from your_ai.config.by_layer import ByLayer
+from your_ai.config.divergences import SAMPLED, divergence_of
 from your_ai.config.names import (
     AUTO,
     BETAS,
+    DISTILL,
     EXACT_MATCH,
     LOSS,
     RANK_WAYS,
@@ -296,9 +298,11 @@ def check_objective(config: TrainConfig) -> None:
         raise UserError("--kto-desirable-weight and --kto-undesirable-weight: one must be above 0")
     if config.objective == SFT:
         return
+    if config.objective == DISTILL:
+        check_distill(config)
     if config.generates:
         check_rollouts(config)
-    elif config.too_long == "split":
+    elif config.too_long == "split" and config.objective != DISTILL:
         raise UserError(
             f"--too-long split: --objective {config.objective} compares whole answers; use truncate"
         )
@@ -308,6 +312,8 @@ def check_objective(config: TrainConfig) -> None:
         raise UserError(
             "--samples: --objective reward trains a model that scores, not one that answers"
         )
+    if config.objective == DISTILL:
+        return
     if config.exact_match and not config.generates:
         raise UserError(f"--exact-match: not supported with --objective {config.objective}")
     for name in ("lora_dropout", "neftune_alpha"):
@@ -335,6 +341,49 @@ def check_rollouts(config: TrainConfig) -> None:
     given = ("judge_model", "judge_url", "judge_rubric")
     if not judges and (unused := [n for n in given if not has_default(config, n)]):
         raise UserError(f"{flag(unused[0])}: only works with --reward judge")
+
+
+def check_distill(config: TrainConfig) -> None:
+    """Raise UserError for settings that do not fit the predictions of a teacher."""
+    try:
+        found = divergence_of(config.divergence)
+    except ValueError as error:
+        raise UserError(f"--divergence {quoted(config.divergence)}: {error}") from error
+    share = config.student_share
+    if config.distill_on == "student" and share != 1:
+        raise UserError(
+            f"--distill-student-share {share:g}: is the share of the steps with --distill-on data; "
+            "leave --distill-on out"
+        )
+    if found.name == SAMPLED:
+        if share != 1:
+            raise UserError(
+                "--divergence sampled: is estimated from tokens that the student samples; use "
+                "--distill-on student"
+            )
+        if not has_default(config, "temperature_distill"):
+            raise UserError("--temperature-distill: --divergence sampled does not use it")
+    if config.sft_weight and share:
+        raise UserError(
+            "--sft-weight: completions of the student have no expected tokens; use it with "
+            "--distill-on data"
+        )
+    if not config.samples_completions:
+        for name in ("prompts_per_step", "max_new_tokens", "temperature", "top_p", "top_k"):
+            if not has_default(config, name):
+                raise UserError(
+                    f"{flag(name)}: only works with completions of the student; use --distill-on "
+                    "student or --distill-student-share"
+                )
+    if not has_default(config, "teacher_cache") and share == 1:
+        raise UserError(
+            "--teacher-cache: completions are new in every step, so nothing could be reused"
+        )
+    if config.teacher_prompt and config.too_long != "error":
+        raise UserError(
+            f"--too-long {config.too_long}: not supported with --teacher-prompt, as teacher and "
+            "student would read other parts of a row; leave long rows out"
+        )
 
 
 def check_soft(config: TrainConfig) -> None:

@@ -86,6 +86,8 @@ def batch_size(config: TrainConfig, rows: int) -> int:
         return min(config.rollouts, MOST_ROLLOUTS)
     if config.objective == SOFT:
         return min(config.prompts_per_step, MOST_SOFT)
+    if config.generates:
+        return min(config.prompts_per_step, MOST_ROLLOUTS)
     return next(size for least, size in BATCHES if rows >= least)
 
 

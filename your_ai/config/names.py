@@ -8,13 +8,14 @@ DEMO_DATA = {DEMO: "data", "demo-pairs": "pairs", "demo-labels": "labels"}
 ALL_LINEAR = "all-linear"  # of --lora-targets
 AUTO = "auto"  # chosen when the run starts, by config/defaults.py, and recorded in its settings
 OLD_LAYERS = 4  # what --lora-layers None means in the settings of old runs
-# Values of --objective: supervised fine-tuning, rollouts with rewards, a reward model, and a policy
-# that is trained through its own sampled tokens.
-SFT, GRPO, REWARD, SOFT = "sft", "grpo", "reward", "soft"
+# Values of --objective: supervised fine-tuning, rollouts with rewards, a reward model, a policy
+# that is trained through its own sampled tokens, and the predictions of a teacher.
+SFT, GRPO, REWARD, SOFT, DISTILL = "sft", "grpo", "reward", "soft", "distill"
 GENERATING = (GRPO, SOFT)  # their steps train completions that the model samples itself
+SAMPLING = (*GENERATING, DISTILL)  # their steps may
 # The default of other objectives, and of whole weights; docs/objectives.md says why
 SMALLER_LEARNING_RATE = 2e-5
-LEARNING_RATES = {REWARD: 1e-4}  # of objectives with a default of their own
+LEARNING_RATES = {REWARD: 1e-4, DISTILL: 2e-4}  # of objectives with a default of their own
 RANK_WAYS = ("processes", "hosts", "hostfile")  # each starts several processes; a run has one
 LOSS, EXACT_MATCH = "loss", "exact_match"  # values of --best-metric
 # Values of --best-metric for pairs and labels -> the metric of a validation, higher is better.

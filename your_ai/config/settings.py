@@ -16,13 +16,26 @@ from typing import ClassVar, Literal
 from your_ai.config.adapter_facts import DORA, FULL, LORA, AdapterFacts
 from your_ai.config.by_layer import LayerText
 from your_ai.config.checks import check
-from your_ai.config.names import AUTO, FOLDER, GENERATING, GRPO, LOSS, REWARD, SFT, SOFT
+from your_ai.config.names import (
+    AUTO,
+    DISTILL,
+    FOLDER,
+    GENERATING,
+    GRPO,
+    LOSS,
+    REWARD,
+    SAMPLING,
+    SFT,
+    SOFT,
+)
 from your_ai.config.optimizers import OptimizerName
 from your_ai.config.setting import ALWAYS, LARGEST, Bounds, Tool, changeable, setting, settings_of
 
 AUTO_SAMPLES = 3  # of --samples auto
 RowKind = Literal["answers", "pairs", "labels", "prompts", "rated"]
-ObjectiveName = Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "grpo", "reward", "soft"]
+ObjectiveName = Literal[
+    "sft", "dpo", "ipo", "simpo", "orpo", "kto", "grpo", "reward", "soft", "distill"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,11 +341,11 @@ class ObjectiveSettings:
         SFT,
         "What is learned: answers (sft), which of two answers is preferred (dpo, ipo, simpo, "
         "orpo), which answers are good and which are bad (kto), what earns a reward (grpo), to "
-        "score answers (reward), or what a reward model scores highly, through the sampled "
-        "tokens (soft).",
+        "score answers (reward), what a reward model scores highly, through the sampled tokens "
+        "(soft), or the predictions of a teacher (distill).",
         before="sft",
         in_card=True,
-        tool=Tool("sft, dpo, ipo, simpo, orpo, kto, grpo, reward or soft."),
+        tool=Tool("sft, dpo, ipo, simpo, orpo, kto, grpo, reward, soft or distill."),
     )
     beta: float | None = setting(
         None,
@@ -367,7 +380,7 @@ class ObjectiveSettings:
         "Weight of the cross-entropy of the chosen or good answers, added to the loss of an "
         "objective other than sft.",
         bounds=Bounds(0, LARGEST),
-        objectives=("dpo", "ipo", "simpo", "orpo", "kto"),
+        objectives=("dpo", "ipo", "simpo", "orpo", "kto", DISTILL),
     )
     reference: Literal["start", "none"] = setting(
         "start",
@@ -429,27 +442,27 @@ class ObjectiveSettings:
         4,
         "Prompts of which each step trains the completions.",
         bounds=Bounds(1, 65_536),
-        objectives=GENERATING,
+        objectives=SAMPLING,
     )
     max_new_tokens: int = setting(
-        256, "Maximum tokens of a completion.", bounds=Bounds(1, 1 << 24), objectives=GENERATING
+        256, "Maximum tokens of a completion.", bounds=Bounds(1, 1 << 24), objectives=SAMPLING
     )
     temperature: float = setting(
         1.0,
         "Temperature that completions are sampled with; in soft, of the relaxation.",
         bounds=Bounds(0.01, 100),
-        objectives=GENERATING,
+        objectives=SAMPLING,
     )
     top_p: float = setting(
         1.0,
         "Sample from the most likely tokens whose total probability is this; 1 = all.",
-        objectives=(GRPO,),
+        objectives=(GRPO, DISTILL),
     )
     top_k: int = setting(
         0,
         "Sample from this many of the most likely tokens; 0 = all.",
         bounds=Bounds(0, LARGEST),
-        objectives=(GRPO,),
+        objectives=(GRPO, DISTILL),
     )
     updates_per_batch: int = setting(
         1, "Steps that train the same completions.", bounds=Bounds(1, 1000), objectives=(GRPO,)
@@ -497,6 +510,53 @@ class ObjectiveSettings:
     )
     mask_truncated: bool = setting(
         False, "Leave completions out that were cut off at --max-new-tokens.", objectives=(GRPO,)
+    )
+    teacher: str = setting(
+        "",
+        "Teacher of distill: an alias, a folder, a Hugging Face id, or run:RUN; with the same "
+        "tokens. Default: the base model itself, with --teacher-prompt.",
+        objectives=(DISTILL,),
+        agents="model",
+    )
+    teacher_prompt: str = setting(
+        "",
+        "File with a system prompt, or documents, that the teacher sees and the student does not.",
+        objectives=(DISTILL,),
+        agents="file",
+    )
+    distill_on: Literal["data", "student"] = setting(
+        "data",
+        "What distill compares student and teacher on: the answers in the data, or completions "
+        "that the student samples.",
+        objectives=(DISTILL,),
+    )
+    distill_student_share: float | None = setting(
+        None,
+        "Share of the steps that train completions of the student, the others answers in the "
+        "data; default: 0, or 1 with --distill-on student.",
+        bounds=Bounds(0, 1),
+        objectives=(DISTILL,),
+    )
+    divergence: str = setting(
+        "forward",
+        "Divergence of the student from the teacher: forward (the student covers what the teacher "
+        "may say), reverse (it says what the teacher finds likely), jsd:B between both, or "
+        "sampled (reverse, from the tokens of the student's completions alone).",
+        objectives=(DISTILL,),
+        agents="text",
+        words=("forward", "reverse", "jsd:0.5", "sampled"),
+    )
+    temperature_distill: float = setting(
+        1.0,
+        "Temperature that divides the logits of student and teacher in distill.",
+        bounds=Bounds(0.01, 100),
+        objectives=(DISTILL,),
+    )
+    teacher_cache: Literal["disk", "off"] = setting(
+        "disk",
+        "What the teacher computes of the data: kept on disk in the run's folder, or computed "
+        "again in each step (off).",
+        objectives=(DISTILL,),
     )
     judge_model: str = setting(
         "", "Model that judges, for --reward judge.", objectives=GENERATING, agents="network"
@@ -824,7 +884,25 @@ class TrainConfig(
     @property
     def generates(self) -> bool:
         """True if each step trains completions that the model samples itself."""
-        return self.objective in GENERATING
+        return self.objective in GENERATING or self.student_share == 1
+
+    @property
+    def student_share(self) -> float:
+        """The share of the steps of distill that train completions of the student; else 0."""
+        if self.objective != DISTILL:
+            return 0.0
+        given = self.distill_student_share
+        return float(self.distill_on == "student") if given is None else given
+
+    @property
+    def samples_completions(self) -> bool:
+        """True if some steps train completions that the model samples itself."""
+        return self.generates or self.student_share > 0
+
+    @property
+    def completions_of_prompt(self) -> int:
+        """The completions of each prompt, which are compared with each other."""
+        return self.rollouts if self.objective == GRPO else 1
 
     @property
     def sample_count(self) -> int:
@@ -848,7 +926,12 @@ class TrainConfig(
     @property
     def row_kind(self) -> RowKind:
         """The kind of rows in the data."""
-        kinds: dict[str, RowKind] = {SFT: "answers", "kto": "labels", REWARD: "rated"}
+        kinds: dict[str, RowKind] = {
+            SFT: "answers",
+            DISTILL: "answers",
+            "kto": "labels",
+            REWARD: "rated",
+        }
         return "prompts" if self.generates else kinds.get(self.objective, "pairs")
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -56,6 +57,9 @@ class Batch:
     trained_tokens: int
     columns: Columns = field(default_factory=dict)
     """(S,) each, as of `COLUMNS`, those that the targets have."""
+    teacher: Any = None
+    """(S, D) array of MLX: the hidden states of a teacher that predict the targets; None if there
+    are none."""
 
     def with_columns(self, columns: Columns) -> Batch:
         """The batch with more columns."""

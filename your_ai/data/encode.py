@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, pairwise
 from typing import Any
@@ -23,7 +23,7 @@ from your_ai.data.lines import ROW_LIMIT, RowLimit
 from your_ai.data.notes import Notes, compared, not_used
 from your_ai.data.preferences import Kind
 from your_ai.data.rows import Chat, Labeled, Pair, Preference, Question, Row, Scored, Text, texts_of
-from your_ai.data.turns import ASSISTANT, USER, is_transcript, turns_of_transcript
+from your_ai.data.turns import ASSISTANT, SYSTEM, USER, is_transcript, turns_of_transcript
 from your_ai.data.windows import (
     SIZES,
     CannotJoin,
@@ -165,6 +165,41 @@ class Encoder:
         if isinstance(content, Scored):
             content = content.answer
         return [self._encode(content, row.where)]
+
+    def after_prompt(self, row: Row, prompt: str) -> Row:
+        """The row with a system prompt, before its own if it has one; at the beginning of its first
+        message where the template shows no system prompts."""
+        content = row.content
+        if isinstance(content, Question):
+            asked = self._as_chat(content)
+            return replace(row, content=replace(content, prompt=self._after(asked, prompt)))
+        if not isinstance(content, Pair | Chat):
+            raise UserError(f"{row.where}: a text without a prompt; no other prompt can go before")
+        used = self._as_it_is_used(content, row.where)
+        if isinstance(used, Pair):
+            return replace(row, content=Pair(f"{prompt}\n\n{used.prompt}", used.completion))
+        return replace(row, content=self._after(used, prompt))
+
+    def _after(self, asked: Chat | str, prompt: str) -> Any:
+        if isinstance(asked, str):
+            return f"{prompt}\n\n{asked}"
+        first, *others = asked.messages
+        if self.shows_system and first["role"] != SYSTEM:
+            given = asked.first_trained
+            messages = [{"role": SYSTEM, "content": prompt}, *asked.messages]
+            return replace(asked, messages=messages, first_trained=given and given + 1)
+        text = f"{prompt}\n\n{first['content']}"
+        return replace(asked, messages=[{**first, "content": text}, *others])
+
+    @cached_property
+    def shows_system(self) -> bool:
+        """True if the chat template shows system prompts."""
+        mark = "a system prompt"
+        messages = [{"role": SYSTEM, "content": mark}, {"role": USER, "content": "a question"}]
+        try:
+            return mark in self.template.render(messages, None, "", answer_next=True)
+        except UserError:
+            return False
 
     def encode(self, row: Row) -> EncodedRow:
         """Encode a row of one text. Raises UserError with its place if it has nothing to train."""

@@ -193,7 +193,7 @@ def prepare_ours(
     if beside is not None and plan.engine != "streamed":
         network.update(beside.loop.trainer.model.parameters())
     graphs = graphs_within(budget)
-    built, _ = build(job, opened, adapters, Beside([], None), budget, graphs, folder.path)
+    built, _, _ = build(job, opened, adapters, Beside([], None), budget, graphs, folder.path)
     if built.notices:
         raise RunError(built.notices[-1])
     allocator.free()
@@ -271,7 +271,7 @@ def contest_job(contest: Contest, contender: str, opened: Opened, folder: Path) 
         edges = np.array([int(examples.lengths.max()) - 1])
         schedule = dataclasses.replace(schedule, edges=edges)
     sized = defaults.sized(config, len(examples) // contest.rows_together)
-    return Job(config, sized, data, schedule, contest.steps, {}, [], RandomTokens())
+    return Job(config, sized, data, schedule, contest.steps, {}, [], None, RandomTokens())
 
 
 def contest_config(contest: Contest, contender: str) -> TrainConfig:

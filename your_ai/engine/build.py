@@ -25,7 +25,16 @@ from your_ai.memory.workload import NOTHING, Kept
 from your_ai.nets.adapter_kinds import compute_magnitudes
 from your_ai.nets.attention import replace_attention
 from your_ai.nets.block_calls import Unsplittable
-from your_ai.nets.head import Head, LinearHead, ScoreHead, at_temperature, linear_head, score_layer
+from your_ai.nets.head import (
+    Head,
+    LinearHead,
+    ScoreHead,
+    SomeTrained,
+    TargetHead,
+    at_temperature,
+    linear_head,
+    score_layer,
+)
 from your_ai.nets.mixers.replace import replace_mixers
 from your_ai.nets.model import DropoutKeys
 from your_ai.nets.neftune import neftune_of
@@ -51,6 +60,8 @@ class Built:
     """Messages for the user."""
     store: Store | None = None
     """The prefix cache, if there is one."""
+    head: Head | None = None
+    """The head, which takes finished hidden states."""
 
 
 def build_engine(
@@ -69,6 +80,8 @@ def build_engine(
     kept: Kept = NOTHING,
     resident: int = 0,
     blocks_ahead: int = 1,
+    holds_vocabulary: bool = False,
+    teacher: TargetHead | None = None,
 ) -> Built:
     """Build the engine of `plan` for a model with adapters.
 
@@ -87,6 +100,8 @@ def build_engine(
     kept: of a staged or streamed plan, what blocks keep for the backward pass.
     resident, blocks_ahead: of a streamed plan, the blocks whose weights stay in memory, and those
         that are read while the block before them runs.
+    holds_vocabulary: keep embedding and head in memory, whatever the plan.
+    teacher: the head whose predictions the objective compares.
     Raises UserError if the model does not support the plan, packing or noise.
     """
     notices: list[str] = []
@@ -95,8 +110,12 @@ def build_engine(
     if not graphs.compiles:
         notices.append("the model's code reads values of arrays: it trains uncompiled, and slower")
     dequantize_on_the_cpu(model)
-    found, weights = split_and_loaded(model, plan, tensors or {}, resident, blocks_ahead)
+    found, weights = split_and_loaded(
+        model, plan, tensors or {}, resident, blocks_ahead, holds_vocabulary
+    )
     halves, parts, head = found.halves, found.parts, at_temperature(found.head, temperature)
+    if teacher is not None:
+        head = with_teacher(head, teacher)
     if isinstance(head, ScoreHead) and not (parts.finishes if parts else halves.hidden):
         raise UserError("--objective reward: this model cannot be split before its head")
     check_trained_head(model, head)
@@ -117,18 +136,29 @@ def build_engine(
         joined = FusedAboveCache(
             model, parts, dropout_keys, objective, head, store=store, graphs=graphs
         )
-        return Built(joined.engine(), plan, tuple(notices), store)
+        return Built(joined.engine(), plan, tuple(notices), store, head)
     if parts is None or plan == "fused":
         replace_attention(model)
         replace_mixers(model)
         engine = fused_engine(model, halves, dropout_keys, objective, parts, head, graphs, neftune)
-        return Built(engine, plan, tuple(notices))
+        return Built(engine, plan, tuple(notices), head=head)
     inputs = None if spill is None else Spilled(spill)
     staged = Staged(
         model, parts, dropout_keys, objective, head, weights, store, inputs, graphs,
         neftune=neftune, kept=kept,
     )  # fmt: skip
-    return Built(staged.engine(), plan, tuple(notices), store)
+    return Built(staged.engine(), plan, tuple(notices), store, head)
+
+
+def with_teacher(head: Head, teacher: TargetHead) -> LinearHead:
+    """The head of a student. Raises UserError if its predictions cannot be compared."""
+    if not isinstance(head, LinearHead) or isinstance(head.rows, SomeTrained):
+        what = "is trained" if isinstance(head, LinearHead) else "is no linear layer"
+        raise UserError(
+            f"--objective distill: the head of this model {what}, so that its predictions cannot "
+            "be compared with a teacher's; train only its blocks"
+        )
+    return replace(head, teacher=teacher)
 
 
 def check_trained_head(model: nn.Module, head: Head) -> None:
@@ -162,15 +192,19 @@ def split_and_loaded(
     tensors: dict[str, FileTensor],
     resident: int,
     blocks_ahead: int,
+    holds_vocabulary: bool,
 ) -> tuple[SplitModel, Streamed | None]:
     """Split a model into its parts, and read the weights that `plan` keeps in memory.
+
+    The last three arguments are as of `build_engine`.
 
     Returns the weights that are read when they are used, too, if the plan is streamed.
     """
     if plan == "streamed":
-        blocks, weights = stream(model, tensors, resident, blocks_ahead)
+        blocks, weights = stream(model, tensors, resident, blocks_ahead, holds_vocabulary)
         return split_model(model, blocks), weights
-    vocabulary = stream_vocabulary(model, tensors) if plan == "staged" else {}
+    reads = plan == "staged" and not holds_vocabulary
+    vocabulary = stream_vocabulary(model, tensors) if reads else {}
     load(model)
     found = split_model(model, None)
     if vocabulary and (found.parts is None or not isinstance(found.head, LinearHead | ScoreHead)):

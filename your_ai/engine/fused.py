@@ -17,7 +17,7 @@ from your_ai.engine import tiled_head
 from your_ai.engine.compiled import Graphs, shape_of
 from your_ai.engine.protocol import Engine
 from your_ai.nets.adapter_kinds import normed_layers, norms_of, use_norms
-from your_ai.nets.head import Head
+from your_ai.nets.head import Head, teacher_state
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import DropoutKeys, TokenKeys
 from your_ai.nets.neftune import Neftune, noise_added
@@ -102,7 +102,7 @@ def fused_engine(
     def losses_and_predictions(inputs: Inputs, targets: Targets) -> tuple[mx.array, mx.array]:
         return tiled_head.score(trunk(*inputs), Targets(*targets), head)
 
-    state = [model.state]
+    state = [model.state, *teacher_state(head)]
 
     def compiled(
         function: Callable[..., R], batch: Batch, trained: bool = False

@@ -38,7 +38,6 @@ import numpy as np
 from your_ai.data.batches import MULTIPLE, PADDING, round_up
 from your_ai.errors import RESUME, RunError, UserError
 from your_ai.files import open_to_append, read_at, remedy_of, write_at
-from your_ai.gates.text import counted
 from your_ai.nets.mlx_types import memory_of
 from your_ai.run.folder import LOCK_WAIT_S
 
@@ -51,7 +50,7 @@ INSTEAD = "or train with --prefix-cache off"
 
 
 class Store(Protocol):
-    """A store of the hidden states of texts. tokens: (n,) int32 with n > 0; hidden: (n, D).
+    """A store of hidden states. tokens: (m,) int32, the key, such as a text; hidden: (n, D).
 
     bytes_held: bytes of the hidden states, in memory or on disk.
     """
@@ -151,10 +150,9 @@ class DiskStore:
             return None
         offset, count, checksum = self._places[digest]
         data = b""
-        if count == len(tokens):
-            with contextlib.suppress(OSError):
-                data = read_at(self._data.fileno(), count * self._row_bytes, offset)
-        if len(data) != len(tokens) * self._row_bytes or zlib.crc32(data) != checksum:
+        with contextlib.suppress(OSError):
+            data = read_at(self._data.fileno(), count * self._row_bytes, offset)
+        if len(data) != count * self._row_bytes or zlib.crc32(data) != checksum:
             del self._places[digest]
             self.faults += 1
             return None
@@ -164,16 +162,15 @@ class DiskStore:
 
     def put(self, tokens: np.ndarray, hidden: mx.array) -> None:
         """Raises RunError if the disk is full; texts stored before stay readable."""
-        if not len(tokens) or hidden.shape != (len(tokens), self.hidden_size):
-            count = counted(len(tokens), "token")
-            raise ValueError(f"{count} with hidden states of {hidden.shape}")
+        if not len(hidden) or hidden.shape[1:] != (self.hidden_size,):
+            raise ValueError(f"hidden states of {hidden.shape}")
         if hidden.dtype != self.dtype:
             raise ValueError(f"hidden states of {hidden.dtype} in a cache of {self.dtype}")
         digest = digest_of(tokens)
         if digest in self._places:
             return
         data = memory_of(mx.contiguous(hidden).view(mx.uint8).reshape(-1))
-        place = (self._data_bytes, len(tokens), zlib.crc32(data))
+        place = (self._data_bytes, len(hidden), zlib.crc32(data))
         try:
             write_at(self._data.fileno(), data, self._data_bytes)
             write_at(
@@ -305,10 +302,13 @@ def needed_bytes(tokens: int, hidden_size: int, dtype: mx.Dtype) -> int:
     return tokens * hidden_size * dtype.size
 
 
-def check_room(folder: Path, tokens: int, hidden_size: int, dtype: mx.Dtype) -> None:
+def check_room(
+    folder: Path, tokens: int, hidden_size: int, dtype: mx.Dtype, option: str = "--prefix-cache"
+) -> None:
     """Raise UserError if the cache does not fit on the disk.
 
-    tokens: number of tokens of the texts that are not stored yet; folder: need not exist.
+    tokens: number of tokens of the texts that are not stored yet; folder: need not exist. option:
+    that asks for the cache, with the values disk and off.
     """
     if not tokens:
         return
@@ -319,8 +319,8 @@ def check_room(folder: Path, tokens: int, hidden_size: int, dtype: mx.Dtype) -> 
         # One is rounded up and one down, so that the message shows needed > free.
         needs_gb, free_gb = math.ceil(needed / 1e8) / 10, math.floor(free / 1e8) / 10
         raise UserError(
-            f"--prefix-cache disk: needs {needs_gb:.1f} GB in {folder}, only {free_gb:.1f} GB "
-            f"free; free some disk space, {INSTEAD}"
+            f"{option} disk: needs {needs_gb:.1f} GB in {folder}, only {free_gb:.1f} GB "
+            f"free; free some disk space, or train with {option} off"
         )
 
 

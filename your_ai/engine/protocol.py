@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten
 
 from your_ai.data.batches import Batch
@@ -59,6 +60,10 @@ class Engine:
     by_block: Callable[[Batch, float, int, Callable[[Arrays], None]], Sums] | None = None
     """Like `gradients`, but calls a function with the gradients of each block, by the names of
     their parameters, as soon as they are there; None if they are there all at once."""
+
+    head_inputs: Callable[[Sequence[np.ndarray]], Iterator[mx.array]] | None = None
+    """For texts of n tokens, the inputs of the head's linear layer, (n, D): what it predicts the
+    next tokens from. The blocks are read once for all texts. Of an engine that is not fused."""
 
     def add_gradients(self, batch: Batch, scale: float, step_seed: int, total: Gradients) -> Sums:
         """Add what `gradients` computes to `total`, and return the sums."""

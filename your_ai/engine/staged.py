@@ -36,11 +36,18 @@ from your_ai.engine.protocol import Engine
 from your_ai.engine.spill import Inputs, Stack
 from your_ai.engine.tiled_head import TargetPart, in_order, target_parts
 from your_ai.engine.tiles import TiledBlock, TiledBlocks, cut, joined, settings_of
-from your_ai.engine.weights import FileTensor, Streamed, streams_vocabulary
+from your_ai.engine.weights import FileTensor, Streamed, reads_file, streams_vocabulary
 from your_ai.memory.sizes import tiles_of
 from your_ai.memory.workload import NOTHING, Kept, KeptAt
 from your_ai.nets.adapter_kinds import normed_layers, norms_of
-from your_ai.nets.head import Head, LinearHead, ScoreHead, put_in, trained_in
+from your_ai.nets.head import (
+    Head,
+    LinearHead,
+    ScoreHead,
+    put_in,
+    teacher_state,
+    trained_in,
+)
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import DropoutKeys, KeyedDropout, TokenKeys
 from your_ai.nets.neftune import Neftune, noise_added
@@ -150,11 +157,11 @@ class Staged:
         self.normed = [normed_layers(block) for block in self.blocks]
         self.focus()
         self.keep(lambda rows, tokens: kept)
-        self.reads_files = streams_vocabulary(model)
+        self.reads_files = streams_vocabulary(model) or reads_file(head)
         self.has_dropout = any(isinstance(module, KeyedDropout) for module in model.modules())
         self.dtype = parts.embed(mx.zeros((1, 1), mx.int32)).dtype
         self.head = finished(parts, head)
-        self.state: list[Any] = [parts.outside]
+        self.state: list[Any] = [parts.outside, *teacher_state(head)]
         if isinstance(head, ScoreHead):
             self.state.append(head.layer.state)
         self._embed = self._compiled(self._embedded)
@@ -173,6 +180,7 @@ class Staged:
             self.objective, self.gradients, self.loss, self.log_probabilities, self.predictions,
             self.score, self.graphs.drop, fill, self.keep, refocus=self.refocus,
             by_block=self.gradients_by_block,
+            head_inputs=self.head_inputs if isinstance(self.head, LinearHead) else None,
         )  # fmt: skip
         if not isinstance(self.weights, Streamed):
             return engine
@@ -420,7 +428,7 @@ class Staged:
         """(B, T, D) input of the first trained block, taken from the store if it is there; in
         tiles."""
         if self.store is None:
-            return self._from_tokens([rows])[0]
+            return self._from_tokens([rows], self.frozen)[0]
         shape = (*batch.tokens.shape, self.features)
         hidden = assemble(self._of_text, texts_of(batch), shape, self.dtype)
         mx.eval(hidden)
@@ -442,14 +450,23 @@ class Staged:
         cache again.
         """
         every = [self._in_context(r, GraphShape(*r.shape), {}, {}) for r in map(padded, texts)]
-        found = self._from_tokens(every)
+        found = self._from_tokens(every, self.frozen)
         return [joined(hidden)[0, : len(text)] for text, hidden in zip(texts, found, strict=True)]
 
-    def _from_tokens(self, every: list[BatchRows]) -> list[list[mx.array]]:
-        """The input of the first trained block for each of `every`, in tiles."""
+    def head_inputs(self, texts: Sequence[np.ndarray]) -> Iterator[mx.array]:
+        """(n, D) inputs of the head's linear layer for each text of n tokens, each computed in a
+        separate row, as by `_of_texts`."""
+        assert isinstance(self.head, LinearHead)
+        every = [self._in_context(r, GraphShape(*r.shape), {}, {}) for r in map(padded, texts)]
+        found = self._from_tokens(every, range(len(self.blocks)))[::-1]
+        for text in texts:
+            yield self.head.inputs(joined(found.pop())[0, : len(text)])
+
+    def _from_tokens(self, every: list[BatchRows], which: Sequence[int]) -> list[list[mx.array]]:
+        """The output of the blocks `which`, the first ones, for each of `every`, in tiles."""
         hidden = [[self._embed(rows.shape, mx.array(rows.tokens), rows.noise)] for rows in every]
         mx.eval(hidden)
-        self._run(hidden, every, self.frozen)
+        self._run(hidden, every, which)
         return hidden
 
     def _run(

@@ -36,7 +36,7 @@ from your_ai.files import read_into
 from your_ai.gates.untrusted import read_header
 from your_ai.memory.facts import VOCABULARY
 from your_ai.nets.adapter_kinds import compute_magnitudes
-from your_ai.nets.head import HeadRows, HeadSlice, LinearHead, part_of
+from your_ai.nets.head import Head, HeadRows, HeadSlice, LinearHead, part_of
 from your_ai.nets.mlx_types import Arrays, load_arrays, memory_of
 from your_ai.nets.model import EXPERTS, load_network
 from your_ai.nets.parts import arrays_of, put, stand_ins
@@ -458,11 +458,16 @@ class StreamedLayer(nn.Module):
 
 
 def stream(
-    model: nn.Module, tensors: dict[str, FileTensor], resident: int = 0, blocks_ahead: int = 1
+    model: nn.Module,
+    tensors: dict[str, FileTensor],
+    resident: int = 0,
+    blocks_ahead: int = 1,
+    holds_vocabulary: bool = False,
 ) -> tuple[list[nn.Module], Streamed]:
     """Change a model with adapters, in place, to read its frozen weights from their files.
 
-    resident, blocks_ahead: as of `Streamed`.
+    resident, blocks_ahead: as of `Streamed`. holds_vocabulary: leave embedding and head as they
+        are.
 
     Returns its original blocks, whose weights were never read, and the source of their arrays.
     Raises UserError if the blocks of the model are not one list.
@@ -516,7 +521,8 @@ def stream(
 
         return forward
 
-    stream_vocabulary(model, tensors, weights.clock)
+    if not holds_vocabulary:
+        stream_vocabulary(model, tensors, weights.clock)
     replaced = [StandIn(block, run(index)) for index, block in enumerate(blocks)]
     module_at(model, place[:-1])[place[-1]] = replaced  # `model.layers` may be a copy of the list
     return blocks, weights
@@ -592,6 +598,14 @@ def last_position_only(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.last_only = False
+
+
+def reads_file(head: Head) -> bool:
+    """Return whether a head, or that of the teacher beside it, reads its rows from a file."""
+    if not isinstance(head, LinearHead):
+        return False
+    rows = [head.rows, *([] if head.teacher is None else [head.teacher.head.rows])]
+    return any(isinstance(each, FileRows) for each in rows)
 
 
 def streams_vocabulary(model: nn.Module) -> bool:

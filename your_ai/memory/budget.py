@@ -126,7 +126,15 @@ def plan_of(event: events.Planned) -> Plan:
     """The plan that an event recorded."""
     kept = Kept(event.kept, event.kept_attention, event.kept_activations)
     reading = event.resident, event.blocks_ahead
-    return Plan(event.plan, event.micro_tokens, event.spill, event.wave, kept, *reading)
+    return Plan(
+        event.plan,
+        event.micro_tokens,
+        event.spill,
+        event.wave,
+        kept,
+        *reading,
+        event.teacher_blocks,
+    )
 
 
 def budget_of(

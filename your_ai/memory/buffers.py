@@ -46,7 +46,8 @@ def most_held(workload: Workload, plan: Plan, rows: int, tokens: int) -> int:
     or shorter ones."""
     facts, sizes = workload.facts, workload.rollouts
     kept = OF_BLOCK * sum(plan.kept) + facts.blocks
-    held = workload.prefix_texts + of_model(workload) * (1 + len(workload.reward_models)) + kept
+    others = len(workload.reward_models) + (workload.teacher is not None)
+    held = workload.prefix_texts + of_model(workload) * (1 + others) + kept
     tracing = of_tracing(workload, plan, rows, tokens)
     return held + max(tracing, of_wave(facts, sizes, plan.wave) if sizes else 0)
 

@@ -32,8 +32,10 @@ from your_ai.memory.estimate_kept import kept_bytes
 from your_ai.memory.facts import ModelFacts
 from your_ai.memory.guess import costs_of, is_tiled, logits_bytes
 from your_ai.memory.sizes import HEAD_ROWS, HEAD_SLICE_BYTES, PREFILL_TOKENS, tiles_of
-from your_ai.memory.workload import Plan, Training, Workload
+from your_ai.memory.workload import Plan, TeacherSizes, Training, Workload
 
+FEWEST_TEACHER_BYTES = 16 << 20  # of the hidden states that a teacher computes together
+TARGET_SLICES = 6  # arrays of the size of a slice of the head that comparing with a teacher adds
 NORMS_BYTES = 15_000_000  # norms are computed in slices, so this does not depend on the layer
 NOISE_ARRAYS = 4.5  # (B, T, D) in float32 that exist while noise is added to embeddings
 # The same where it is added tile by tile, under mx.compile: of a tile, and of the row.
@@ -110,6 +112,7 @@ def estimate(
              "kept outputs", "activations", "block work", "head chunk",
              *["KV cache", "sampling"] * bool(phases["generate"]), "norms", "prefix cache",
              *["reward models"] * bool(workload.reward_models),
+             *["teacher"] * (workload.teacher is not None),
              *["reduction"] * workload.reduces]  # fmt: skip
     components = {name: int(held.get(name, 0) + phase.get(name, 0)) for name in order}
     beside = {"graphs": graphs, "cache": 0, "python": workload.process.python_bytes}
@@ -132,6 +135,8 @@ def held_components(workload: Workload, plan: Plan, gradients_only: bool) -> dic
     }
     if workload.reward_models:
         held["reward models"] = reward_model_bytes(workload, plan.engine)
+    if workload.teacher is not None:
+        held["teacher"] = teacher_bytes(workload, workload.teacher, plan)
     return held
 
 
@@ -169,6 +174,8 @@ def phases_of(
         updating.append({"norms": NORMS_BYTES})
     if not gradients_only:
         rewarding = reward_phases(workload, plan, rows, tokens)
+        if workload.teacher is not None:
+            rewarding = teacher_phases(workload, workload.teacher, plan, tokens)
         if workload.answer_tokens:
             answer = generation_bytes(facts, workload.answer_tokens)
             updating.append({"block work": answer})
@@ -239,6 +246,45 @@ def reward_phases(workload: Workload, plan: Plan, rows: int, tokens: int) -> Pha
     return found
 
 
+def teacher_bytes(workload: Workload, teacher: TeacherSizes, plan: Plan) -> int:
+    """Bytes that a teacher holds during all of a step: its adapter, the states of the step, and
+    weights of its own that stay in memory."""
+    facts = teacher.facts or workload.facts
+    found = adapter_bytes(facts, teacher.training) + norms_bytes(facts, teacher.training)
+    found += teacher.step_tokens * facts.hidden * facts.float_bytes
+    if plan.engine == "fused":  # whose graph cannot read a head from a file
+        found += facts.vocabulary_bytes if teacher.facts is not None else 0
+    if teacher.facts is not None:
+        found += facts.rest_bytes + facts.bytes_of_last(plan.teacher_blocks)
+    return found
+
+
+def teacher_phases(workload: Workload, teacher: TeacherSizes, plan: Plan, tokens: int) -> Phases:
+    """Bytes while the teacher reads texts, block by block, with the hidden states of all that go
+    through a block together; streamed weights of the student are not in memory then."""
+    facts = teacher.facts or workload.facts
+    reading = replace(
+        workload, facts=facts, training=teacher.training, costs=None, teacher=None, forward=True
+    )
+    group = max(facts.bytes_of_last(1), FEWEST_TEACHER_BYTES)
+    is_read = teacher.facts is not None or plan.engine == "streamed"
+    weights = 0 if plan.teacher_blocks or not is_read else facts.neighbours_bytes(2)
+    own = read_now_bytes(workload.facts, plan) if plan.engine == "streamed" else 0
+    of_block = forward_phases(reading, replace(plan, engine="staged"), 1, tokens)[:1]
+    return [{"weights": weights - own, "block work": group + sum(of_block[0].values())}]
+
+
+def target_bytes(workload: Workload, rows: int, tokens: int) -> float:
+    """Bytes at the head of a student beside what it needs without a teacher: the states of the
+    teacher, a slice of its head, a second gradient, and the arrays of a slice of the logits."""
+    if workload.teacher is None:
+        return 0
+    facts, count = workload.teacher.facts or workload.facts, rows * tokens
+    together = min(count, HEAD_ROWS)
+    states = count * facts.hidden * facts.float_bytes
+    return states + 4 * together * workload.facts.hidden + TARGET_SLICES * HEAD_SLICE_BYTES
+
+
 def weights_bytes(facts: ModelFacts, engine: str, resident: int = 0, blocks_ahead: int = 1) -> int:
     """Bytes of weights that are in memory together; resident, blocks_ahead: as in `Plan`."""
     if engine == "fused":
@@ -278,6 +324,7 @@ def fused_phases(
     hidden = hidden_bytes(workload.facts, rows, tokens)
     block = found.largest("working", rows, tokens, trained)
     head = found.heads[costs.FUSED_TRAINED].at(rows * tokens)
+    head += target_bytes(workload, rows, tokens)
     phases: Phases = [
         {
             "gradients": earlier,
@@ -312,6 +359,7 @@ def staged_phases(
     linear = kept.linear  # the last blocks, which also need other work; `lean` are those before
     is_cut = tiled and not linear and not workload.score_head  # in tiles at the head
     head = hidden + at_head(found.heads[costs.TRAINED], rows * tokens, hidden, is_cut)
+    of_teacher = target_bytes(workload, rows, tokens)
     phases: Phases = [
         {
             "gradients": earlier,
@@ -324,7 +372,7 @@ def staged_phases(
             "gradients": earlier,
             "block inputs": blocks * inputs,
             "kept outputs": kept_bytes(facts, kept, rows, tokens),
-            "head chunk": head + head_gradient_bytes(training),
+            "head chunk": head + of_teacher + head_gradient_bytes(training),
         },
         {
             "weights": -reads,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from your_ai.config import GRPO, REWARD, SOFT, ByLayer, TrainConfig, defaults
+from your_ai.config import DISTILL, REWARD, SOFT, ByLayer, TrainConfig, defaults
 from your_ai.config.adapter_facts import LORA, AdapterFacts
 from your_ai.config.by_layer import OUTSIDE, LayerPattern
 from your_ai.gates.text import counted
@@ -147,6 +147,8 @@ class Plan:
     blocks_ahead: int = 1
     """Blocks whose weights are read while the block before them runs, 0 or 1; of a streamed
     plan."""
+    teacher_blocks: int = 0
+    """Blocks of a teacher with weights of its own that stay in memory: all or none."""
 
     @property
     def gradients_on_disk(self) -> bool:
@@ -210,6 +212,20 @@ class RewardModelSizes:
     """Its adapter."""
     facts: ModelFacts | None = None
     """Of its base; None if that is the model that is trained, whose weights it shares."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherSizes:
+    """The teacher of a distillation."""
+
+    training: Training
+    """Its adapter, if it has one."""
+    facts: ModelFacts | None = None
+    """None if it shares the weights of the model that is trained."""
+    step_tokens: int = 0
+    """Trained tokens whose states are in memory during a step; 0 if they are on disk."""
+    again: bool = False
+    """Whether its weights are needed in every step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,6 +296,8 @@ class Workload:
     """The completions that the step trains through, by columns if the weights are resident."""
     reward_models: tuple[RewardModelSizes, ...] = ()
     """Those that score the completions of each step."""
+    teacher: TeacherSizes | None = None
+    """The teacher whose predictions the step compares."""
     forward: bool = False
     """Evaluation only: no gradients and no optimizer."""
     scores: bool = False
@@ -337,12 +355,13 @@ def workload_of(
     can_stream: bool = True,
     before_bytes: int = 0,
     reward_models: tuple[RewardModelSizes, ...] = (),
+    teacher: TeacherSizes | None = None,
     joined: bool = False,
     vocabulary: tuple[VocabularyArray, ...] = (),
 ) -> Workload:
     """The workload of a training run, with the adapters that it has if memory is no limit.
 
-    before_bytes, reward_models: as in Workload. vocabulary: as in Training.
+    before_bytes, reward_models, teacher: as in Workload. vocabulary: as in Training.
     joined: whether this process has met others that train with it, even if the settings name none;
         its memory includes what that takes.
     """
@@ -355,7 +374,7 @@ def workload_of(
     if config.packing:  # count a packed row as several rows of the longest text
         lengths = lengths[-1:]
         batch_size = max(1, -(-config.max_seq_length // lengths[0]))
-    rollouts = rollout_sizes(config, data.prompt_tokens) if config.generates else None
+    rollouts = rollout_sizes(config, data.prompt_tokens) if config.samples_completions else None
     in_memory = config.prefix_cache == "memory"
     ring_bytes = RING_BYTES * (config.has_ranks and not joined)
     return Workload(
@@ -391,6 +410,7 @@ def workload_of(
         rollouts=rollouts,
         soft=rollouts if config.objective == SOFT else None,
         reward_models=reward_models,
+        teacher=teacher,
         scores=scored_first or config.scores_completions,
         noise=config.neftune_alpha > 0,
         score_head=config.objective == REWARD,
@@ -408,15 +428,15 @@ def workload_of(
 
 def unpredicted_steps(config: TrainConfig) -> str:
     """Say why the time of the steps of such a run is not predicted; empty if it is."""
-    if config.generates:
+    if config.samples_completions:
         return "the time of generated completions is not predicted"
-    return ""
+    return "the time of a teacher is not predicted" if config.objective == DISTILL else ""
 
 
 def rollout_sizes(config: TrainConfig, prompt_tokens: int) -> RolloutSizes:
     """The completions of each step of a run that generates some."""
-    group = config.rollouts if config.objective == GRPO else 1
-    rows = group * config.prompts_per_step
+    group = config.completions_of_prompt
+    rows = group * defaults.rows_per_step(config, rows=0)
     return RolloutSizes(prompt_tokens, config.max_new_tokens, group, rows)
 
 
@@ -431,9 +451,9 @@ def words(plan: Plan, longest: int) -> str:
     stay = f", weights of {counted(plan.resident, 'block')} in memory" if plan.resident else ""
     alone = "" if plan.blocks_ahead else ", one block read at a time"
     waves = f", {counted(plan.wave, 'completion')} at a time" if plan.wave else ""
-    return (
-        f"{plan.engine}, micro-batches of {rows} x {longest} tokens{disk}{kept}{stay}{alone}{waves}"
-    )
+    teacher = ", teacher in memory" if plan.teacher_blocks else ""
+    more = f"{disk}{kept}{stay}{alone}{waves}{teacher}"
+    return f"{plan.engine}, micro-batches of {rows} x {longest} tokens{more}"
 
 
 def kept_words(kept: Kept) -> str:

@@ -101,6 +101,19 @@ class HeadSlice:
     backward: Function
     """(S, n) -> (S, D): the weighted sums of the rows."""
 
+    def sum_of_rows(
+        self, weights: mx.array, dtype: mx.Dtype, size: mx.array | None = None
+    ) -> mx.array:
+        """(S, D) float32, the weighted sums of the rows, computed in `dtype`.
+
+        weights: (S, n) float32. size: (S, 1), the sum of their absolute values, if it is known.
+        """
+        if dtype != mx.float16:
+            return self.backward(weights.astype(dtype)).astype(mx.float32)
+        size = mx.abs(weights).sum(-1, keepdims=True) if size is None else size
+        size = mx.maximum(size, 1e-30)  # the plain sum may overflow float16
+        return size * self.backward((weights / size).astype(dtype)).astype(mx.float32)
+
 
 class HeadRows(Protocol):
     """The source of the rows of a head's weight: a layer or a file."""
@@ -253,6 +266,8 @@ class LinearHead:
     """(S, D) -> (S, D); None for the identity."""
     after: Function | None = None
     """Elementwise on (S, n); None for the identity."""
+    teacher: TargetHead | None = None
+    """The head whose predictions those of this one are compared with, in a distillation."""
     slice_bytes: int = HEAD_SLICE_BYTES
     """Bytes of the weights or logits of a slice in float32. A pass over the vocabulary needs up
     to ten times as much; slices much smaller than the default are slower."""
@@ -292,6 +307,24 @@ class LinearHead:
         """Set what `trained` returns."""
         if isinstance(self.rows, SomeTrained):
             self.rows.put(trained)
+
+
+def teacher_state(head: Head) -> list[Any]:
+    """The arrays of a teacher's head that are in memory, as an input of compiled functions."""
+    rows = head.teacher.head.rows if isinstance(head, LinearHead) and head.teacher else None
+    return [rows.layer.state] if isinstance(rows, LayerRows) else []
+
+
+@dataclass(frozen=True)
+class TargetHead:
+    """The head of a teacher. With a hidden state it gives a *target distribution*: a probability
+    for each token, where supervised fine-tuning has one target token."""
+
+    head: LinearHead
+    """Its `inputs` are not used: the hidden states that are given are those of its linear layer."""
+    vocabulary: int
+    """Tokens, from the first, that teacher and student both know. The rows of either head beyond
+    them are padding."""
 
 
 # A LinearHead, any function from (1, S, D) hidden states to (1, S, V) logits, or the head of a

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from your_ai.memory.sizes import HEAD_ROWS
+from your_ai.nets.divergence import Compared, compare
 from your_ai.nets.head import (
     Function,
     Head,
@@ -21,6 +22,7 @@ from your_ai.nets.head import (
     LinearHead,
     ScoreHead,
     SomeTrained,
+    TargetHead,
     TokenHead,
     trained_in,
 )
@@ -30,6 +32,7 @@ from your_ai.objectives.objective import (
     GivenWeights,
     Metrics,
     Objective,
+    ObjectiveWithTeacher,
     Scores,
     Sums,
     Targets,
@@ -37,6 +40,8 @@ from your_ai.objectives.objective import (
 )
 
 Weigh = Callable[[mx.array], Weighed]  # (S,) log-probabilities -> the loss and weights
+# (rows of the hidden states, which they are) -> the sums, and the gradients of them and of the head
+Piece = Callable[[mx.array, slice], tuple[Sums, mx.array, Arrays]]
 
 CHUNK_BYTES = 8 << 20  # of float32 logits; a few chunks are in memory at a time
 CHUNK_ROWS = 128  # minimum rows per chunk, because every chunk reads the whole head
@@ -74,8 +79,14 @@ def chunked_losses(hidden: mx.array, targets: mx.array, head: Head) -> mx.array:
 
 def chunked_loss(hidden: mx.array, targets: Targets, objective: Objective, head: Head) -> Sums:
     """The loss and metrics of the objective; hidden: (S, D) at the targets."""
-    found = chunked_losses(hidden, targets.tokens, head)
-    return objective.weigh(Scores(-found), targets).sums
+    if (taught := lesson_of(targets, objective, head)) is None:
+        found = chunked_losses(hidden, targets.tokens, head)
+        return objective.weigh(Scores(-found), targets).sums
+    every: list[Sums] = []
+    for part in chunks(hidden, taught.head):
+        rows = _in_turn(hidden[part], [sums.loss for sums in every])
+        every.append(taught.sums(rows, targets.part(part)))
+    return Sums.over(every)
 
 
 def chunked_predictions(hidden: mx.array, head: Head) -> mx.array:
@@ -143,42 +154,45 @@ def loss_and_gradient(
     def weigh_part(part: slice) -> Weigh:
         return lambda logp: objective.weigh(Scores(logp), targets.part(part))
 
+    pieces: Iterable[slice] = chunks(hidden, head)
+    if (taught := lesson_of(targets, objective, head)) is not None:
+
+        def compared(rows: mx.array, part: slice) -> tuple[Sums, mx.array, Arrays]:
+            return taught.gradients(rows, targets.part(part), scale)
+
+        return _in_pieces(hidden, compared, pieces)
+
+    of_piece: Callable[..., tuple[Sums, mx.array, Arrays]] = (
+        _sliced if isinstance(head, LinearHead) else _differentiated
+    )
+
+    def weighed_by(weigh: Callable[[slice], Weigh]) -> Piece:
+        return lambda rows, part: of_piece(rows, targets.tokens[part], weigh(part), scale, head)
+
     if objective.token_local:
-        pieces = chunks(hidden, head)
-        return _in_pieces(hidden, targets.tokens, weigh_part, scale, head, pieces)
+        return _in_pieces(hidden, weighed_by(weigh_part), pieces)
     if isinstance(head, LinearHead):  # one pass over the vocabulary for all rows
-        whole = [slice(0, len(hidden))]
-        return _in_pieces(hidden, targets.tokens, weigh_part, scale, head, whole)
+        return _in_pieces(hidden, weighed_by(weigh_part), [slice(0, len(hidden))])
     scores = Scores(-chunked_losses(hidden, targets.tokens, head))
     weighed = objective.weigh(scores, targets)
 
     def known(part: slice) -> Weigh:
         return lambda _: Weighed(mx.array(0.0), weighed.weights[part])
 
-    pieces = chunks(hidden, head)
-    _, grad, of_head = _in_pieces(hidden, targets.tokens, known, scale, head, pieces)
+    _, grad, of_head = _in_pieces(hidden, weighed_by(known), pieces)
     return weighed.sums, grad, of_head
 
 
 def _in_pieces(
-    hidden: mx.array,
-    tokens: mx.array,
-    weigh_part: Callable[[slice], Weigh],
-    scale: mx.array,
-    head: TokenHead,
-    pieces: Iterable[slice],
+    hidden: mx.array, of_piece: Piece, pieces: Iterable[slice]
 ) -> tuple[Sums, mx.array, Arrays]:
-    """The sums over all pieces, and the gradients of `hidden` and of the head, times `scale`, piece
-    by piece."""
-    of_piece: Callable[..., tuple[Sums, mx.array, Arrays]] = (
-        _sliced if isinstance(head, LinearHead) else _differentiated
-    )
+    """The sums over all pieces, and the gradients of `hidden` and of the head, piece by piece."""
     found: list[Sums] = []
     grads: list[mx.array] = []
     total: Arrays = {}
     for part in pieces:
         rows = _in_turn(hidden[part], [sums.loss for sums in found], grads, list(total.values()))
-        sums, grad, of_head = of_piece(rows, tokens[part], weigh_part(part), scale, head)
+        sums, grad, of_head = of_piece(rows, part)
         found.append(sums)
         grads.append(grad)
         total = {n: g + total[n] if n in total else g for n, g in of_head.items()}
@@ -204,6 +218,71 @@ def _in_turn(rows: mx.array, *before: list[mx.array]) -> mx.array:
     """Return `rows`, made to depend on the last array of each list."""
     last = [arrays[-1] for arrays in before if arrays]
     return mx.depends([rows], last)[0] if last else rows
+
+
+# -- target distributions, where an objective has no target tokens alone -------------------
+
+
+class Lesson(NamedTuple):
+    """A loss that compares the predictions of a head with those of a teacher."""
+
+    objective: ObjectiveWithTeacher
+    head: LinearHead
+    teacher: TargetHead
+
+    def sums(self, rows: mx.array, targets: Targets) -> Sums:
+        """The loss and metrics; rows: (S, D) hidden states."""
+        more = None
+        if self.objective.sft_weight:
+            more = chunked_losses(rows, targets.tokens, self.head)
+        return self._weighed(self._compared(rows, targets, gradient=False), targets, more)[0]
+
+    def gradients(
+        self, rows: mx.array, targets: Targets, scale: mx.array
+    ) -> tuple[Sums, mx.array, Arrays]:
+        """The loss and metrics, and the gradient with respect to `rows` times `scale`, (S, D)."""
+        found, more, of_tokens = self._compared(rows, targets, gradient=True), None, None
+        if self.objective.sft_weight:
+            (rows,) = mx.depends([rows], [found.gradients])
+
+            def weigh(logp: mx.array) -> Weighed:
+                return Weighed(-logp, self.objective.sft_weight * targets.weights)
+
+            sums, of_tokens, _ = _sliced(rows, targets.tokens, weigh, scale, self.head)
+            more = sums.loss
+        sums, weights = self._weighed(found, targets, more)
+        grad = (found.gradients * (weights * scale)[:, None]).astype(rows.dtype)
+        if self.head.before is not None:
+            _, (grad,) = mx.vjp(self.head.before, [rows], [grad])
+        return sums, grad if of_tokens is None else grad + of_tokens, {}
+
+    def _compared(self, rows: mx.array, targets: Targets, gradient: bool) -> Compared:
+        inputs, objective = self.head.inputs(rows), self.objective
+        of, temperature = objective.divergence, objective.temperature
+        assert targets.teacher is not None
+        given = inputs, targets.teacher, self.head, self.teacher, of, temperature
+        return compare(*given, gradient=gradient)
+
+    def _weighed(
+        self, found: Compared, targets: Targets, more: mx.array | None
+    ) -> tuple[Sums, mx.array]:
+        """The sums and the weights of the targets; more: (S,) their cross-entropy, if it counts."""
+        losses = found.divergences
+        if more is not None:
+            losses = losses + self.objective.sft_weight * more
+        weighed = self.objective.weigh(Scores(-losses), targets)
+        metrics = {**weighed.metrics, **found.metrics(targets.is_real)}
+        return Sums(weighed.loss, metrics), weighed.weights
+
+
+def lesson_of(targets: Targets, objective: Objective, head: Head) -> Lesson | None:
+    """The comparison with a teacher, where its hidden states are given; else None."""
+    if targets.teacher is None:
+        return None
+    if not (isinstance(head, LinearHead) and isinstance(objective, ObjectiveWithTeacher)):
+        raise ValueError("hidden states of a teacher are given, but nothing compares with them")
+    assert head.teacher is not None
+    return Lesson(objective, head, head.teacher)
 
 
 # -- in chunks of the hidden states -------------------------------------------------------
@@ -311,7 +390,8 @@ def add(softmax: OnlineSoftmax, part: HeadSlice, head: LinearHead) -> OnlineSoft
     found = mx.take_along_axis(products, mx.where(inside, index, 0), axis=-1)
     grad_acc = softmax.grad_acc
     if grad_acc.ndim:
-        of_slice = _weighted_rows(part, exps, exp_sum, slopes, softmax.inputs.dtype)
+        weights = exps if slopes is None else exps * slopes
+        of_slice = part.sum_of_rows(weights, softmax.inputs.dtype, exp_sum)
         grad_acc = grad_acc * shrink + of_slice
     return OnlineSoftmax(
         softmax.inputs,
@@ -327,18 +407,6 @@ def add(softmax: OnlineSoftmax, part: HeadSlice, head: LinearHead) -> OnlineSoft
 def as_input(number: int, dtype: mx.Dtype) -> mx.array:
     """(), the number as an input of compiled kernels. As a constant, each value needs its own."""
     return mx.arange(number, number + 1, dtype=dtype).squeeze(0)
-
-
-def _weighted_rows(
-    part: HeadSlice, exps: mx.array, exp_sum: mx.array, slopes: mx.array | None, dtype: mx.Dtype
-) -> mx.array:
-    """(S, D) float32, the sum of exp x slope x row."""
-    if slopes is not None:
-        exps = exps * slopes
-    if dtype != mx.float16:
-        return part.backward(exps.astype(dtype)).astype(mx.float32)
-    exp_sum = mx.maximum(exp_sum, 1e-30)  # the plain sum may overflow float16
-    return exp_sum * part.backward((exps / exp_sum).astype(dtype)).astype(mx.float32)
 
 
 def softmax_losses(softmax: OnlineSoftmax, logits: mx.array) -> mx.array:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from your_ai.config import REWARD, SOFT, TrainConfig
+from your_ai.config import DISTILL, REWARD, SOFT, TrainConfig
+from your_ai.config.divergences import SAMPLED, divergence_of
+from your_ai.objectives.distill import Distillation, SampledDivergence
 from your_ai.objectives.dpo import DPO, IPO
 from your_ai.objectives.grpo import GRPO
 from your_ai.objectives.kto import KTO
@@ -45,6 +47,13 @@ def objective_of(config: TrainConfig) -> Objective:
         return BradleyTerry(center=config.center_rewards)
     if config.objective == SOFT:
         return SOFT_TOKENS
+    if config.objective == DISTILL:
+        divergence = divergence_of(config.divergence)
+        if divergence.name == SAMPLED:
+            return SampledDivergence()
+        return Distillation(
+            divergence=divergence, temperature=config.temperature_distill, sft_weight=more
+        )
     return SUPERVISED
 
 

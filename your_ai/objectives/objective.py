@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 
+from your_ai.config.divergences import DivergenceKind
 from your_ai.data.batches import Batch
 from your_ai.data.target_columns import ColumnName
 
@@ -39,6 +40,8 @@ class Targets(NamedTuple):
     a group, such as a pair, are consecutive."""
     columns: Mapping[ColumnName, mx.array] = {}
     """(S,) each, as of `COLUMNS`, those that the targets have."""
+    teacher: mx.array | None = None
+    """(S, D) hidden states of a teacher that predict the targets; None without a teacher."""
 
     @staticmethod
     def of(batch: Batch) -> Targets:
@@ -48,6 +51,7 @@ class Targets(NamedTuple):
             mx.array(batch.weights),
             mx.array(batch.texts),
             {name: mx.array(array) for name, array in batch.columns.items()},
+            batch.teacher,
         )
 
     def part(self, part: slice | mx.array) -> Targets:
@@ -58,6 +62,7 @@ class Targets(NamedTuple):
             self.weights[part],
             self.texts[part],
             {name: array[part] for name, array in self.columns.items()},
+            None if self.teacher is None else self.teacher[part],
         )
 
     def sum_by_text(self, values: mx.array) -> mx.array:
@@ -187,6 +192,25 @@ class ObjectiveWithBaseline(Objective, Protocol):
 
     def baseline(self, scores: Scores, targets: Targets) -> mx.array:
         """(), what the other texts of a whole step say to the first ones; has no gradient."""
+
+
+@runtime_checkable
+class ObjectiveWithTeacher(Objective, Protocol):
+    """An objective whose targets are distributions, those that a teacher predicts, and not tokens.
+
+    In its `weigh`, the negative loss of each target takes the place of its log-probability: the
+    divergence, and `sft_weight` times the cross-entropy. It is token-local.
+    """
+
+    @property
+    def divergence(self) -> DivergenceKind: ...
+
+    @property
+    def temperature(self) -> float:
+        """Divides the logits of both models."""
+
+    @property
+    def sft_weight(self) -> float: ...
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ class Pending:
         totals = [total for total, _ in summed]
         failed = [bool(reasons) and reasons != [NOTHING_APPLIES] for _, reasons in summed]
         why_missing = Counter(reason for _, reasons in summed for reason in reasons)
-        if why_missing:
+        if why_missing and self.rewards.names:
             missing = f"{counted(totals.count(None), 'reward')} of {len(totals)} missing"
             notices.append(f"step {self.step}: {missing} ({reasons_text(why_missing)})")
         if self.rewards.judge is not None:

@@ -76,6 +76,8 @@ class Planned(Event):
     """Blocks, from the last, whose weights stay in memory under the streamed plan."""
     blocks_ahead: int = 1
     """Blocks that the streamed plan reads while the block before them runs."""
+    teacher_blocks: int = 0
+    """Blocks of a teacher whose weights stay in memory."""
     needed_bytes: int = 0
     """`estimate_bytes` with the safety margin: what must fit; 0 in events of older versions."""
     seconds: float | None = None

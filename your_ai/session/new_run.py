@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from your_ai.config import TrainConfig
+from your_ai.config import GENERATING, TrainConfig
 from your_ai.config import resolve as resolve_settings
 from your_ai.errors import RunError, UserError, without_run
 from your_ai.rewards.names import RUN, parse_rewards, reward_texts
@@ -44,7 +44,7 @@ def check_rewards(config: TrainConfig) -> None:
 
     The user's functions are not imported, and a run is not read: training does both.
     """
-    if not config.generates:
+    if config.objective not in GENERATING:
         return
     for each in parse_rewards(reward_texts(config)):
         if each.kind == RUN:

@@ -12,7 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from your_ai.config import ALL_LINEAR, GRPO, Resolved, TrainConfig, defaults, flag, last_step
+from your_ai.config import (
+    ALL_LINEAR,
+    DISTILL,
+    GRPO,
+    Resolved,
+    TrainConfig,
+    defaults,
+    flag,
+    last_step,
+)
 from your_ai.data.batches import TARGET_LEVELS, Schedule, make_schedule
 from your_ai.data.examples import Examples
 from your_ai.data.preferences import kind_of
@@ -39,6 +48,7 @@ from your_ai.run.folder import RunFolder
 from your_ai.run.rollout_files import missing_in_a_row
 from your_ai.training.reward_models import RewardRun, reward_runs
 from your_ai.training.run_data import RunData, read_data
+from your_ai.training.teacher import TeacherModel, teacher_of
 
 # Which rows each step of a run trains, and what that says about the time of a step
 
@@ -99,6 +109,7 @@ class Job:
     files: dict[str, str]
     """The checksums of the model's files."""
     reward_runs: list[RewardRun]
+    teacher: TeacherModel | None
     tokenizer: Any
     new: NewTokens = field(default_factory=NewTokens)
     """The tokens that the run adds to those of its model."""
@@ -126,7 +137,14 @@ class Job:
             "data": {path.name: sha256(path) for name, path in splits if name != "test"},
             "settings": self.config.fixed_on_resume(),
             **{f"reward model {run.name}": run.checksums for run in self.reward_runs},
+            **({} if self.teacher is None else {"teacher": self.teacher_files()}),
         }
+
+    def teacher_files(self) -> dict[str, str]:
+        """The checksums of what decides what the teacher predicts."""
+        assert self.teacher is not None
+        prompt = self.config.teacher_prompt
+        return self.teacher.checksums | ({"prompt": sha256(Path(prompt))} if prompt else {})
 
     def notices(self) -> list[str]:
         """Notices on the settings for the user."""
@@ -171,7 +189,7 @@ def job_of(
     model.train_vocabulary(network, config, new)
     model.adapted_layers(network, config)  # checks the settings of the adapters
     files = fingerprint(base)
-    runs = reward_runs(config, files)
+    runs, teacher = reward_runs(config, files), teacher_of(config, base, files)
     for text in end_notes(opened.folder, tokenizer):
         log.write(events.Notice(text=text))
     data = read_data(config, network, tokenizer, files | new.files, log.write, limit)
@@ -179,7 +197,7 @@ def job_of(
     sized = defaults.sized(config, rows, "valid" in data.examples)
     schedule = schedule_of(sized, data)
     steps = last_step(sized, schedule.steps_per_epoch)
-    found = Job(config, sized, data, schedule, steps, files, runs, tokenizer, new)
+    found = Job(config, sized, data, schedule, steps, files, runs, teacher, tokenizer, new)
     for text in [*found.notices(), unused_tokens(found)]:
         if text:
             log.write(events.Notice(text=text))
@@ -212,8 +230,10 @@ def rewards_of(config: TrainConfig, log: events.EventLog, folder: Path) -> Rewar
 
     Raises UserError if there are none, or the judge cannot be asked.
     """
-    if not config.generates:
+    if not config.samples_completions:
         return None
+    if config.objective == DISTILL:  # nothing but the teacher
+        return Rewards((), {})
     if config.objective == GRPO and not config.reward:
         raise UserError("--reward is missing: what a completion earns, e.g. exact_match")
     judge = JudgeSettings(

@@ -37,6 +37,7 @@ from your_ai.memory.plan import Budget, Option, choose, front_points
 from your_ai.memory.workload import (
     DataSizes,
     RewardModelSizes,
+    TeacherSizes,
     VocabularyArray,
     Workload,
     words,
@@ -55,6 +56,7 @@ from your_ai.training.job import Job, step_sizes
 from your_ai.training.preview import about_seconds
 from your_ai.training.reward_models import reward_runs
 from your_ai.training.run_data import RunData, check_splits, read_data, rollouts_planned
+from your_ai.training.teacher import TeacherModel, teacher_of
 
 
 def budget_of_job(
@@ -72,10 +74,11 @@ def budget_of_job(
     receives what is measured, if something is.
     """
     sizes = [run.sizes(opened.folder, opened.dtype.size) for run in job.reward_runs]
+    teacher = teacher_sizes(job.config, job.teacher, opened.folder, opened.dtype, job.data)
     measure = partial(measure_costs, opened.network, job.config, tell=tell, tensors=opened.tensors)
     return budget_of_run(
         job.config, opened.folder, opened.dtype, job.data, limit, opened.can_stream, level, past,
-        reward_models=sizes, joined=joined,
+        reward_models=sizes, teacher=teacher, joined=joined,
         measuring=Measuring(measure), vocabulary=model.vocabulary_sizes(opened.network, job.config),
     )  # fmt: skip
 
@@ -91,6 +94,7 @@ def budget_of_run(
     past: PriorPlans | None = None,
     before_bytes: int = 0,
     reward_models: Sequence[RewardModelSizes] = (),
+    teacher: TeacherSizes | None = None,
     joined: bool = False,
     measuring: Measuring | None = None,
     facts: ModelFacts | None = None,
@@ -99,8 +103,8 @@ def budget_of_run(
     """The plan of a run on `data` inside `limit`. Raises UserError if nothing fits.
 
     before_bytes: peak memory of the process before it trains. reward_models: those that score.
-    joined: as in `workload_of`. measuring: as in `budget_of`. facts: of the model, if its folder
-        does not have it yet. vocabulary: as in `Training`.
+    teacher: as in `Workload`. joined: as in `workload_of`. measuring: as in `budget_of`. facts: of
+        the model, if its folder does not have it yet. vocabulary: as in `Training`.
     """
     sizes = DataSizes(
         lengths=tuple(data.lengths),
@@ -118,6 +122,7 @@ def budget_of_run(
         can_stream=can_stream,
         before_bytes=before_bytes,
         reward_models=tuple(reward_models),
+        teacher=teacher,
         joined=joined,
         vocabulary=vocabulary,
     )
@@ -196,7 +201,8 @@ def planned_budget(
             return measure_costs(network, config, workload, machine_bytes, on_measure, tensors)
 
         measuring = Measuring(measure, always=True)
-    runs = reward_runs(config, fingerprint(folder))
+    files = fingerprint(folder)
+    runs = reward_runs(config, files)
     return budget_of_run(
         config,
         folder,
@@ -206,10 +212,22 @@ def planned_budget(
         streamable,
         before_bytes=before_bytes,
         reward_models=[run.sizes(folder, dtype.size) for run in runs],
+        teacher=teacher_sizes(config, teacher_of(config, folder, files), folder, dtype, data),
         measuring=measuring,
         facts=facts,
         vocabulary=model.vocabulary_sizes(network, config),
     )
+
+
+def teacher_sizes(
+    config: TrainConfig, teacher: TeacherModel | None, base: Path, dtype: mx.Dtype, data: RunData
+) -> TeacherSizes | None:
+    """The sizes of the teacher of a run; None if it has none. base: the folder of the student."""
+    if teacher is None:
+        return None
+    again = config.student_share > 0 or config.teacher_cache == "off"
+    tokens = defaults.rows_per_step(config, rows=0) * max(data.lengths) if again else 0
+    return teacher.sizes(base, dtype.size, tokens, again)
 
 
 def planned_again(budget: Budget, engine: str, level: int, past: PriorPlans) -> Budget:
@@ -270,6 +288,7 @@ def write_plan(budget: Budget, config: TrainConfig, log: events.EventLog) -> Opt
             kept_activations=plan.kept.activations,
             resident=plan.resident,
             blocks_ahead=plan.blocks_ahead,
+            teacher_blocks=plan.teacher_blocks,
             level=choice.level,
             estimate_bytes=choice.option.estimate.process_bytes,
             needed_bytes=needed,

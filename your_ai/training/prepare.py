@@ -93,7 +93,7 @@ def prepare(
     announce(budget, past, job.config, log, RunFolder(folder))
     tell(log, KINDS[job.config.adapter_kind].limits(network))
     graphs = graphs_within(budget)
-    built, soft = build(job, opened, adapters, beside, budget, graphs, folder)
+    built, soft, teacher = build(job, opened, adapters, beside, budget, graphs, folder)
     model.check_forward_pass(network, adapters, job.config)
     allocator.free()
     if built.plan != budget.choice.option.plan.engine:  # the model has no parts: plan again
@@ -121,6 +121,7 @@ def prepare(
         valid=job.data.examples.get("valid"),
         beside=beside,
         soft=soft,
+        teacher=teacher,
         rewards=rewards,
         ranks=ranks,
     )

@@ -55,7 +55,7 @@ def train_until_done(
     """
     with locked(folder), contextlib.closing(events.EventLog(folder.events)) as log:
         rest = "stopping after this step"
-        if config.generates:
+        if config.samples_completions:
             rest += ", or before it if its completions are not there yet"
         text = f"{rest}; signal again to stop immediately"
         stop.on_first = lambda: log.write(events.Stopping(text=text))

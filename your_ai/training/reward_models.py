@@ -88,22 +88,35 @@ def reward_runs(config: TrainConfig, files: dict[str, str]) -> list[RewardRun]:
         check_reward_run(trained, label)
         theirs = fingerprint(trained.base)
         new = config.add_tokens or config.add_special_tokens
-        vocabulary = new or config.train or trained.adapter.vocabulary
         other_tokens = new or trained.tokenizer_files is not None
-        same = base_files(theirs) == base_files(files)
-        start = starting_of(config.init)
-        adjusted = trained.is_adjusted or (start is not None and start.adjusts_base)
         found.append(
             RewardRun(
                 each.name,
                 trained,
-                same
-                and not (vocabulary or adjusted)
-                and trained.config.quantize == config.quantize,
+                shares_weights(trained, config, files),
                 not other_tokens and tokenizer_fingerprint(theirs) == tokenizer_fingerprint(files),
             )
         )
     return found
+
+
+def shares_weights(trained: Trained, config: TrainConfig, files: dict[str, str]) -> bool:
+    """Return whether the base of a finished run has the weights of the model that is trained.
+
+    files: the checksums of the files of that model.
+    """
+    same = base_files(fingerprint(trained.base)) == base_files(files)
+    same = same and trained.config.quantize == config.quantize
+    return (
+        same and keeps_weights(config) and not (trained.is_adjusted or trained.adapter.vocabulary)
+    )
+
+
+def keeps_weights(config: TrainConfig) -> bool:
+    """Return whether the weights of the model that is trained stay those of its files."""
+    start = starting_of(config.init)
+    new = config.add_tokens or config.add_special_tokens or config.train
+    return not (new or (start is not None and start.adjusts_base))
 
 
 def open_reward_model(run: RewardRun, policy: Opened) -> Opened:

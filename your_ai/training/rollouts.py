@@ -17,7 +17,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from your_ai.config import SOFT
 from your_ai.data.batches import Batch, RowsAt, few_edges, micro_batches
 from your_ai.data.encode import Encoder, token_ids
 from your_ai.data.examples import Examples, RowCounts
@@ -25,6 +24,7 @@ from your_ai.data.prompts import PromptRows
 from your_ai.data.rows import Chat, Question
 from your_ai.data.target_columns import COLUMNS, ColumnName, Columns
 from your_ai.errors import UserError
+from your_ai.evaluation.dataset_scores import MeanLoss
 from your_ai.gates.text import counted, now_and_then, shortened
 from your_ai.generation.rollouts import Completion, RolloutPrompt, Sampler, complete, sampler_of
 from your_ai.memory import allocator
@@ -154,7 +154,23 @@ class RolloutSource:
         trainer.ranks.begin_step(index)
         config, objective = trainer.config, trainer.engine.objective
         assert isinstance(objective, GRPO)
+        records = self.records_of(index)
         first = index - index % config.updates_per_batch
+        path = rollout_file(self.folder.path, first + 1)
+        needs_old = config.updates_per_batch > 1 and records[0].old is None
+        needs_reference = objective.kl_beta > 0 and records[0].reference is None
+        if needs_old or needs_reference:
+            records = self.scored(records, rows_at, needs_old, needs_reference)
+            self.write(path, records)
+        self.show_best(records, first + 1)
+        self.in_step("computing gradients")
+        return self.batched(records, rows_at)
+
+    def records_of(self, index: int) -> list[RolloutRecord]:
+        """The completions that step `index` (from 0) trains: those that were written, or new ones,
+        which are written now. Raises GivenUp."""
+        trainer = self.trainer
+        first = index - index % trainer.config.updates_per_batch
         path = rollout_file(self.folder.path, first + 1)
         records = shared(trainer.ranks, lambda: read_rollouts(path))
         if records is None:
@@ -165,14 +181,7 @@ class RolloutSource:
                 )
             records = shared(trainer.ranks, self.generated(first)) or []
             self.write(path, records)
-        needs_old = config.updates_per_batch > 1 and records[0].old is None
-        needs_reference = objective.kl_beta > 0 and records[0].reference is None
-        if needs_old or needs_reference:
-            records = self.scored(records, rows_at, needs_old, needs_reference)
-            self.write(path, records)
-        self.show_best(records, first + 1)
-        self.in_step("computing gradients")
-        return self.batched(records, rows_at)
+        return records
 
     def in_step(self, text: str) -> None:
         """Name what the step, or the measurement, does now."""
@@ -212,16 +221,16 @@ class RolloutSource:
         self.in_step("generating completions")
         trainer, config, began = self.trainer, self.trainer.config, time.perf_counter()
         rows = np.sort(trainer.schedule.rows_of(first)).tolist()
-        seeds = range(config.rollouts)
+        seeds = range(config.completions_of_prompt)
         prompts = [
             RolloutPrompt(
-                np.array(trainer.schedule.examples[row].tokens),
+                prompt_of(trainer.schedule.examples, row),
                 tuple(derive_seed(config.seed, "rollout", first, row, s) for s in seeds),
             )
             for row in rows
         ]
         sampler = sampler_of(config.temperature, config.top_p, config.top_k)
-        questions = trainer.prompts["train"]
+        questions = trainer.prompts.get("train")
         if trainer.ranks.size == 1:
             completions = self.completions(prompts, sampler)
         else:
@@ -254,7 +263,7 @@ class RolloutSource:
 
     def rewarded(
         self,
-        questions: PromptRows,
+        questions: PromptRows | None,
         rows: Sequence[int],
         prompts: Sequence[RolloutPrompt],
         completions: Iterator[Completion],
@@ -264,12 +273,17 @@ class RolloutSource:
 
         The judge grades a group while the next is being generated. The user's functions are
         called once, with all completions. Raises GivenUp.
+
+        questions: None if nothing is known of the prompts but their tokens.
         """
         trainer, began = self.trainer, time.perf_counter()
         rewards = trainer.rewards
         assert rewards is not None
         encoder = Encoder(trainer.tokenizer)
-        asked = [asked_of(questions, row, encoder) for row in rows]
+        asked = [
+            asked_of(questions, row, encoder) if questions else self.asked_in(prompt)
+            for row, prompt in zip(rows, prompts, strict=True)
+        ]
         groups: list[dict[int, Completion]] = [{} for _ in rows]
         pending: dict[int, Pending] = {}
         for completion in completions:
@@ -298,6 +312,12 @@ class RolloutSource:
             record_of(rows[place], completion, whole.rollouts[index], result, index)
             for index, (place, completion) in enumerate(ordered)
         ]
+
+    def asked_in(self, prompt: RolloutPrompt) -> dict[str, Any]:
+        """The same as `asked_of`, from the tokens of a prompt."""
+        text = self.trainer.tokenizer.decode(prompt.tokens.tolist(), skip_special_tokens=True)
+        messages = [{"role": "user", "content": text}]
+        return {"prompt": text, "messages": messages, "expected": None, "row": {}, "where": ""}
 
     def check_stop(self) -> None:
         """Raise GivenUp if a signal asked the run to stop."""
@@ -360,15 +380,12 @@ class RolloutSource:
         most: maximum number of prompts.
         """
         trainer, found = self.trainer, list[RolloutRecord]()
-        examples, self.measures = {
-            "valid": (trainer.valid, "validating: "),
-            "test": (trainer.test, "answering test rows: "),
-        }[split]
-        assert examples is not None
+        examples = self.examples_of(split)
+        self.measures = {"valid": "validating: ", "test": "answering test rows: "}[split]
         self.judged.clear()
         self.in_step("generating completions")
         rows = range(min(most, len(examples)))
-        prompts = [RolloutPrompt(np.array(examples[row].tokens), (0,)) for row in rows]
+        prompts = [RolloutPrompt(prompt_of(examples, row), (0,)) for row in rows]
         try:
             for start in range(0, len(rows), trainer.wave):
                 part = slice(start, start + trainer.wave)
@@ -472,10 +489,29 @@ class RolloutSource:
             columns["old"] = np.concatenate([r.old for r in records])
         return completion_examples(self.texts(records), weights, columns)
 
-    def texts(self, records: Sequence[RolloutRecord]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def texts(
+        self, records: Sequence[RolloutRecord], split: str = "train"
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         """The tokens of the prompts and of their completions."""
-        data = self.trainer.schedule.examples
-        return [(np.asarray(data[r.row].tokens), np.array(r.tokens, np.uint32)) for r in records]
+        data = self.examples_of(split)
+        return [(prompt_of(data, r.row), np.array(r.tokens, np.uint32)) for r in records]
+
+    def examples_of(self, split: str) -> Examples:
+        """The rows of a split, which is there."""
+        trainer = self.trainer
+        found = {"train": trainer.schedule.examples, "valid": trainer.valid, "test": trainer.test}
+        examples = found[split]
+        assert examples is not None
+        return examples
+
+    def loss_of(self, records: Sequence[RolloutRecord], split: str, stop: Stop) -> MeanLoss | None:
+        """The negative mean reward, which a validation minimizes; None without any reward."""
+        metrics = reward_metrics(records, group=1) | self.judged
+        if "reward" not in metrics:
+            self.log.write(events.Notice(text="validation: every reward is missing"))
+            return None
+        tokens = sum(len(record.tokens) for record in records)
+        return MeanLoss(-metrics["reward"], tokens, metrics)
 
     def edges(self, examples: Examples) -> np.ndarray:
         """The lengths that rollouts are padded to: few, and the same in every step."""
@@ -487,7 +523,7 @@ class RolloutSource:
     def metrics(self, records: Sequence[RolloutRecord]) -> dict[str, float]:
         """The metrics of the rollouts of a step, with the names of TRL."""
         config = self.trainer.config
-        found = reward_metrics(records, 1 if config.objective == SOFT else config.rollouts)
+        found = reward_metrics(records, config.completions_of_prompt)
         lengths = [len(record.tokens) for record in records]
         found["completions/mean_length"] = float(np.mean(lengths))
         found["completions/clipped_ratio"] = float(np.mean([not r.stopped for r in records]))
@@ -498,6 +534,14 @@ class RolloutSource:
         found |= {f"seconds/{phase}": value for phase, value in self.seconds.items()}
         found |= {f"peak_bytes/{phase}": float(value) for phase, value in self.peaks.items()}
         return found
+
+
+def prompt_of(examples: Examples, row: int) -> np.ndarray:
+    """The tokens of a prompt: of a row with answers, those up to its last answer."""
+    example = examples[row]
+    others = np.flatnonzero(~example.trained)
+    before = others[(others > 0) & (others < np.flatnonzero(example.trained)[-1])]
+    return np.array(example.tokens[: before[-1] + 1 if len(before) else None])
 
 
 def completion_examples(
@@ -590,7 +634,8 @@ def reward_metrics(records: Sequence[RolloutRecord], group: int) -> dict[str, fl
         if values:
             found[f"rewards/{name}/mean"] = float(np.mean(values))
             found[f"rewards/{name}/std"] = float(np.std(values))
-    if missing := int(len(totals) - len(known)):
+    missing = int(len(totals) - len(known))
+    if missing and records[0].rewards:
         found["rewards/missing"] = float(missing)
     return found
 

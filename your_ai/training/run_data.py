@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -12,6 +13,7 @@ import mlx.nn as nn
 import numpy as np
 
 from your_ai.config import AUTO, EXACT_MATCH, LOSS, REWARD_METRICS, TrainConfig, flag
+from your_ai.config.setting import LARGEST
 from your_ai.data.batches import bucket_edges, few_edges
 from your_ai.data.encode import Encoder, SamplePrompt
 from your_ai.data.examples import Examples, RowCounts, check_weights, load_examples
@@ -21,11 +23,12 @@ from your_ai.data.preferences import parser_of
 from your_ai.data.prompts import PromptRows
 from your_ai.data.rows import Question, Row, read_rows, with_progress
 from your_ai.data.sources import Splits, find_splits
-from your_ai.errors import UserError
+from your_ai.errors import UserError, named_errors
 from your_ai.evaluation import dataset_scores
 from your_ai.evaluation.compare import Ready
 from your_ai.evaluation.custom_metric import Metric, load_metric
 from your_ai.evaluation.rows import EvaluationRows, load_rows
+from your_ai.files import read_text
 from your_ai.gates.text import counted
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.generation import generate
@@ -166,6 +169,8 @@ class RunData:
     """Tokens of the longest prompt to answer, with its answer; 0 if nothing is generated."""
     prompts: dict[str, PromptRows] | None = None
     """The rows of the prompts, by split, of a run that generates completions."""
+    seen: dict[str, Examples] | None = None
+    """The same rows by split as a teacher reads them, with a prompt of its own."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -221,6 +226,12 @@ def read_data(
     examples = {
         name: load_split(name, path, config, encoder, files, write) for name, path in used.items()
     }
+    seen = None
+    if config.teacher_prompt:
+        seen = {
+            name: seen_by_teacher(name, path, config, encoder, files, examples[name])
+            for name, path in used.items()
+        }
     noticed = Notes()
     for found in examples.values():
         noticed.add_all(found.notes)
@@ -235,7 +246,8 @@ def read_data(
     model.check_positions(network, longest, f"--max-seq-length {config.max_seq_length}")
     allocator.free()  # memory that tokenizing left
     if config.generates:
-        return prompts_of_run(config, network, prompts, examples, samples, encoder)
+        asking = prompts_of_run(config, network, prompts, examples, samples, encoder)
+        return replace(asking, seen=seen)
     rooms = [sample_room(config, network, tokenizer, prompt) for prompt in samples]
     rooms += [answer_room(network, tokenizer, prompt) for prompt in asked]
     return RunData(
@@ -245,7 +257,54 @@ def read_data(
         lengths=sorted({int(t) for found in scored for t in bucket_edges(found.lengths - 1)}),
         tokens=sum(int((found.lengths - 1).sum()) for found in examples.values()),
         answer_tokens=max((both for _, both in rooms), default=0),
+        seen=seen,
     )
+
+
+MOST_PROMPT_BYTES = 4 << 20  # of --teacher-prompt
+
+
+def seen_by_teacher(
+    name: str, path: Path, config: TrainConfig, encoder: Encoder, files: dict[str, str],
+    examples: Examples,
+) -> Examples:  # fmt: skip
+    """The rows of a split with --teacher-prompt. Raises UserError if they have other answers then.
+
+    examples: without it.
+    """
+    option = f"--teacher-prompt {config.teacher_prompt}"
+    place = Path(config.teacher_prompt).expanduser()
+    with named_errors(place, "read"):
+        prompt = read_text(place, MOST_PROMPT_BYTES).strip()
+    if not prompt:
+        raise UserError(f"{option}: is empty")
+
+    def after_prompt(rows: Iterator[Row]) -> Iterator[Row]:
+        return (encoder.after_prompt(row, prompt) for row in rows)
+
+    tokenized_by = tokenizer_fingerprint(files, encoder.tokenizer.eos_token_ids)
+    digest = hashlib.sha256(prompt.encode()).hexdigest()
+    seen = load_examples(
+        path,
+        replace(encoder, mask_prompt=config.mask_prompt or name == "test", notes=Notes()),
+        f"{tokenized_by} after {digest}",
+        LARGEST,
+        "error",
+        store() / "cache",
+        after_prompt,
+    )
+    if config.generates:
+        return seen
+    mine, theirs = (
+        [each.tokens[each.trained], np.add.reduceat(each.trained, each.starts[:-1], dtype=int)]
+        for each in (examples, seen)
+    )
+    if not all(map(np.array_equal, mine, theirs)):
+        raise UserError(
+            f"{option}: the chat template writes other answers after it, so that teacher and "
+            "student cannot be compared; use other rows, or another prompt"
+        )
+    return seen
 
 
 def samples_of(
@@ -305,7 +364,8 @@ def prompts_of_run(
         )
     model.check_positions(network, total, f"--max-new-tokens {config.max_new_tokens}")
     check_unchanged(prompts)
-    names = parse_rewards(reward_texts(config))
+    texts = reward_texts(config)
+    names = parse_rewards(texts) if texts else ()
     if needs_expected(names):
         for found in prompts.values():
             for index in range(len(found.offsets)):

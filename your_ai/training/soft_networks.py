@@ -57,20 +57,29 @@ def check_tokenizers(run: RewardRun, policy: Opened, ours: Any, theirs: Any) -> 
     if run.shares_tokenizer:
         return
     most = vocabulary_of(policy.network) or LARGEST
+    if difference := first_difference(ours, theirs, most):
+        raise UserError(
+            f"--reward-model {run.name}: its tokenizer differs from the policy's: {difference}; "
+            "use a reward model with the same tokenizer"
+        )
+
+
+def first_difference(ours: Any, theirs: Any, most: int) -> str:
+    """The first token below `most` that two tokenizers spell differently, in words; "" if none.
+
+    Their templates may differ, which render no completions.
+    """
     mine, its = (
         {token: number for token, number in tokenizer.get_vocab().items() if number < most}
         for tokenizer in (ours, theirs)
     )
     if mine == its:
-        return  # only the template differs, which renders no completions
+        return ""
     by_id = sorted({*mine.items()} ^ {*its.items()}, key=lambda item: (item[1], item[0]))
     token, number = by_id[0]
     other = {index: text for text, index in (its if token in mine else mine).items()}
     has = shown(other[number]) if number in other else "nothing"
-    raise UserError(
-        f"--reward-model {run.name}: its tokenizer differs from the policy's: token {number} is "
-        f"{shown(token)} in one and {has} in the other; use a reward model with the same tokenizer"
-    )
+    return f"token {number} is {shown(token)} in one and {has} in the other"
 
 
 def open_reference(policy: Opened) -> Opened:

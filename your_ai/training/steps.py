@@ -1,13 +1,14 @@
 """What a step trains. A source makes it, and the recipe does not know which.
 
 `DataSource` trains the rows of the data, `RolloutSource` (`rollouts.py`) the completions that the
-model generates, `SoftSource` (`soft_rollouts.py`) trains through the tokens that it samples. On
+model generates, `SoftSource` (`soft_rollouts.py`) trains through the tokens that it samples,
+`TaughtSource` (`distilling.py`) trains rows or completions on the predictions of a teacher. On
 several ranks, each makes what this process trains.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -18,8 +19,10 @@ from your_ai.data.batches import Batch, RowsAt, Schedule
 from your_ai.engine.gradients import Gradients
 from your_ai.engine.protocol import Engine
 from your_ai.engine.scoring import is_of_first_texts, with_baseline, with_weights
+from your_ai.evaluation.dataset_scores import MeanLoss
 from your_ai.objectives.objective import Totals
 from your_ai.run.rollout_files import RolloutRecord
+from your_ai.run.stopping import Stop
 from your_ai.training.distributed import ALONE, Ranks
 
 
@@ -47,6 +50,10 @@ class RewardMeter(Protocol):
     def measured(self, split: str, most: int, step: int) -> list[RolloutRecord] | None:
         """The most likely completions of the first prompts of a split, rewarded; None if asked
         to stop. most: maximum number of prompts."""
+
+    def loss_of(self, records: Sequence[RolloutRecord], split: str, stop: Stop) -> MeanLoss | None:
+        """The loss that a validation minimizes, of these completions of a split; None if there is
+        nothing to measure, or if asked to stop."""
 
 
 class StepSource(Protocol):

@@ -34,6 +34,7 @@ from your_ai.run.folder import RunFolder
 from your_ai.run.rollout_files import FOLDER as ROLLOUTS
 from your_ai.run.stopping import Stop
 from your_ai.training import optimizer
+from your_ai.training.distilling import TaughtSource, fill_teacher
 from your_ai.training.distributed import ALONE, Ranks
 from your_ai.training.joining import agreed_settings
 from your_ai.training.memory_actions import Governor, Replan, govern
@@ -54,6 +55,7 @@ from your_ai.training.saving import (
 )
 from your_ai.training.soft_rollouts import SoftSource
 from your_ai.training.steps import DataSource, StepSource
+from your_ai.training.teacher import STATES
 from your_ai.training.trainer import PREFIX, WORKING, Trainer
 from your_ai.training.validation import is_enough, show_test_rows, validate
 from your_ai.training.whole_result import write_result
@@ -142,6 +144,8 @@ def begin(
         save(folder, trainer, state, log)  # from now on the run can be resumed
         show_test_rows("before", trainer, log, stop, source.meter)
     fill_prefix(trainer, state.step, log, stop)
+    if isinstance(source, TaughtSource):
+        fill_teacher(source, state.step, stop)
     if state.validation_due:
         state = validate(trainer, state, log, stop, source.meter)
         save(folder, trainer, state, log)
@@ -151,9 +155,11 @@ def begin(
 
 def source_of(trainer: Trainer, folder: RunFolder, log: events.EventLog, stop: Stop) -> StepSource:
     """The source of the run's steps."""
-    if trainer.rewards is None:
+    rollouts = None if trainer.rewards is None else RolloutSource(trainer, folder, log, stop)
+    if trainer.teacher is not None:
+        return TaughtSource(data_source(trainer), rollouts, trainer.teacher, trainer, log)
+    if rollouts is None:
         return data_source(trainer)
-    rollouts = RolloutSource(trainer, folder, log, stop)
     return rollouts if trainer.soft is None else SoftSource(rollouts, trainer.soft)
 
 
@@ -329,7 +335,8 @@ def end(loop: Loop, state: TrainState, began: float) -> events.Finished:
         show_test_rows("after", trainer, log, stop, loop.source.meter)
         adapter = save_result(loop, result_step)
     if not stop:
-        prefix.remove(folder.path / PREFIX)  # a stopped run keeps it
+        for name in (PREFIX, STATES):  # a stopped run keeps them
+            prefix.remove(folder.path / name)
     shutil.rmtree(folder.path / WORKING, ignore_errors=True)  # the checkpoint has its files
     finished = events.Finished(
         step=state.step,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from your_ai.config import AUTO, REWARD, SOFT, Resolved, TrainConfig
+from your_ai.config import AUTO, GENERATING, REWARD, SOFT, Resolved, TrainConfig
 from your_ai.config.adapter_starts import ADJUSTED, INIT
 from your_ai.config.checks import credit_of
 from your_ai.data.batches import Schedule
@@ -61,6 +61,14 @@ from your_ai.training.soft_networks import (
     put_first_adapter,
     score_completions,
 )
+from your_ai.training.teacher import (
+    STATES,
+    Teacher,
+    build_teacher,
+    is_sampled,
+    open_teacher,
+    taught,
+)
 
 PREFIX = "prefix"  # the folder of a prefix cache on disk, inside the run folder
 WORKING = "working"  # the same of whole weights and their optimizer states
@@ -73,12 +81,16 @@ class Beside(NamedTuple):
     """The reward models, in the order of the job's."""
     reference: Opened | None
     """Of a run that trains through its own tokens."""
+    teacher: Opened | None = None
 
     def sharing(self, job: Job) -> tuple[nn.Module, ...]:
         """Those that share the weights of the base."""
         scored = zip(job.reward_runs, self.scored_by, strict=True)
         shared = [opened.network for run, opened in scored if run.shares_base]
-        return (*shared, *([] if self.reference is None else [self.reference.network]))
+        shared += [] if self.reference is None else [self.reference.network]
+        if self.teacher is not None and job.teacher is not None and job.teacher.shares_base:
+            shared.append(self.teacher.network)
+        return tuple(shared)
 
 
 @dataclass(frozen=True)
@@ -106,6 +118,8 @@ class Trainer:
     beside: Beside
     soft: SoftNetworks | None = None
     """The networks of a run that trains through its own tokens."""
+    teacher: Teacher | None = None
+    """What a distillation compares its predictions with."""
     rewards: Rewards | None = None
     """What rewards the completions, of a run that generates them."""
     ranks: Ranks = ALONE
@@ -198,6 +212,8 @@ class Trainer:
 def networks_beside(job: Job, opened: Opened) -> Beside:
     """Open the other networks of a run, before its model has adapters. Raises UserError."""
     scored_by = [open_reward_model(run, opened) for run in job.reward_runs]
+    if job.teacher is not None:
+        return Beside(scored_by, None, open_teacher(job.teacher, opened, job.tokenizer))
     if job.config.objective != SOFT:
         return Beside(scored_by, None)
     reference = open_reference(opened) if job.config.kl_beta else None
@@ -260,8 +276,9 @@ def build(
     budget: Budget,
     graphs: Graphs,
     folder: Path,
-) -> tuple[Built, SoftNetworks | None]:
-    """The engine of the plan, and the networks of a run that trains through its own tokens."""
+) -> tuple[Built, SoftNetworks | None, Teacher | None]:
+    """The engine of the plan, the networks of a run that trains through its own tokens, and the
+    teacher of one that has a teacher."""
     config, plan = job.config, budget.choice.option.plan
     if config.objective == SOFT:
         reference = beside.reference
@@ -269,7 +286,14 @@ def build(
             put_first_adapter(reference, RunFolder(folder), adapters, config.adapter_dtype)
         exact = credit_of(config.soft_credit) == "exact"
         soft = build_networks(opened, beside.scored_by[0], reference, plan.engine, graphs, exact)
-        return Built(engine_without_rows(graphs), plan.engine, soft.notices), soft
+        return Built(engine_without_rows(graphs), plan.engine, soft.notices), soft, None
+    teacher = None
+    if job.teacher is not None and beside.teacher is not None:
+        kept = config.teacher_cache == "disk" and not config.student_share
+        made = teacher_store(job, folder / STATES, opened.dtype, kept)
+        tokens = 1 + max(job.tokenizer.get_vocab().values())
+        teacher = build_teacher(job.teacher, beside.teacher, opened, plan, made, tokens, kept)
+        read_views(teacher, job)
     built = build_engine(
         opened.network,
         adapters.dropout_keys,
@@ -281,13 +305,44 @@ def build(
         spill=folder if plan.gradients_on_disk else None,
         graphs=graphs,
         neftune_alpha=config.neftune_alpha,
-        temperature=config.temperature,
+        temperature=config.temperature if config.objective in GENERATING else 1.0,
         longest=config.max_seq_length,
         kept=plan.kept,
         resident=plan.resident,
         blocks_ahead=plan.blocks_ahead,
+        teacher=None if teacher is None or is_sampled(job.objective) else teacher.target,
     )
-    return built, None
+    if teacher is not None:
+        built = replace(built, engine=taught(built.engine, teacher))
+    return built, None, teacher
+
+
+def teacher_store(job: Job, folder: Path, dtype: mx.Dtype, kept: bool) -> Callable[[int], Store]:
+    """Return f(width) -> where the teacher's states are kept: on disk, if they are needed again."""
+
+    def make(width: int) -> Store:
+        if not kept:
+            return MemoryStore()
+        assert job.teacher is not None
+        found = DiskStore(folder, job.teacher.checksums, width, dtype)
+        held = found.bytes_held // needed_bytes(1, width, dtype)
+        check_room(folder, max(0, trained_tokens(job) - held), width, dtype, "--teacher-cache")
+        return found
+
+    return make
+
+
+def trained_tokens(job: Job) -> int:
+    """Trained tokens of the rows that a teacher reads."""
+    return sum(int(e.trained.sum()) for n, e in job.data.examples.items() if n != "test")
+
+
+def read_views(teacher: Teacher, job: Job) -> None:
+    """Let the teacher read its own view of the rows, where it has one."""
+    if job.config.generates:
+        return
+    for name, seen in (job.data.seen or {}).items():
+        teacher.reads(job.data.examples[name], seen)
 
 
 def whole_weights(

@@ -41,7 +41,7 @@ def validate_here(
     began = time.perf_counter()
     log.write(events.Phase(text="validating"))
     if meter is not None:
-        return validate_reward(meter, state, log, stop, began)
+        return validate_completions(meter, state, log, stop, began)
     measured = mean_loss(trainer, trainer.valid, stop)
     if measured is None:
         dealt = trainer.ranks.size > 1 and is_dealt(trainer, meter)
@@ -113,22 +113,18 @@ def mean_loss(trainer: Trainer, valid: Examples, stop: Stop) -> MeanLoss | None:
     return measures.mean_loss_of_all(engine, valid, rows_at, stop, ids, ranks.gather)
 
 
-def validate_reward(
+def validate_completions(
     meter: RewardMeter, state: TrainState, log: events.EventLog, stop: Stop, began: float
 ) -> TrainState:
-    """Measure the mean reward of the most likely completions of the first validation prompts.
-
-    Its negative is what training minimizes. Without any reward, nothing is measured.
-    """
+    """Measure what training minimizes over the most likely completions of the first validation
+    prompts: the negative mean reward, or the divergence from a teacher."""
     records = meter.measured("valid", METRIC_ROWS, state.step)
     if records is None:
         return state
-    metrics = reward_metrics(records, group=1) | meter.judged
-    if "reward" not in metrics:
-        log.write(events.Notice(text="validation: every reward is missing"))
-        return replace(state, validation_due=False)
-    tokens = sum(len(record.tokens) for record in records)
-    return told(state, MeanLoss(-metrics["reward"], tokens, metrics), None, log, began)
+    measured = meter.loss_of(records, "valid", stop)
+    if measured is None:
+        return replace(state, validation_due=bool(stop))
+    return told(state, measured, None, log, began)
 
 
 def after_validation(state: TrainState, loss: float, value: float | None = None) -> TrainState:

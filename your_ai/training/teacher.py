@@ -1,0 +1,337 @@
+"""The teacher of a distillation: what a student compares its predictions with.
+
+Of each trained token, the teacher gives the input of its head's linear layer. What is trained reads
+texts; the teacher may read others, with the same answers: with `--teacher-prompt`, it sees a prompt
+that the student does not. A text is known by its tokens, so that a micro-batch of any source
+finds what the teacher made of it.
+
+Shapes: n tokens of a text, m of them trained, S targets of a micro-batch, D width of the teacher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from your_ai.config import DISTILL, TrainConfig
+from your_ai.config.adapter_facts import LORA
+from your_ai.data.batches import Batch
+from your_ai.data.examples import Examples
+from your_ai.engine.build import build_engine
+from your_ai.engine.prefix import Store, digest_of
+from your_ai.engine.protocol import Engine
+from your_ai.engine.staged import FEWEST_BYTES, groups, texts_of
+from your_ai.engine.weights import Opened, open_model
+from your_ai.errors import UserError
+from your_ai.evaluation.compare import training_of
+from your_ai.evaluation.reward_model import weights_of
+from your_ai.files import sha256
+from your_ai.gates.token_ids import vocabulary_of
+from your_ai.hub.find import find_model, fingerprint
+from your_ai.memory import allocator
+from your_ai.memory.facts import facts_of
+from your_ai.memory.workload import Plan, TeacherSizes, Training
+from your_ai.nets import losses, saved_adapter
+from your_ai.nets.head import LinearHead, SomeTrained, TargetHead
+from your_ai.nets.mlx_types import Arrays
+from your_ai.nets.model import DropoutKeys
+from your_ai.nets.parts import skeleton
+from your_ai.nets.saved_adapter import Trained, base_files, check_generates, open_trained
+from your_ai.objectives.distill import SampledDivergence
+from your_ai.objectives.objective import Objective, Sums
+from your_ai.rewards.names import RUN
+from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS
+from your_ai.training.reward_models import keeps_weights, shares_weights
+from your_ai.training.soft_networks import first_difference
+
+STATES = "teacher"  # the folder of a teacher's hidden states, inside the run folder
+
+
+@dataclass(frozen=True)
+class TeacherModel:
+    """The teacher that a run names, before its weights are read."""
+
+    label: str
+    """The option that names it, for messages."""
+    folder: Path
+    """With its weights."""
+    trained: Trained | None
+    """The run that it is; None for a model as it was downloaded."""
+    shares_base: bool
+    """Whether its weights, but an adapter, are those of the model that is trained."""
+
+    @property
+    def checksums(self) -> dict[str, str]:
+        """The checksums of the files that decide its predictions."""
+        found = {} if self.shares_base else fingerprint(self.folder)
+        if self.trained is None:
+            return found
+        folder = self.trained.adapter.folder
+        return found | {name: sha256(folder / name) for name in (ADAPTERS, ADAPTER_CONFIG)}
+
+    def sizes(self, base: Path, float_bytes: int, step_tokens: int, again: bool) -> TeacherSizes:
+        """The sizes that the memory estimate needs.
+
+        base: the folder of the model that is trained. step_tokens, again: as in `TeacherSizes`.
+        """
+        facts = facts_of(base if self.shares_base else self.folder, float_bytes)
+        training = Training(blocks=1, rank=1, targets=(), adapter=LORA)
+        if self.trained is not None:
+            training = training_of(self.trained.adapter, self.trained.config, facts.blocks)
+        own = None if self.shares_base else facts
+        return TeacherSizes(training=training, facts=own, step_tokens=step_tokens, again=again)
+
+
+def teacher_of(config: TrainConfig, base: Path, files: dict[str, str]) -> TeacherModel | None:
+    """The teacher of a run; None for other runs than distillations. Raises UserError.
+
+    base: the folder of the model that is trained; files: the checksums of its files.
+    """
+    if config.objective != DISTILL:
+        return None
+    kind, _, name = config.teacher.partition(":")
+    label = f"--teacher {config.teacher}"
+    if not config.teacher:
+        if not config.teacher_prompt:
+            raise UserError(
+                "--teacher is missing: the model whose predictions are learned, as an alias, a "
+                "folder or run:RUN; or give --teacher-prompt"
+            )
+        if not keeps_weights(config):
+            raise UserError(
+                "--teacher-prompt: the base model changes with --train, --add-tokens or --init; "
+                "name a --teacher"
+            )
+        return TeacherModel("--teacher-prompt", base, None, shares_base=True)
+    try:
+        if kind != RUN or not name:
+            folder = find_model(config.teacher)
+            same = base_files(fingerprint(folder)) == base_files(files)
+            shared = same and config.quantize is None and keeps_weights(config)
+            return TeacherModel(label, folder, None, shared)
+        trained = open_trained(name)
+        check_generates(trained.adapter)
+    except UserError as error:
+        raise UserError(f"{label}: {error}") from error
+    if trained.adapter.kind.is_whole:
+        return TeacherModel(label, trained.adapter.folder, None, shares_base=False)
+    shared = shares_weights(trained, config, files)
+    return TeacherModel(label, weights_of(trained), trained, shared)
+
+
+def open_teacher(teacher: TeacherModel, student: Opened, tokenizer: object) -> Opened:
+    """The network of a teacher, with its adapter. No weight is read.
+
+    student: before it gets adapters, so that its weights can be shared. tokenizer: the student's.
+    Raises UserError if the teacher has other tokens, or weights that cannot be streamed.
+    """
+    if teacher.shares_base:
+        opened = replace(student, network=skeleton(student.network))
+    else:
+        opened = open_model(teacher.folder, student.dtype)
+        if not opened.can_stream:
+            raise UserError(
+                f"{teacher.label}: its weights are converted on load, so they cannot be streamed; "
+                "convert it with `mlx_lm.convert` first"
+            )
+        files = None if teacher.trained is None else teacher.trained.tokenizer_files
+        most = min(vocabulary_of(n) or LARGEST for n in (student.network, opened.network))
+        if difference := first_difference(tokenizer, opened.tokenizer(files), most):
+            raise UserError(
+                f"{teacher.label}: its tokenizer differs from the student's: {difference}; use a "
+                "teacher with the same tokens"
+            )
+    if teacher.trained is not None:
+        saved_adapter.put_adapter(opened.network, teacher.trained.adapter)
+    opened.network.freeze()
+    return opened
+
+
+LARGEST = 1 << 32  # no token has this id
+
+
+class Seen(NamedTuple):
+    """A text as the teacher reads it."""
+
+    tokens: np.ndarray
+    """(n,) its inputs: all but the last token."""
+    positions: np.ndarray
+    """(m,) the places of the inputs that predict the trained tokens."""
+
+    @property
+    def key(self) -> np.ndarray:
+        """(n + m,) int32, under which the states at the positions are stored."""
+        return np.concatenate([self.tokens, self.positions]).astype(np.int32)
+
+    @staticmethod
+    def of(examples: Examples, row: int) -> Seen:
+        example = examples[row]
+        return Seen(np.asarray(example.tokens[:-1]), np.flatnonzero(example.trained[1:]))
+
+
+@dataclass
+class Teacher:
+    """A teacher that is ready to be asked."""
+
+    engine: Engine
+    target: TargetHead
+    store: Store
+    kept: bool
+    """Whether the store keeps what it has from step to step."""
+    group_tokens: int
+    """Tokens of texts that go through its blocks together, at least."""
+    make_room: Callable[[], object] = lambda: None
+    """Frees the streamed weights of the student before those of the teacher are read."""
+    others: dict[bytes, tuple[Examples, int]] = field(default_factory=dict)
+    """The texts that it reads instead of those of the student, by the digest of the student's
+    tokens: as a row of examples."""
+
+    def reads(self, own: Examples, seen: Examples) -> None:
+        """From now on, it reads a row of `seen` where the student reads that row of `own`."""
+        for row in range(len(own)):
+            self.others[digest_of(own[row].tokens[:-1])] = seen, row
+
+    def seen_in(self, batch: Batch) -> list[Seen]:
+        """The texts of a micro-batch as the teacher reads them, in the order of their targets."""
+        found, width = [], batch.tokens.shape[1]
+        at = batch.positions[: batch.trained_tokens]
+        for span in texts_of(batch):
+            start = span.row * width + span.start
+            own = at[(at >= start) & (at < start + len(span.tokens))] - start
+            if not len(own):
+                continue
+            other = self.others.get(digest_of(span.tokens))
+            found.append(Seen(span.tokens, own) if other is None else Seen.of(*other))
+        return found
+
+    def look(self, texts: Iterable[Seen]) -> None:
+        """Compute the states of the texts that are not stored, block by block for many together.
+
+        Raises RunError if the disk is full.
+        """
+        head_inputs = self.engine.head_inputs
+        assert head_inputs is not None
+        missing = {digest_of(t.key): t for t in texts if not self.store.has(t.key)}
+        waiting, done = list(missing.values()), 0
+        if waiting:
+            self.make_room()
+        for group in groups([text.tokens for text in waiting], self.group_tokens):
+            for states in head_inputs(group):
+                text = waiting[done]
+                self.store.put(text.key, states[mx.array(text.positions.astype(np.int32))])
+                done += 1
+        if waiting:
+            self.engine.forget()
+            self.engine.drop()
+            allocator.free(collect=False)
+
+    def begin_step(self) -> None:
+        """Forget what is only needed in the step before."""
+        if not self.kept:
+            self.store.close()
+
+    def states(self, batch: Batch) -> mx.array:
+        """(S, D), zeros where there is no target."""
+        texts = self.seen_in(batch)
+        self.look(texts)
+        found = [self.stored(text) for text in texts]
+        width = self.target.head.rows.shape[1]
+        empty = len(batch.targets) - batch.trained_tokens
+        states = mx.concatenate([*found, mx.zeros((empty, width), found[0].dtype)])
+        mx.eval(states)
+        return states
+
+    def stored(self, text: Seen) -> mx.array:
+        """(m, D); computed again if what is stored is damaged."""
+        found = self.store.get(text.key)
+        if found is None or len(found) != len(text.positions):
+            self.look([text])
+            found = self.store.get(text.key)
+        assert found is not None
+        return found
+
+    def log_probabilities(self, batch: Batch) -> np.ndarray:
+        """(S,) float32, of the targets."""
+        head = self.target.head
+        plain = LinearHead(head.rows, after=head.after)  # the states are those of its linear layer
+        found = losses.chunked_losses(self.states(batch), mx.array(batch.targets), plain)
+        return -np.array(found)
+
+    def teach(self, batch: Batch, *, sampled: bool) -> Batch:
+        """The micro-batch with what an objective needs of the teacher."""
+        if sampled:
+            return batch.with_columns({"reference": self.log_probabilities(batch)})
+        return replace(batch, teacher=self.states(batch))
+
+
+def build_teacher(
+    teacher: TeacherModel,
+    opened: Opened,
+    student: Opened,
+    plan: Plan,
+    store: Callable[[int], Store],
+    tokens: int,
+    kept: bool,
+) -> Teacher:
+    """Build the engine of a teacher, for a student under a plan.
+
+    store: width of its states -> where they are kept. tokens: of the student's tokenizer.
+    Raises UserError if the teacher has no such head.
+    """
+    resident = teacher.shares_base and plan.engine != "streamed"
+    built = build_engine(
+        opened.network,
+        DropoutKeys([None]),
+        "staged" if resident else "streamed",
+        tensors=opened.tensors,
+        resident=plan.teacher_blocks,
+        holds_vocabulary=plan.engine == "fused",  # its graph cannot read files
+    )
+    head = built.head
+    if not isinstance(head, LinearHead) or built.engine.head_inputs is None:
+        raise UserError(
+            f"{teacher.label}: this model cannot be split into blocks and a linear head; use "
+            "another teacher"
+        )
+    if isinstance(head.rows, SomeTrained):
+        raise UserError(
+            f"{teacher.label}: its head is trained; make a model of it first (your_ai fuse), and "
+            "name that"
+        )
+    rows, width = head.rows.shape
+    known = min(rows, tokens, vocabulary_of(student.network) or rows)
+    found = facts_of(opened.folder, opened.dtype.size)
+    group = max(found.bytes_of_last(1), FEWEST_BYTES) // (found.hidden * opened.dtype.size)
+    allocator.free()
+    return Teacher(built.engine, TargetHead(head, known), store(width), kept, group)
+
+
+def is_sampled(objective: Objective) -> bool:
+    """Return whether an objective needs the teacher's log-probabilities of the targets alone."""
+    return isinstance(objective, SampledDivergence)
+
+
+def taught(engine: Engine, teacher: Teacher) -> Engine:
+    """The engine of a student, whose micro-batches get what its objective needs of the teacher."""
+    teacher.make_room = engine.forget
+    teach = partial(teacher.teach, sampled=is_sampled(engine.objective))
+
+    def given(batch: Batch) -> Batch:
+        return teach(batch) if batch.trained_tokens else batch
+
+    def add(batch: Batch, scale: float, step_seed: int, found: Callable[[Arrays], None]) -> Sums:
+        assert engine.by_block is not None
+        return engine.by_block(given(batch), scale, step_seed, found)
+
+    return replace(
+        engine,
+        gradients=lambda batch, *args: engine.gradients(given(batch), *args),
+        loss=lambda batch: engine.loss(given(batch)),
+        by_block=None if engine.by_block is None else add,
+    )
