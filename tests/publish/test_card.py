@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.dashboard.frames import record, reward_validation, rewarded, step
 from your_ai import __version__
-from your_ai.config import GRPO, REWARD, SFT, SOFT, ByLayer, TrainConfig
+from your_ai.config import DISTILL, GRPO, REWARD, SFT, SOFT, ByLayer, TrainConfig
 from your_ai.config.adapter_facts import DORA
 from your_ai.hub.registry import known
 from your_ai.publish.card import (
@@ -355,6 +355,7 @@ def test_the_card_of_every_objective_names_its_method_and_paper(tmp_path, object
         "simpo": "with SimPO",
         REWARD: "as a reward model",
         SOFT: "with straight-through Gumbel softmax",
+        DISTILL: "with generalized knowledge distillation",
     }
     if objective != SFT:
         assert f"{how.get(objective, f'with {objective.upper()}')} ([arXiv:" in text

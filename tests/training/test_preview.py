@@ -32,7 +32,7 @@ GB = 10**9
 ENOUGH = 1_000_000  # GB, more than any machine has
 PLAN = set(
     "plan rows_at_once spill text rank blocks components phases mlx_peak_bytes process_peak_bytes "
-    "needed_bytes step_cost seconds_a_step read_bytes_a_micro_batch".split()
+    "needed_bytes step_cost seconds_a_step read_bytes_a_micro_batch teacher_read_bytes".split()
 )
 COMPONENTS = set(
     "weights,adapters,gradients,optimizer,optimizer work,norms,block inputs,kept outputs,"

@@ -125,16 +125,8 @@ def process_here() -> ProcessFacts:
 def plan_of(event: events.Planned) -> Plan:
     """The plan that an event recorded."""
     kept = Kept(event.kept, event.kept_attention, event.kept_activations)
-    reading = event.resident, event.blocks_ahead
-    return Plan(
-        event.plan,
-        event.micro_tokens,
-        event.spill,
-        event.wave,
-        kept,
-        *reading,
-        event.teacher_blocks,
-    )
+    reading = event.resident, event.blocks_ahead, event.teacher_blocks, event.teacher_ahead
+    return Plan(event.plan, event.micro_tokens, event.spill, event.wave, kept, *reading)
 
 
 def budget_of(

@@ -34,7 +34,7 @@ from your_ai.memory.guess import costs_of, is_tiled, logits_bytes
 from your_ai.memory.sizes import HEAD_ROWS, HEAD_SLICE_BYTES, PREFILL_TOKENS, tiles_of
 from your_ai.memory.workload import Plan, TeacherSizes, Training, Workload
 
-FEWEST_TEACHER_BYTES = 16 << 20  # of the hidden states that a teacher computes together
+FEWEST_TEACHER_BYTES = 8 << 20  # of the hidden states that a teacher computes together
 TARGET_SLICES = 6  # arrays of the size of a slice of the head that comparing with a teacher adds
 NORMS_BYTES = 15_000_000  # norms are computed in slices, so this does not depend on the layer
 NOISE_ARRAYS = 4.5  # (B, T, D) in float32 that exist while noise is added to embeddings
@@ -45,6 +45,7 @@ SOFT_POSITIONS = 64  # positions whose logits are slices of the head together
 SOFT_GRAPHS = 2  # of the policy's columns, and of the frozen networks
 # Of soft's work: the block, slices of the head, arrays of a token, and logits of a softcap.
 SOFT_BLOCK, SOFT_STREAMED_BLOCK, SOFT_SLICES, SOFT_TERMS, SOFT_LOGITS = 1.5, 0.8, 1.6, 5.0, 12.0
+STEP_PHASES = ("update", "generate", "reward", "teacher")  # an update includes the scores
 WORK = ("activations", "block work", "head chunk")  # components that costs give
 BESIDE = ("graphs", "cache", "python")  # components that are not live MLX buffers
 
@@ -55,8 +56,7 @@ class Estimate:
 
     components: dict[str, int]
     phases: dict[str, int] = field(default_factory=dict)
-    """Bytes of the process at the peak of each phase of a step, of those that generate rollouts:
-    generate, score and update."""
+    """Bytes of the process at the peak of each phase of a step, of those that have several."""
 
     def with_more(self, name: str, more: int) -> Estimate:
         """With more bytes of a component that is in memory in every phase, such as weights."""
@@ -100,7 +100,7 @@ def estimate(
     held = held_components(workload, plan, gradients_only)
     phases = phases_of(workload, plan, rows, tokens, micro_batches, gradients_only)
     of_phase = {name: largest(found) for name, found in phases.items()}
-    each = [of_phase[name] for name in ("update", "generate", "reward") if phases[name]]
+    each = [of_phase[name] for name in STEP_PHASES if phases[name]]
     phase = max(each, key=lambda found: sum(found.values()), default={})
     if workload.forward:
         graphs = evaluation_graphs_bytes(workload, plan, rows, tokens, int(sum(phase.values())))
@@ -116,7 +116,7 @@ def estimate(
              *["reduction"] * workload.reduces]  # fmt: skip
     components = {name: int(held.get(name, 0) + phase.get(name, 0)) for name in order}
     beside = {"graphs": graphs, "cache": 0, "python": workload.process.python_bytes}
-    if not phases["generate"]:
+    if not (phases["generate"] or phases["teacher"]):
         return Estimate(components | beside)
     rest = sum(held.values()) + sum(beside.values())
     peaks = {name: rest + sum(map(int, one.values())) for name, one in of_phase.items() if one}
@@ -151,10 +151,11 @@ def phases_of(
     micro_batches: int,
     gradients_only: bool,
 ) -> dict[str, Phases]:
-    """The moments of a step, of four kinds. An update comes with the scoring of its own rows."""
+    """The moments of a step, of five kinds. An update comes with the scoring of its own rows."""
     facts, training, forward = workload.facts, workload.training, workload.forward
     generating: Phases = []
     rewarding: Phases = []
+    teaching: Phases = []
     scoring: Phases = []
     if workload.scores and not forward:
         scoring = forward_phases(workload, plan, rows, tokens)
@@ -175,13 +176,14 @@ def phases_of(
     if not gradients_only:
         rewarding = reward_phases(workload, plan, rows, tokens)
         if workload.teacher is not None:
-            rewarding = teacher_phases(workload, workload.teacher, plan, tokens)
+            teaching = teacher_phases(workload, workload.teacher, plan, tokens)
         if workload.answer_tokens:
             answer = generation_bytes(facts, workload.answer_tokens)
             updating.append({"block work": answer})
         if workload.rollouts is not None:
             generating = rollout_phases(facts, workload.rollouts, plan.wave)
-    return {"generate": generating, "score": scoring, "update": updating, "reward": rewarding}
+    found = {"generate": generating, "score": scoring, "update": updating, "reward": rewarding}
+    return found | {"teacher": teaching}
 
 
 def gradient_phases(
@@ -259,6 +261,13 @@ def teacher_bytes(workload: Workload, teacher: TeacherSizes, plan: Plan) -> int:
     return found
 
 
+def teacher_group_bytes(facts: ModelFacts, plan: Plan) -> int:
+    """Bytes of the hidden states of the texts that go through a teacher together, at least; many,
+    so that its weights are read for many, unless memory is short."""
+    few = FEWEST_TEACHER_BYTES
+    return max(few, facts.bytes_of_last(1)) if plan.teacher_ahead else few
+
+
 def teacher_phases(workload: Workload, teacher: TeacherSizes, plan: Plan, tokens: int) -> Phases:
     """Bytes while the teacher reads texts, block by block, with the hidden states of all that go
     through a block together; streamed weights of the student are not in memory then."""
@@ -266,12 +275,24 @@ def teacher_phases(workload: Workload, teacher: TeacherSizes, plan: Plan, tokens
     reading = replace(
         workload, facts=facts, training=teacher.training, costs=None, teacher=None, forward=True
     )
-    group = max(facts.bytes_of_last(1), FEWEST_TEACHER_BYTES)
+    group = teacher_group_bytes(facts, plan)
     is_read = teacher.facts is not None or plan.engine == "streamed"
-    weights = 0 if plan.teacher_blocks or not is_read else facts.neighbours_bytes(2)
+    count = 1 + plan.teacher_ahead
+    weights = 0 if plan.teacher_blocks or not is_read else facts.neighbours_bytes(count)
     own = read_now_bytes(workload.facts, plan) if plan.engine == "streamed" else 0
     of_block = forward_phases(reading, replace(plan, engine="staged"), 1, tokens)[:1]
     return [{"weights": weights - own, "block work": group + sum(of_block[0].values())}]
+
+
+def teacher_read_bytes(workload: Workload, plan: Plan) -> int:
+    """Bytes of a teacher's files that it reads for texts that go through its blocks together: in
+    each step, or once for all texts if what it makes of them is kept."""
+    teacher = workload.teacher
+    if teacher is None or plan.teacher_blocks:
+        return 0
+    if teacher.facts is None:
+        return workload.facts.blocks_bytes if plan.engine == "streamed" else 0
+    return teacher.facts.blocks_bytes
 
 
 def target_bytes(workload: Workload, rows: int, tokens: int) -> float:

@@ -133,21 +133,23 @@ def options(workload: Workload) -> list[Option]:
             if count < together and kept:
                 continue  # scoring the texts first costs more than kept outputs save
             plan = Plan(engine, count * longest, spill, kept=kept, blocks_ahead=blocks_ahead)
-            for wave, stay in product(waves, teacher_choices(workload)):
+            for wave, (stay, ahead) in product(waves, teacher_choices(workload)):
                 # blocks whose weights stay in memory change no count of buffers
-                of_wave = replace(plan, wave=wave, teacher_blocks=stay)
+                of_wave = replace(plan, wave=wave, teacher_blocks=stay, teacher_ahead=ahead)
                 if is_unlimited or buffers_of(workload, of_wave) <= allowed(most_buffers):
                     found += options_of(workload, of_wave)
     return fastest_first(timed(workload, found))
 
 
-def teacher_choices(workload: Workload) -> list[int]:
-    """The numbers of blocks of a teacher that may stay in memory: all first, where its weights are
-    its own and every step needs them."""
+def teacher_choices(workload: Workload) -> list[tuple[int, int]]:
+    """The numbers of blocks of a teacher that may stay in memory, and that may be read ahead: all
+    stay in the first choice, where its weights are its own and every step needs them."""
     teacher = workload.teacher
-    if teacher is None or teacher.facts is None or not teacher.again:
-        return [0]
-    return [teacher.facts.blocks, 0]
+    if teacher is None:
+        return [(0, 1)]
+    if teacher.facts is None or not teacher.again:
+        return [(0, 1), (0, 0)]
+    return [(teacher.facts.blocks, 1), (0, 1), (0, 0)]
 
 
 def allows(workload: Workload, engine: str, spill: bool, blocks_ahead: int) -> bool:

@@ -149,6 +149,9 @@ class Plan:
     plan."""
     teacher_blocks: int = 0
     """Blocks of a teacher with weights of its own that stay in memory: all or none."""
+    teacher_ahead: int = 1
+    """Blocks of a teacher that are read while the block before them runs, 0 or 1. With 0, few texts
+    go through it together."""
 
     @property
     def gradients_on_disk(self) -> bool:
@@ -214,12 +217,15 @@ class RewardModelSizes:
     """Of its base; None if that is the model that is trained, whose weights it shares."""
 
 
+NO_ADAPTER = Training(blocks=1, rank=1, targets=())
+
+
 @dataclass(frozen=True, kw_only=True)
 class TeacherSizes:
     """The teacher of a distillation."""
 
     training: Training
-    """Its adapter, if it has one."""
+    """Its adapter; `NO_ADAPTER` if it has none."""
     facts: ModelFacts | None = None
     """None if it shares the weights of the model that is trained."""
     step_tokens: int = 0
@@ -426,6 +432,18 @@ def workload_of(
     )
 
 
+def teacher_sizes(
+    config: TrainConfig, longest: int, training: Training, facts: ModelFacts | None
+) -> TeacherSizes:
+    """The sizes of the teacher of a run, by its settings.
+
+    longest: tokens of the longest row. training: its adapter. facts: as in `TeacherSizes`.
+    """
+    again = config.samples_completions or config.teacher_cache == "off"
+    tokens = defaults.rows_per_step(config, rows=0) * longest if again else 0
+    return TeacherSizes(training=training, facts=facts, step_tokens=tokens, again=again)
+
+
 def unpredicted_steps(config: TrainConfig) -> str:
     """Say why the time of the steps of such a run is not predicted; empty if it is."""
     if config.samples_completions:
@@ -452,6 +470,7 @@ def words(plan: Plan, longest: int) -> str:
     alone = "" if plan.blocks_ahead else ", one block read at a time"
     waves = f", {counted(plan.wave, 'completion')} at a time" if plan.wave else ""
     teacher = ", teacher in memory" if plan.teacher_blocks else ""
+    teacher += "" if plan.teacher_ahead else ", one block of the teacher read at a time"
     more = f"{disk}{kept}{stay}{alone}{waves}{teacher}"
     return f"{plan.engine}, micro-batches of {rows} x {longest} tokens{more}"
 

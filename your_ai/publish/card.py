@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from your_ai import __version__
-from your_ai.config import ABOUT, DEMO, GENERATING, GRPO, SFT, SOFT, TrainConfig, is_used
+from your_ai.config import ABOUT, DEMO, DISTILL, GENERATING, GRPO, SFT, SOFT, TrainConfig, is_used
 from your_ai.config import REWARD as REWARD_MODEL
 from your_ai.dashboard.history import read_history
 from your_ai.dashboard.measures import match_share
 from your_ai.dashboard.metric_table import REWARD, is_rewarded, other_values, plain
 from your_ai.dashboard.view import duration, validation_name, validation_text
-from your_ai.gates.text import counted, loss_text, shortened, size_text
+from your_ai.gates.text import counted, loss_text, model_name, shortened, size_text
 from your_ai.gates.untrusted import read_json
 from your_ai.hub.registry import alias_of, known
 from your_ai.rewards.names import RUN, WITH_ARGUMENT, is_function, parse_rewards
@@ -623,6 +623,7 @@ PAPERS = {
     GRPO: "2402.03300",
     REWARD_MODEL: "2203.02155",
     SOFT: "1611.01144",
+    DISTILL: "2306.13649",
 }
 ROWS = {  # what the rows of the data are, by their kind
     "answers": "answers",
@@ -635,6 +636,7 @@ OBJECTIVE_NAMES = {
     "simpo": "SimPO",
     REWARD_MODEL: "as a reward model",
     SOFT: "straight-through Gumbel softmax",
+    DISTILL: "generalized knowledge distillation",
 }
 
 
@@ -659,6 +661,11 @@ def origin_notes(trained: Trained) -> list[str]:
         notes.append(
             f"They were scored by the reward model {code(named_run(trained.config.reward_model))}."
         )
+    if objective == DISTILL:
+        asked = trained.config.teacher
+        teacher = code(named_run(asked) if asked.startswith("run:") else model_name(asked))
+        teacher = teacher if asked else "the base with a prompt that it does not see"
+        notes.append(f"Its teacher was {teacher}.")
     if objective == GRPO and trained.config.reward:
         notes.append(f"They were rewarded for {rewards_text(trained.config.reward)}.")
     if trained.config.from_adapter:

@@ -78,6 +78,8 @@ class Planned(Event):
     """Blocks that the streamed plan reads while the block before them runs."""
     teacher_blocks: int = 0
     """Blocks of a teacher whose weights stay in memory."""
+    teacher_ahead: int = 1
+    """Blocks of a teacher that are read while the block before them runs."""
     needed_bytes: int = 0
     """`estimate_bytes` with the safety margin: what must fit; 0 in events of older versions."""
     seconds: float | None = None

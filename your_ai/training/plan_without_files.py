@@ -10,13 +10,13 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
-from your_ai.config import ByLayer, TrainConfig, defaults, flag
+from your_ai.config import DISTILL, ByLayer, TrainConfig, defaults, flag
 from your_ai.config.by_layer import OUTSIDE
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, nearest, shortened
@@ -36,12 +36,14 @@ from your_ai.memory.facts import (
 )
 from your_ai.memory.plan import Budget, choose, largest_that_fits
 from your_ai.memory.workload import (
+    NO_ADAPTER,
     PYTHON_BYTES,
     WHOLE,
     DataSizes,
     ProcessFacts,
     VocabularyArray,
     Workload,
+    teacher_sizes,
     workload_of,
 )
 
@@ -89,25 +91,46 @@ def planned_run(
     not for this machine. on_measure: as in `planned_budget`. Raises UserError if nothing fits.
     """
     target = Target(memory_here(), has_gpu()) if memory_gb is None else other_mac(memory_gb)
-    model = None
-    if (path := config_file(config.model)) is not None:
-        model = absent_of_config(path, config, target)
-    else:
-        try:
-            folder = find_model(config.model)
-        except Missing as missing:
-            model = absent_of_registry(missing, config, target)
-        else:
-            if memory_gb is not None:
-                model = replace(absent_of_config(folder / CONFIG, config, target), note="")
-    if model is None:
+    named = named_teacher(config)
+    if memory_gb is None and all(is_here(name) for name in (config.model, named) if name):
         from your_ai.training.planned import planned_budget  # loads mlx
 
-        return planned_budget(config, folder, seq_len, on_note, on_measure)
-    budget = planned(config, model, seq_len, target)
-    for text in notes_of(config, model, seq_len, target):
+        return planned_budget(config, find_model(config.model), seq_len, on_note, on_measure)
+    model, teacher = absent_model(config.model, config, target), None
+    if named:
+        teacher = absent_model(named, replace(config, quantize=None), target)
+    budget = planned(config, model, seq_len, target, teacher)
+    for text in notes_of(config, [model, *([teacher] if teacher else [])], seq_len, target):
         on_note(text)
     return budget
+
+
+def named_teacher(config: TrainConfig) -> str:
+    """The model that is the teacher of a run; "" if there is none, or a run is."""
+    is_model = config.objective == DISTILL and not config.teacher.startswith("run:")
+    return config.teacher if is_model else ""
+
+
+def is_here(name: str) -> bool:
+    """Return whether a model has weights on this machine. Raises UserError if it is not known."""
+    if config_file(name) is not None:
+        return False
+    try:
+        find_model(name)
+    except Missing:
+        return False
+    return True
+
+
+def absent_model(name: str, config: TrainConfig, target: Target) -> Absent:
+    """The model that a name stands for, from its config or the registry. Raises UserError."""
+    if (path := config_file(name)) is not None:
+        return absent_of_config(path, config, target)
+    try:
+        folder = find_model(name)
+    except Missing as missing:
+        return absent_of_registry(missing, config, target)
+    return replace(absent_of_config(folder / CONFIG, config, target), note="")
 
 
 def other_mac(memory_gb: float) -> Target:
@@ -151,8 +174,16 @@ def absent_of_registry(missing: Missing, config: TrainConfig, target: Target) ->
     return Absent(facts, model.model_type, f"{note}your_ai download {alias}")
 
 
-def planned(config: TrainConfig, model: Absent, seq_len: int | None, target: Target) -> Budget:
+def planned(
+    config: TrainConfig,
+    model: Absent,
+    seq_len: int | None,
+    target: Target,
+    teacher: Absent | None = None,
+) -> Budget:
     """The budget of a run of a model without files.
+
+    teacher: that of a distillation, unless it is the model itself.
 
     seq_len: as in `planned_budget`; rows of the data are not read, since the tokenizer is missing.
     Raises UserError if nothing fits or the adapters do not suit the model.
@@ -164,7 +195,7 @@ def planned(config: TrainConfig, model: Absent, seq_len: int | None, target: Tar
     if model.model_type in WHOLE:
         config = replace(config, plan="fused", spill=False)
     longest, prompt = config.max_seq_length if seq_len is None else seq_len, 0
-    if config.generates:
+    if config.samples_completions:
         from your_ai.data.batches import MULTIPLE  # loads numpy
 
         longest = max(longest, config.max_new_tokens + 2)
@@ -180,7 +211,11 @@ def planned(config: TrainConfig, model: Absent, seq_len: int | None, target: Tar
         VocabularyArray(count, width, count, True, leaf not in HEADS_OF_MODELS, low_rank=name)
         for name, leaf in names_outside(config, facts).items()
     )
-    workload = workload_of(config, facts, data, process, vocabulary=outside)
+    taught = None
+    if config.objective == DISTILL:
+        own = None if teacher is None else teacher.facts
+        taught = teacher_sizes(config, longest, NO_ADAPTER, own)
+    workload = workload_of(config, facts, data, process, teacher=taught, vocabulary=outside)
     if not target.is_here and config.max_memory is None:
         workload = replace(workload, limit_option="--memory")
 
@@ -190,9 +225,11 @@ def planned(config: TrainConfig, model: Absent, seq_len: int | None, target: Tar
     return largest_that_fits(config, workload, budget_with)
 
 
-def notes_of(config: TrainConfig, model: Absent, seq_len: int | None, target: Target) -> list[str]:
+def notes_of(
+    config: TrainConfig, models: Sequence[Absent], seq_len: int | None, target: Target
+) -> list[str]:
     """Notes for the user on such a plan; a line each."""
-    notes = [note for note in (target.note, model.note) if note]
+    notes = [note for note in (target.note, *(model.note for model in models)) if note]
     if config.data and seq_len is None:
         notes.append(
             "the data is not read for such a plan: rows count as --max-seq-length "

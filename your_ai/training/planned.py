@@ -74,7 +74,7 @@ def budget_of_job(
     receives what is measured, if something is.
     """
     sizes = [run.sizes(opened.folder, opened.dtype.size) for run in job.reward_runs]
-    teacher = teacher_sizes(job.config, job.teacher, opened.folder, opened.dtype, job.data)
+    teacher = sizes_of_teacher(job.teacher, job.config, opened.folder, opened.dtype, job.data)
     measure = partial(measure_costs, opened.network, job.config, tell=tell, tensors=opened.tensors)
     return budget_of_run(
         job.config, opened.folder, opened.dtype, job.data, limit, opened.can_stream, level, past,
@@ -212,22 +212,20 @@ def planned_budget(
         streamable,
         before_bytes=before_bytes,
         reward_models=[run.sizes(folder, dtype.size) for run in runs],
-        teacher=teacher_sizes(config, teacher_of(config, folder, files), folder, dtype, data),
+        teacher=sizes_of_teacher(teacher_of(config, folder, files), config, folder, dtype, data),
         measuring=measuring,
         facts=facts,
         vocabulary=model.vocabulary_sizes(network, config),
     )
 
 
-def teacher_sizes(
-    config: TrainConfig, teacher: TeacherModel | None, base: Path, dtype: mx.Dtype, data: RunData
+def sizes_of_teacher(
+    teacher: TeacherModel | None, config: TrainConfig, base: Path, dtype: mx.Dtype, data: RunData
 ) -> TeacherSizes | None:
     """The sizes of the teacher of a run; None if it has none. base: the folder of the student."""
     if teacher is None:
         return None
-    again = config.student_share > 0 or config.teacher_cache == "off"
-    tokens = defaults.rows_per_step(config, rows=0) * max(data.lengths) if again else 0
-    return teacher.sizes(base, dtype.size, tokens, again)
+    return teacher.sizes(config, base, dtype.size, max(data.lengths))
 
 
 def planned_again(budget: Budget, engine: str, level: int, past: PriorPlans) -> Budget:
@@ -289,6 +287,7 @@ def write_plan(budget: Budget, config: TrainConfig, log: events.EventLog) -> Opt
             resident=plan.resident,
             blocks_ahead=plan.blocks_ahead,
             teacher_blocks=plan.teacher_blocks,
+            teacher_ahead=plan.teacher_ahead,
             level=choice.level,
             estimate_bytes=choice.option.estimate.process_bytes,
             needed_bytes=needed,

@@ -14,7 +14,7 @@ from your_ai.errors import UserError
 from your_ai.gates.text import size_text
 from your_ai.memory import limit as limits
 from your_ai.memory.endurance import writes_of
-from your_ai.memory.estimate import read_bytes, spilled_bytes
+from your_ai.memory.estimate import read_bytes, spilled_bytes, teacher_read_bytes
 from your_ai.memory.limit import text
 from your_ai.memory.plan import (
     BUDGETS_GB,
@@ -30,7 +30,7 @@ from your_ai.memory.plan import (
     rows_of,
     seconds_of,
 )
-from your_ai.memory.workload import Workload, words
+from your_ai.memory.workload import Plan, Workload, words
 from your_ai.run.folder import RUNS
 
 # What a workload has that is the same for any length and limit.
@@ -56,6 +56,7 @@ def described(budget: Budget, option: Option) -> dict[str, Any]:
         "step_cost": option.cost,
         "seconds_a_step": option.seconds,
         "read_bytes_a_micro_batch": read_bytes(workload.facts, workload.training, plan),
+        "teacher_read_bytes": teacher_read_bytes(workload, plan),
     }
 
 
@@ -163,7 +164,7 @@ def table(budget: Budget) -> RenderableType:
         if size:
             parts.add_row(name, f"{size / 1e6:,.0f}")
     phases = choice.option.estimate.phases
-    if phases:
+    if phases and budget.workload.teacher is None:
         parts.add_row("reference", "0", "the same weights, with the first adapters")
     peak, needed = choice.option.estimate.process_bytes, choice.option.needed_bytes
     parts.add_row("estimated peak", f"{peak / 1e6:,.0f}")
@@ -178,6 +179,7 @@ def table(budget: Budget) -> RenderableType:
         lines.append(GUESSED)
     if reads:
         lines.append(f"reads {size_text(reads)} of the model's files per micro-batch")
+    lines += teacher_lines(budget.workload, choice.option.plan)
     size = rows_of(budget.workload, choice.option.plan, longest) * longest
     if written := disk_bytes(budget.workload, choice.option, size):
         lines.append(f"keeps {size_text(written)} in the run's folder while it trains")
@@ -191,6 +193,30 @@ def table(budget: Budget) -> RenderableType:
     if note := time_text(budget):
         lines.append(note)
     return Group(*lines)
+
+
+READ_GB_S = (3, 6)  # what the disks of Macs read in a second
+
+
+def teacher_lines(workload: Workload, plan: Plan) -> list[str]:
+    """Lines about what a teacher reads, and what is kept of it."""
+    teacher, found = workload.teacher, []
+    if teacher is None:
+        return []
+    facts = teacher.facts or workload.facts
+    state_bytes = facts.hidden * facts.float_bytes
+    when = "in each step" if teacher.again else "for the texts that go through it together"
+    if read := teacher_read_bytes(workload, plan):
+        seconds = ", ".join(f"{read / (speed * 1e9):.2g} s at {speed} GB/s" for speed in READ_GB_S)
+        found.append(f"the teacher reads {size_text(read)} of its files {when} ({seconds})")
+    if not teacher.again:
+        every = f"{state_bytes:,} bytes a trained token"
+        if workload.steps.rows_of_length:
+            slots = sum(tokens * rows for tokens, rows in workload.steps.rows_of_length)
+            most = int(slots * workload.steps.trained_share * state_bytes)
+            every += f", at most {size_text(most)} for the training rows"
+        found.append(f"keeps what the teacher makes of the texts in the run's folder: {every}")
+    return found
 
 
 def limit_of_mac_gb(memory_gb: float, max_memory_gb: float | None, force: bool) -> float:

@@ -57,22 +57,23 @@ def check_tokenizers(run: RewardRun, policy: Opened, ours: Any, theirs: Any) -> 
     if run.shares_tokenizer:
         return
     most = vocabulary_of(policy.network) or LARGEST
-    if difference := first_difference(ours, theirs, most):
+    if difference := first_difference(spelled(ours, most), spelled(theirs, most)):
         raise UserError(
             f"--reward-model {run.name}: its tokenizer differs from the policy's: {difference}; "
             "use a reward model with the same tokenizer"
         )
 
 
-def first_difference(ours: Any, theirs: Any, most: int) -> str:
-    """The first token below `most` that two tokenizers spell differently, in words; "" if none.
+def spelled(tokenizer: Any, most: int) -> dict[str, int]:
+    """The tokens below `most` of a tokenizer, with their ids."""
+    return {token: number for token, number in tokenizer.get_vocab().items() if number < most}
+
+
+def first_difference(mine: dict[str, int], its: dict[str, int]) -> str:
+    """The first token that two tokenizers spell differently, in words; "" if none.
 
     Their templates may differ, which render no completions.
     """
-    mine, its = (
-        {token: number for token, number in tokenizer.get_vocab().items() if number < most}
-        for tokenizer in (ours, theirs)
-    )
     if mine == its:
         return ""
     by_id = sorted({*mine.items()} ^ {*its.items()}, key=lambda item: (item[1], item[0]))

@@ -14,29 +14,29 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from your_ai.config import DISTILL, TrainConfig
-from your_ai.config.adapter_facts import LORA
 from your_ai.data.batches import Batch
 from your_ai.data.examples import Examples
 from your_ai.engine.build import build_engine
 from your_ai.engine.prefix import Store, digest_of
 from your_ai.engine.protocol import Engine
-from your_ai.engine.staged import FEWEST_BYTES, groups, texts_of
+from your_ai.engine.staged import groups, texts_of
 from your_ai.engine.weights import Opened, open_model
 from your_ai.errors import UserError
 from your_ai.evaluation.compare import training_of
 from your_ai.evaluation.reward_model import weights_of
 from your_ai.files import sha256
 from your_ai.gates.token_ids import vocabulary_of
-from your_ai.hub.find import find_model, fingerprint
+from your_ai.hub.find import find_model, fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
+from your_ai.memory.estimate import teacher_group_bytes
 from your_ai.memory.facts import facts_of
-from your_ai.memory.workload import Plan, TeacherSizes, Training
+from your_ai.memory.workload import NO_ADAPTER, Plan, TeacherSizes, teacher_sizes
 from your_ai.nets import losses, saved_adapter
 from your_ai.nets.head import LinearHead, SomeTrained, TargetHead
 from your_ai.nets.mlx_types import Arrays
@@ -48,7 +48,7 @@ from your_ai.objectives.objective import Objective, Sums
 from your_ai.rewards.names import RUN
 from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS
 from your_ai.training.reward_models import keeps_weights, shares_weights
-from your_ai.training.soft_networks import first_difference
+from your_ai.training.soft_networks import first_difference, spelled
 
 STATES = "teacher"  # the folder of a teacher's hidden states, inside the run folder
 
@@ -65,6 +65,8 @@ class TeacherModel:
     """The run that it is; None for a model as it was downloaded."""
     shares_base: bool
     """Whether its weights, but an adapter, are those of the model that is trained."""
+    shares_tokenizer: bool = True
+    """Whether the files of its tokenizer are those of that model."""
 
     @property
     def checksums(self) -> dict[str, str]:
@@ -75,17 +77,18 @@ class TeacherModel:
         folder = self.trained.adapter.folder
         return found | {name: sha256(folder / name) for name in (ADAPTERS, ADAPTER_CONFIG)}
 
-    def sizes(self, base: Path, float_bytes: int, step_tokens: int, again: bool) -> TeacherSizes:
+    def sizes(
+        self, config: TrainConfig, base: Path, float_bytes: int, longest: int
+    ) -> TeacherSizes:
         """The sizes that the memory estimate needs.
 
-        base: the folder of the model that is trained. step_tokens, again: as in `TeacherSizes`.
+        config: of the student. base: the folder of its model. longest: tokens of its longest row.
         """
         facts = facts_of(base if self.shares_base else self.folder, float_bytes)
-        training = Training(blocks=1, rank=1, targets=(), adapter=LORA)
+        training = NO_ADAPTER
         if self.trained is not None:
             training = training_of(self.trained.adapter, self.trained.config, facts.blocks)
-        own = None if self.shares_base else facts
-        return TeacherSizes(training=training, facts=own, step_tokens=step_tokens, again=again)
+        return teacher_sizes(config, longest, training, None if self.shares_base else facts)
 
 
 def teacher_of(config: TrainConfig, base: Path, files: dict[str, str]) -> TeacherModel | None:
@@ -114,23 +117,32 @@ def teacher_of(config: TrainConfig, base: Path, files: dict[str, str]) -> Teache
             folder = find_model(config.teacher)
             same = base_files(fingerprint(folder)) == base_files(files)
             shared = same and config.quantize is None and keeps_weights(config)
-            return TeacherModel(label, folder, None, shared)
+            return TeacherModel(label, folder, None, shared, has_tokenizer_of(folder, files))
         trained = open_trained(name)
         check_generates(trained.adapter)
     except UserError as error:
         raise UserError(f"{label}: {error}") from error
     if trained.adapter.kind.is_whole:
-        return TeacherModel(label, trained.adapter.folder, None, shares_base=False)
-    shared = shares_weights(trained, config, files)
-    return TeacherModel(label, weights_of(trained), trained, shared)
+        folder = trained.adapter.folder
+        return TeacherModel(label, folder, None, False, has_tokenizer_of(folder, files))
+    shared, own = shares_weights(trained, config, files), trained.tokenizer_files is not None
+    same = not own and has_tokenizer_of(trained.base, files)
+    return TeacherModel(label, weights_of(trained), trained, shared, same)
 
 
-def open_teacher(teacher: TeacherModel, student: Opened, tokenizer: object) -> Opened:
-    """The network of a teacher, with its adapter. No weight is read.
+def has_tokenizer_of(folder: Path, files: dict[str, str]) -> bool:
+    """Return whether a model has the tokenizer of the model that is trained."""
+    return tokenizer_fingerprint(fingerprint(folder)) == tokenizer_fingerprint(files)
+
+
+def open_teacher(teacher: TeacherModel, student: Opened, tokenizer: Any) -> tuple[Opened, int]:
+    """The network of a teacher, with its adapter, and the tokens that both know. No weight is read.
 
     student: before it gets adapters, so that its weights can be shared. tokenizer: the student's.
     Raises UserError if the teacher has other tokens, or weights that cannot be streamed.
     """
+    most = vocabulary_of(student.network) or LARGEST
+    known = 1 + max(spelled(tokenizer, most).values())
     if teacher.shares_base:
         opened = replace(student, network=skeleton(student.network))
     else:
@@ -140,9 +152,12 @@ def open_teacher(teacher: TeacherModel, student: Opened, tokenizer: object) -> O
                 f"{teacher.label}: its weights are converted on load, so they cannot be streamed; "
                 "convert it with `mlx_lm.convert` first"
             )
+        most = min(most, vocabulary_of(opened.network) or LARGEST)
+        known = min(known, most)
+    if not teacher.shares_tokenizer:
         files = None if teacher.trained is None else teacher.trained.tokenizer_files
-        most = min(vocabulary_of(n) or LARGEST for n in (student.network, opened.network))
-        if difference := first_difference(tokenizer, opened.tokenizer(files), most):
+        known, difference = shared_tokens(tokenizer, opened.tokenizer(files), most)
+        if difference:
             raise UserError(
                 f"{teacher.label}: its tokenizer differs from the student's: {difference}; use a "
                 "teacher with the same tokens"
@@ -150,7 +165,23 @@ def open_teacher(teacher: TeacherModel, student: Opened, tokenizer: object) -> O
     if teacher.trained is not None:
         saved_adapter.put_adapter(opened.network, teacher.trained.adapter)
     opened.network.freeze()
-    return opened
+    return opened, known
+
+
+def shared_tokens(ours: Any, theirs: Any, most: int) -> tuple[int, str]:
+    """The number of tokens, from the first, that two tokenizers share, and their first difference,
+    in words.
+
+    Tokens below `most` whose id or text only one of them has, such as those for images, are no
+    difference: beyond the last that both have, they count as padding.
+    """
+    mine, its = spelled(ours, most), spelled(theirs, most)
+    ids, texts = {*mine.values()} & {*its.values()}, mine.keys() & its.keys()
+
+    def common(tokens: dict[str, int]) -> dict[str, int]:
+        return {text: id for text, id in tokens.items() if id in ids or text in texts}
+
+    return 1 + max(ids, default=0), first_difference(common(mine), common(its))
 
 
 LARGEST = 1 << 32  # no token has this id
@@ -273,15 +304,14 @@ class Teacher:
 def build_teacher(
     teacher: TeacherModel,
     opened: Opened,
-    student: Opened,
+    known: int,
     plan: Plan,
     store: Callable[[int], Store],
-    tokens: int,
     kept: bool,
 ) -> Teacher:
     """Build the engine of a teacher, for a student under a plan.
 
-    store: width of its states -> where they are kept. tokens: of the student's tokenizer.
+    known: tokens that both know. store: width of its states -> where they are kept.
     Raises UserError if the teacher has no such head.
     """
     resident = teacher.shares_base and plan.engine != "streamed"
@@ -291,6 +321,7 @@ def build_teacher(
         "staged" if resident else "streamed",
         tensors=opened.tensors,
         resident=plan.teacher_blocks,
+        blocks_ahead=plan.teacher_ahead,
         holds_vocabulary=plan.engine == "fused",  # its graph cannot read files
     )
     head = built.head
@@ -304,10 +335,9 @@ def build_teacher(
             f"{teacher.label}: its head is trained; make a model of it first (your_ai fuse), and "
             "name that"
         )
-    rows, width = head.rows.shape
-    known = min(rows, tokens, vocabulary_of(student.network) or rows)
+    width = head.rows.shape[1]
     found = facts_of(opened.folder, opened.dtype.size)
-    group = max(found.bytes_of_last(1), FEWEST_BYTES) // (found.hidden * opened.dtype.size)
+    group = teacher_group_bytes(found, plan) // (found.hidden * opened.dtype.size)
     allocator.free()
     return Teacher(built.engine, TargetHead(head, known), store(width), kept, group)
 

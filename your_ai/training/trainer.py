@@ -82,6 +82,8 @@ class Beside(NamedTuple):
     reference: Opened | None
     """Of a run that trains through its own tokens."""
     teacher: Opened | None = None
+    known: int = 0
+    """Tokens that the teacher and the model know."""
 
     def sharing(self, job: Job) -> tuple[nn.Module, ...]:
         """Those that share the weights of the base."""
@@ -213,7 +215,7 @@ def networks_beside(job: Job, opened: Opened) -> Beside:
     """Open the other networks of a run, before its model has adapters. Raises UserError."""
     scored_by = [open_reward_model(run, opened) for run in job.reward_runs]
     if job.teacher is not None:
-        return Beside(scored_by, None, open_teacher(job.teacher, opened, job.tokenizer))
+        return Beside(scored_by, None, *open_teacher(job.teacher, opened, job.tokenizer))
     if job.config.objective != SOFT:
         return Beside(scored_by, None)
     reference = open_reference(opened) if job.config.kl_beta else None
@@ -291,8 +293,8 @@ def build(
     if job.teacher is not None and beside.teacher is not None:
         kept = config.teacher_cache == "disk" and not config.student_share
         made = teacher_store(job, folder / STATES, opened.dtype, kept)
-        tokens = 1 + max(job.tokenizer.get_vocab().values())
-        teacher = build_teacher(job.teacher, beside.teacher, opened, plan, made, tokens, kept)
+        given = beside.teacher, beside.known
+        teacher = build_teacher(job.teacher, *given, plan, made, kept)
         read_views(teacher, job)
     built = build_engine(
         opened.network,
