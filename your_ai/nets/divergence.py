@@ -20,6 +20,7 @@ Shapes: S positions, D hidden size of the student, n tokens per slice of the voc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -31,7 +32,6 @@ from your_ai.nets.numerics import exp, settled
 from your_ai.objectives.objective import Metrics
 
 LOWEST = -1e30  # below any logit; finite, so that differences are
-TINY = 1e-37  # a probability that adds nothing to a divergence
 
 
 class Softmax(NamedTuple):
@@ -45,11 +45,6 @@ class Softmax(NamedTuple):
     """The sum of e (logit - top)."""
     best: mx.array
     """uint32, the token of the largest logit."""
-
-    @property
-    def log_sum(self) -> mx.array:
-        """log of the sum of exp(logit)."""
-        return self.top + mx.log(self.total)
 
     @property
     def entropy(self) -> mx.array:
@@ -133,7 +128,8 @@ class TwoHeads(NamedTuple):
         head = self.target.head
         theirs = head.logits(head.rows.part(start, stop, after).forward(self.states))
         scale = 1 / self.temperature
-        return mine.astype(mx.float32) * scale, theirs.astype(mx.float32) * scale, part, slopes
+        mine, theirs = (mx.maximum(z.astype(mx.float32) * scale, LOWEST) for z in (mine, theirs))
+        return mine, theirs, part, slopes
 
 
 def started(count: int) -> Softmax:
@@ -213,7 +209,7 @@ def kl(pair: TwoHeads, divergence: DivergenceKind, gradient: bool) -> Compared:
                 moved = q.shrink * (second + change * first)
                 second = moved + weighted(part, products, slopes, dtype)
             first = first * q.shrink + own
-    logs = mx.log(student.total) - mx.log(teacher.total)
+    logs = mx.log(student.total / teacher.total)
     if forward:
         found = logs - cross / teacher.total
         grads = first / student.total - second / teacher.total if gradient else first
@@ -234,18 +230,21 @@ def jsd(pair: TwoHeads, divergence: DivergenceKind, gradient: bool) -> Compared:
         mine, theirs, _, _ = pair.logits(start, stop, [student.total, teacher.total])
         student = stepped(student, mine, start).softmax
         teacher = stepped(teacher, theirs, start).softmax
-    of_student, of_teacher = student.log_sum, teacher.log_sum
+    of_student, of_teacher = mx.log(student.total), mx.log(teacher.total)
+    log_share, log_other = -math.log(share), -math.log(1 - share)
+    log_odds = log_other - log_share
     found, mean = mx.zeros((count, 1)), mx.zeros((count, 1))
     first = second = mx.zeros(pair.inputs.shape if gradient else ())
     for start, stop in pair.slices():
         found, mean, first, second = settled([found, mean, first, second])
         mine, theirs, part, slopes = pair.logits(start, stop, [found, first])
-        log_q, log_p = mine - of_student, theirs - of_teacher
-        q, p = exp(log_q), exp(log_p)
-        log_m = mx.log(mx.maximum(share * p + (1 - share) * q, TINY))
-        weights = q * (log_q - log_m)
+        mine, theirs = mine - student.top, theirs - teacher.top  # small where models are alike
+        q, p = exp(mine - of_student), exp(theirs - of_teacher)
+        odds = (theirs - mine) - (of_teacher - of_student - log_odds)  # log(b p / ((1 - b) q))
+        spare = mx.log(1 + exp(-mx.abs(odds)))
+        weights = q * (log_other - mx.maximum(odds, 0) - spare)
         of_q = weights.sum(-1, keepdims=True)
-        of_p = (p * (log_p - log_m)).sum(-1, keepdims=True)
+        of_p = (p * (log_share - mx.maximum(-odds, 0) - spare)).sum(-1, keepdims=True)
         found = found + share * of_p + (1 - share) * of_q
         mean = mean + of_q
         if gradient:
