@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.objectives.plain import exp, log_softmax
+from tests.objectives.plain import exp, log_softmax, plain_divergence
 from your_ai.config.divergences import DivergenceKind, divergence_of
 from your_ai.nets.divergence import Compared, compare
 from your_ai.nets.head import Function, LayerRows, LinearHead, TargetHead
@@ -109,21 +109,6 @@ class Whole(NamedTuple):
     metrics: dict[str, float]
 
 
-def of_logits(kind: DivergenceKind, q: mx.array, p: mx.array) -> mx.array:
-    """(S,) the divergence, from log-probabilities."""
-
-    def kl(p: mx.array, q: mx.array) -> mx.array:
-        return (exp(p) * (p - q)).sum(axis=-1)
-
-    if kind.name == "forward":
-        return kl(p, q)
-    if kind.name == "reverse":
-        return kl(q, p)
-    b = kind.share
-    m = mx.log(b * exp(p) + (1 - b) * exp(q))
-    return b * kl(p, m) + (1 - b) * kl(q, m)
-
-
 def whole(student: Side, teacher: Side, kind: DivergenceKind, temperature: float = 1.0) -> Whole:
     with mx.stream(mx.cpu):
         inputs, states = (made.inputs.astype(mx.float64) for made in (student, teacher))
@@ -131,7 +116,7 @@ def whole(student: Side, teacher: Side, kind: DivergenceKind, temperature: float
 
         def divergences(inputs: mx.array) -> mx.array:
             mine = log_softmax(student.logits(inputs) / temperature)
-            return temperature**2 * of_logits(kind, mine, theirs)
+            return temperature**2 * plain_divergence(kind, mine, theirs)
 
         grads = mx.grad(lambda inputs: divergences(inputs).sum())(inputs)
         mine = log_softmax(student.logits(inputs) / temperature)
