@@ -31,21 +31,25 @@ class Side(NamedTuple):
     layer: nn.Module
     after: Function | None = None
 
-    def head(self, tokens: int) -> LinearHead:
+    def head(self, tokens: int, **more: Any) -> LinearHead:
         """With slices of about that many tokens."""
         rows = LayerRows(self.layer)
         size = 4 * tokens * max(len(self.inputs), rows.shape[1])
-        return LinearHead(rows, after=self.after, slice_bytes=size)
+        return LinearHead(rows, after=self.after, slice_bytes=size, **more)
 
     def logits(self, inputs: mx.array) -> mx.array:
         """(S, V) in float64, without those of padding."""
-        found = quantization_of(self.layer)
-        arrays = {name: self.layer[name] for name in ("weight", "scales", "biases", "bias")
-                  if self.layer.get(name) is not None}  # fmt: skip
-        weight = dense(arrays, {} if found is None else found.options).astype(mx.float64)
-        bias = self.layer.get("bias", mx.zeros(len(weight))).astype(mx.float64)
+        weight, bias = (array.astype(mx.float64) for array in dense_of(self.layer))
         products = inputs @ weight.T + bias
         return (products if self.after is None else self.after(products))[:, :V]
+
+
+def dense_of(layer: nn.Module) -> tuple[mx.array, mx.array]:
+    """(V, D) the weight, and (V,) the bias or zeros."""
+    found = quantization_of(layer)
+    arrays = {name: layer[name] for name in ("weight", "scales", "biases") if name in layer}
+    weight = dense(arrays, {} if found is None else found.options)
+    return weight, layer.get("bias", mx.zeros(len(weight)))
 
 
 def softcap(logits: mx.array) -> mx.array:
