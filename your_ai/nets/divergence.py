@@ -20,7 +20,6 @@ Shapes: S positions, D hidden size of the student, n tokens per slice of the voc
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -32,6 +31,7 @@ from your_ai.nets.numerics import exp, settled
 from your_ai.objectives.objective import Metrics
 
 LOWEST = -1e30  # below any logit; finite, so that differences are
+TINY = 1e-37  # a probability that adds nothing to a divergence
 
 
 class Softmax(NamedTuple):
@@ -231,20 +231,21 @@ def jsd(pair: TwoHeads, divergence: DivergenceKind, gradient: bool) -> Compared:
         student = stepped(student, mine, start).softmax
         teacher = stepped(teacher, theirs, start).softmax
     of_student, of_teacher = mx.log(student.total), mx.log(teacher.total)
-    log_share, log_other = -math.log(share), -math.log(1 - share)
-    log_odds = log_other - log_share
     found, mean = mx.zeros((count, 1)), mx.zeros((count, 1))
     first = second = mx.zeros(pair.inputs.shape if gradient else ())
     for start, stop in pair.slices():
         found, mean, first, second = settled([found, mean, first, second])
         mine, theirs, part, slopes = pair.logits(start, stop, [found, first])
-        mine, theirs = mine - student.top, theirs - teacher.top  # small where models are alike
+        mine, theirs = mine - student.top, theirs - teacher.top
         q, p = exp(mine - of_student), exp(theirs - of_teacher)
-        odds = (theirs - mine) - (of_teacher - of_student - log_odds)  # log(b p / ((1 - b) q))
-        spare = mx.log(1 + exp(-mx.abs(odds)))
-        weights = q * (log_other - mx.maximum(odds, 0) - spare)
+        # log(q / p) from the logits, and log(q / m) with a log that is near 0: small where the
+        # models are alike, as what cancels.
+        apart = (mine - theirs) - (of_student - of_teacher)
+        mixed, larger = q + share * (p - q), mx.maximum(mx.maximum(p, q), TINY)
+        gap = mx.minimum(apart, 0) - mx.log(mx.maximum(mixed / larger, TINY))
+        weights = q * gap
         of_q = weights.sum(-1, keepdims=True)
-        of_p = (p * (log_share - mx.maximum(-odds, 0) - spare)).sum(-1, keepdims=True)
+        of_p = (p * (gap - apart)).sum(-1, keepdims=True)
         found = found + share * of_p + (1 - share) * of_q
         mean = mean + of_q
         if gradient:
