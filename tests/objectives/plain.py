@@ -18,6 +18,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
+from your_ai.config.divergences import FORWARD, REVERSE, DivergenceKind
 from your_ai.data.examples import Examples
 from your_ai.objectives.dpo import DPO, IPO
 from your_ai.objectives.grpo import GRPO
@@ -47,7 +48,7 @@ def log_softmax(x: mx.array) -> mx.array:
 
 
 def plain_logits(weights: Arrays, args: Any, tokens: np.ndarray) -> mx.array:
-    """(T, V) logits of llama, qwen2 or gemma2; args: the ModelArgs of mlx-lm."""
+    """(T, V) logits of llama, qwen2, qwen3, gemma2 or gemma3; args: the ModelArgs of mlx-lm."""
     rows = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
     logits = plain_hidden(weights, args, tokens) @ rows.T
     return capped(logits, args.final_logit_softcapping) if args.model_type == "gemma2" else logits
@@ -55,7 +56,8 @@ def plain_logits(weights: Arrays, args: Any, tokens: np.ndarray) -> mx.array:
 
 def plain_hidden(weights: Arrays, args: Any, tokens: np.ndarray) -> mx.array:
     """(T, D) hidden states before the head."""
-    gemma, eps = args.model_type == "gemma2", args.rms_norm_eps
+    gemma, eps = args.model_type in ("gemma2", "gemma3_text"), args.rms_norm_eps
+    local = args.model_type == "gemma3_text"  # most of its blocks see the last tokens only
 
     def norm(x: mx.array, name: str) -> mx.array:
         weight = weights[f"{name}.weight"]
@@ -66,20 +68,25 @@ def plain_hidden(weights: Arrays, args: Any, tokens: np.ndarray) -> mx.array:
         y = x @ weights[f"{name}.weight"].T
         return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
 
-    def attention(x: mx.array, name: str) -> mx.array:
+    def attention(x: mx.array, name: str, slides: bool) -> mx.array:
         heads = (args.num_attention_heads, args.num_key_value_heads, args.num_key_value_heads)
         q, k, v = (
             mx.unflatten(linear(x, f"{name}.{part}_proj"), -1, (count, -1)).swapaxes(0, 1)
             for part, count in zip("qkv", heads, strict=True)
         )
-        q, k = rotated(q, args.rope_theta), rotated(k, args.rope_theta)
+        if f"{name}.q_norm.weight" in weights:
+            q, k = norm(q, f"{name}.q_norm"), norm(k, f"{name}.k_norm")
+        base = args.rope_local_base_freq if slides else args.rope_theta
+        q, k = rotated(q, base), rotated(k, base)
         k, v = (mx.repeat(y, heads[0] // heads[1], axis=0) for y in (k, v))
         scores = (
             q @ k.swapaxes(1, 2) / math.sqrt(args.query_pre_attn_scalar if gemma else q.shape[-1])
         )
-        if gemma:
+        if args.model_type == "gemma2":
             scores = capped(scores, args.attn_logit_softcapping)
         seen = np.tril(np.ones(scores.shape[1:], bool))
+        if slides:
+            seen = np.triu(seen, 1 - args.sliding_window)
         y = exp(log_softmax(mx.where(mx.array(seen), scores, -1e9))) @ v
         return linear(y.swapaxes(0, 1).flatten(1), f"{name}.o_proj")
 
@@ -94,10 +101,12 @@ def plain_hidden(weights: Arrays, args: Any, tokens: np.ndarray) -> mx.array:
     embedding = weights["model.embed_tokens.weight"]
     x = embedding[mx.array(tokens)]
     if gemma:
-        x = x * math.sqrt(args.hidden_size)
+        size = mx.array(math.sqrt(args.hidden_size))
+        x = x * (size.astype(mx.bfloat16) if local else size).item()  # as mlx-lm rounds it
     for index in range(args.num_hidden_layers):
         block = f"model.layers.{index}"
-        y = attention(norm(x, f"{block}.input_layernorm"), f"{block}.self_attn")
+        slides = local and (index + 1) % args.sliding_window_pattern != 0
+        y = attention(norm(x, f"{block}.input_layernorm"), f"{block}.self_attn", slides)
         if gemma:
             x = x + norm(y, f"{block}.post_attention_layernorm")
             y = mlp(norm(x, f"{block}.pre_feedforward_layernorm"), f"{block}.mlp")
@@ -149,6 +158,21 @@ def with_adapters(weights: Arrays, scale: float, adapters: Arrays) -> Arrays:
 
 
 # -- objectives
+
+
+def plain_divergence(kind: DivergenceKind, q: mx.array, p: mx.array) -> mx.array:
+    """(n,) the divergence, from (n, V) log-probabilities of a student and of its teacher."""
+
+    def kl(p: mx.array, q: mx.array) -> mx.array:
+        return (exp(p) * (p - q)).sum(axis=-1)
+
+    if kind.name == FORWARD:
+        return kl(p, q)
+    if kind.name == REVERSE:
+        return kl(q, p)
+    b = kind.share
+    m = mx.log(b * exp(p) + (1 - b) * exp(q))
+    return b * kl(p, m) + (1 - b) * kl(q, m)
 
 
 class Answer(NamedTuple):

@@ -277,8 +277,16 @@ class Staged:
         hidden, targets = self._forward(batch, rows), Targets.of(batch)
         if not self._is_cut(hidden):
             return Sums(*self._head_loss(rows.shape, joined(hidden), targets))
-        (scores,) = self._by_tile(self._head_scores, batch, rows, hidden)
-        return self.objective.weigh(Scores(scores), targets).sums
+        if not self.objective.token_local:
+            (scores,) = self._by_tile(self._head_scores, batch, rows, hidden)
+            return self.objective.weigh(Scores(scores), targets).sums
+        every: list[Sums] = []
+        for part in self._target_parts(batch, targets):
+            if part.targets is not None:
+                states = joined(hidden[part.tiles])
+                every.append(Sums(*self._head_loss(rows.shape, states, part.targets)))
+                mx.eval(every[-1])
+        return Sums.over(every)
 
     def log_probabilities(self, batch: Batch) -> mx.array:
         return self._above(self._head_scores, batch)[0]

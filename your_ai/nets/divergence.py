@@ -47,11 +47,6 @@ class Softmax(NamedTuple):
     """uint32, the token of the largest logit."""
 
     @property
-    def log_sum(self) -> mx.array:
-        """log of the sum of exp(logit)."""
-        return self.top + mx.log(self.total)
-
-    @property
     def entropy(self) -> mx.array:
         return mx.log(self.total) - self.moment / self.total
 
@@ -133,7 +128,8 @@ class TwoHeads(NamedTuple):
         head = self.target.head
         theirs = head.logits(head.rows.part(start, stop, after).forward(self.states))
         scale = 1 / self.temperature
-        return mine.astype(mx.float32) * scale, theirs.astype(mx.float32) * scale, part, slopes
+        mine, theirs = (mx.maximum(z.astype(mx.float32) * scale, LOWEST) for z in (mine, theirs))
+        return mine, theirs, part, slopes
 
 
 def started(count: int) -> Softmax:
@@ -213,7 +209,7 @@ def kl(pair: TwoHeads, divergence: DivergenceKind, gradient: bool) -> Compared:
                 moved = q.shrink * (second + change * first)
                 second = moved + weighted(part, products, slopes, dtype)
             first = first * q.shrink + own
-    logs = mx.log(student.total) - mx.log(teacher.total)
+    logs = mx.log(student.total / teacher.total)
     if forward:
         found = logs - cross / teacher.total
         grads = first / student.total - second / teacher.total if gradient else first
@@ -234,18 +230,22 @@ def jsd(pair: TwoHeads, divergence: DivergenceKind, gradient: bool) -> Compared:
         mine, theirs, _, _ = pair.logits(start, stop, [student.total, teacher.total])
         student = stepped(student, mine, start).softmax
         teacher = stepped(teacher, theirs, start).softmax
-    of_student, of_teacher = student.log_sum, teacher.log_sum
+    of_student, of_teacher = mx.log(student.total), mx.log(teacher.total)
     found, mean = mx.zeros((count, 1)), mx.zeros((count, 1))
     first = second = mx.zeros(pair.inputs.shape if gradient else ())
     for start, stop in pair.slices():
         found, mean, first, second = settled([found, mean, first, second])
         mine, theirs, part, slopes = pair.logits(start, stop, [found, first])
-        log_q, log_p = mine - of_student, theirs - of_teacher
-        q, p = exp(log_q), exp(log_p)
-        log_m = mx.log(mx.maximum(share * p + (1 - share) * q, TINY))
-        weights = q * (log_q - log_m)
+        mine, theirs = mine - student.top, theirs - teacher.top
+        q, p = exp(mine - of_student), exp(theirs - of_teacher)
+        # log(q / p) from the logits, and log(q / m) with a log that is near 0: small where the
+        # models are alike, as what cancels.
+        apart = (mine - theirs) - (of_student - of_teacher)
+        mixed, larger = q + share * (p - q), mx.maximum(mx.maximum(p, q), TINY)
+        gap = mx.minimum(apart, 0) - mx.log(mx.maximum(mixed / larger, TINY))
+        weights = q * gap
         of_q = weights.sum(-1, keepdims=True)
-        of_p = (p * (log_p - log_m)).sum(-1, keepdims=True)
+        of_p = (p * (gap - apart)).sum(-1, keepdims=True)
         found = found + share * of_p + (1 - share) * of_q
         mean = mean + of_q
         if gradient:

@@ -258,6 +258,24 @@ class LayerRows:
 
 
 @dataclass(frozen=True)
+class FirstRows:
+    """The rows of the tokens, without those of padding that follow them."""
+
+    rows: HeadRows
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.count, self.rows.shape[1]
+
+    def part(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> HeadSlice:
+        return self.rows.part(start, stop, after)
+
+    def gather(self, tokens: mx.array) -> mx.array:
+        return self.rows.gather(tokens)
+
+
+@dataclass(frozen=True)
 class LinearHead:
     """logits = after(linear(before(hidden)))."""
 

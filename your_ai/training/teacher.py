@@ -38,7 +38,7 @@ from your_ai.memory.estimate import teacher_group_bytes
 from your_ai.memory.facts import facts_of
 from your_ai.memory.workload import NO_ADAPTER, Plan, TeacherSizes, teacher_sizes
 from your_ai.nets import losses, saved_adapter
-from your_ai.nets.head import LinearHead, SomeTrained, TargetHead
+from your_ai.nets.head import FirstRows, LinearHead, SomeTrained, TargetHead
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import DropoutKeys
 from your_ai.nets.parts import skeleton
@@ -289,8 +289,8 @@ class Teacher:
 
     def log_probabilities(self, batch: Batch) -> np.ndarray:
         """(S,) float32, of the targets."""
-        head = self.target.head
-        plain = LinearHead(head.rows, after=head.after)  # the states are those of its linear layer
+        head, rows = self.target.head, FirstRows(self.target.head.rows, self.target.vocabulary)
+        plain = LinearHead(rows, after=head.after)  # the states are those of its linear layer
         found = losses.chunked_losses(self.states(batch), mx.array(batch.targets), plain)
         return -np.array(found)
 
