@@ -89,6 +89,11 @@ class Layout:
         """True if a row needs only a prompt, and keeps all its columns, for rewards."""
         return self.kind == "prompts"
 
+    @property
+    def asks_texts(self) -> bool:
+        """True if texts are prompts themselves, and not what a template makes them of."""
+        return self.prompts and self.render_prompt is None and not self.columns
+
     def row_of(self, record: Mapping[str, Any], where: str) -> dict[str, Any]:
         """The record as a row in one of the known formats, with its other columns kept.
 

@@ -220,7 +220,7 @@ def train_and_show(
     except child.Lost:
         raise  # keep the folder, which says why
     except BaseException as error:
-        if new and not folder.checkpoints.exists():  # the first is written before step 1
+        if new and not folder.has_work:
             discard(folder.path)
             if isinstance(error, RunError):
                 raise without_run(error) from error

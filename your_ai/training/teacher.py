@@ -95,7 +95,6 @@ def teacher_of(config: TrainConfig, base: Path, files: dict[str, str]) -> Teache
     """
     if config.objective != DISTILL:
         return None
-    kind, _, name = config.teacher.partition(":")
     label = f"--teacher {config.teacher}"
     if not config.teacher:
         if not config.teacher_prompt:
@@ -109,20 +108,29 @@ def teacher_of(config: TrainConfig, base: Path, files: dict[str, str]) -> Teache
                 "name a --teacher"
             )
         return TeacherModel("--teacher-prompt", base, None, shares_base=True)
-    try:
-        if kind != RUN or not name:
-            folder = find_model(config.teacher)
-            same = base_files(fingerprint(folder)) == base_files(files)
-            shared = same and config.quantize is None and keeps_weights(config)
-            return TeacherModel(label, folder, None, shared)
-        trained = open_trained(name)
-        check_generates(trained.adapter)
-    except UserError as error:
-        raise UserError(f"{label}: {error}") from error
+    found = find_teacher(config.teacher)
+    if isinstance(found, Path):
+        same = base_files(fingerprint(found)) == base_files(files)
+        shared = same and config.quantize is None and keeps_weights(config)
+        return TeacherModel(label, found, None, shared)
+    trained = found
     if trained.adapter.kind.is_whole:
         return TeacherModel(label, trained.adapter.folder, None, shares_base=False)
     shared = shares_weights(trained, config, files)
     return TeacherModel(label, weights_of(trained), trained, shared)
+
+
+def find_teacher(name: str) -> Path | Trained:
+    """The folder of the model that --teacher names, or the run. Raises UserError."""
+    kind, _, run = name.partition(":")
+    try:
+        if kind != RUN or not run:
+            return find_model(name)
+        trained = open_trained(run)
+        check_generates(trained.adapter)
+        return trained
+    except UserError as error:
+        raise UserError(f"--teacher {name}: {error}") from error
 
 
 def open_teacher(teacher: TeacherModel, student: Opened, tokenizer: object) -> Opened:
