@@ -449,24 +449,24 @@ class ObjectiveSettings:
         256,
         "Maximum tokens of a completion.",
         bounds=Bounds(1, 1 << 24),
-        objectives=(SFT, *SAMPLING),
+        objectives=(*SAMPLING, SFT),
     )
     temperature: float = setting(
         1.0,
         "Temperature that completions are sampled with; in soft, of the relaxation.",
         bounds=Bounds(0.01, 100),
-        objectives=(SFT, *SAMPLING),
+        objectives=(*SAMPLING, SFT),
     )
     top_p: float = setting(
         1.0,
         "Sample from the most likely tokens whose total probability is this; 1 = all.",
-        objectives=(SFT, GRPO, DISTILL),
+        objectives=(GRPO, DISTILL, SFT),
     )
     top_k: int = setting(
         0,
         "Sample from this many of the most likely tokens; 0 = all.",
         bounds=Bounds(0, LARGEST),
-        objectives=(SFT, GRPO, DISTILL),
+        objectives=(GRPO, DISTILL, SFT),
     )
     updates_per_batch: int = setting(
         1, "Steps that train the same completions.", bounds=Bounds(1, 1000), objectives=(GRPO,)
@@ -520,13 +520,13 @@ class ObjectiveSettings:
         "Teacher of distill, or of sft with --answers-from-teacher: an alias, a folder, a Hugging "
         "Face id, or run:RUN; in distill with the same tokens. Default: the base model itself, "
         "with --teacher-prompt.",
-        objectives=(SFT, DISTILL),
+        objectives=(DISTILL, SFT),
         agents="model",
     )
     teacher_prompt: str = setting(
         "",
         "File with a system prompt, or documents, that the teacher sees and the student does not.",
-        objectives=(SFT, DISTILL),
+        objectives=(DISTILL, SFT),
         agents="file",
     )
     answers_from_teacher: int = setting(

@@ -167,7 +167,7 @@ def check_same(folder: RunFolder, made_of: Mapping[str, Mapping[str, str]]) -> N
 
 @dataclass(frozen=True)
 class Written:
-    """What a teacher wrote to some prompts, one after the other in their file."""
+    """Answers of a teacher to some prompts that follow each other in their file."""
 
     past: int
     """The index of the prompt after them."""
@@ -185,7 +185,7 @@ def part_of(folder: RunFolder, split: str) -> Path:
 
 
 def written_in(path: Path) -> Iterator[tuple[Written, int]]:
-    """What is whole in an unfinished file, and in bytes where each ends; nothing without a file."""
+    """The whole parts of an unfinished file, and in bytes where each ends; none without a file."""
     end = 0
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         for line in file:
@@ -385,7 +385,7 @@ class Writer:
         self.log.write(events.Notice(text=f"the teacher wrote {counted(rows, 'answer')}: {path}"))
 
     def after(self, before: Written, split: str, indices: range) -> Written:
-        """What there is after the teacher answered the prompts at these indices, too."""
+        """Answer the prompts at these indices, which come after those `before`."""
         questions = [self.prompts[split].read(index) for index in indices]
         groups = self.completions(split, indices, [row for _, row in questions])
         texts = [
