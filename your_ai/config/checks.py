@@ -375,6 +375,11 @@ def check_answers(config: TrainConfig) -> None:
             "--answers-from-teacher: --teacher is missing: the model that answers, as an alias, a "
             "folder or run:RUN; or give --teacher-prompt, and the base model does"
         )
+    if config.reward and config.answers_from_teacher == 1:
+        raise UserError(
+            "--reward: chooses among several answers to a prompt; give --answers-from-teacher 2 "
+            "or more, or leave it out"
+        )
     for text in config.reward:
         if text.partition(":")[0].strip() == "run":
             raise UserError(
