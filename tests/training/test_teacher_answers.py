@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,10 +27,11 @@ from tests.conftest import (
     train_once,
     write_rows,
 )
-from your_ai.config import TrainConfig
+from tests.rewards.server import JudgeServer
+from your_ai.config import TrainConfig, to_yaml
 from your_ai.data.encode import Encoder
 from your_ai.data.rows import Question, Row
-from your_ai.errors import UserError
+from your_ai.errors import Interrupted, UserError
 from your_ai.generation.generate import answer, load_run
 from your_ai.nets.saved_adapter import open_trained
 from your_ai.run.folder import RunFolder, find
@@ -154,6 +156,44 @@ def test_expected_answers_reach_rewards(answering, own_folder):
     assert row["completion"] == "Answer 0"
 
 
+def test_a_judge_chooses_and_its_calls_are_counted(answering, monkeypatch):
+    pytest.importorskip("openai")
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    server = JudgeServer()
+
+    def graded(body: dict) -> str:
+        names = body["response_format"]["json_schema"]["schema"]["required"]
+        said = body["messages"][1]["content"]
+        return json.dumps(dict.fromkeys(names, zlib.crc32(said.encode()) % 11))
+
+    server.reply = graded
+    sampled = {"answers_from_teacher": 3, "top_k": 0, "temperature": 1.5}
+    of_judge = {"reward": ["judge"], "judge_model": "fake", "judge_url": server.url}
+    counted, genuine = [], teacher_answers.Writer.after
+
+    def after(self, *args):
+        counted.append(found := genuine(self, *args))
+        return found
+
+    monkeypatch.setattr(teacher_answers.Writer, "after", after)
+    try:
+        best = rows_of(train(answering(run="best", **sampled, **of_judge)))
+    finally:
+        server.stop()
+    every = rows_of(train(answering(run="every", **sampled)))
+    grades = {}
+    for request in server.requests[1:]:  # the first tries whether there is a judge
+        said = request["messages"][1]["content"]
+        grades[said] = zlib.crc32(said.encode()) % 11
+    for row in best:
+        others = [o["completion"] for o in every if o["prompt"] == row["prompt"]]
+        assert row["completion"] in others
+        asked = {said: g for said, g in grades.items() if row["prompt"] + "\n" in said}
+        mine = max(g for said, g in asked.items() if row["completion"] in said)
+        assert mine == max(asked.values())
+    assert counted[0].calls == len(server.requests) - 1
+
+
 def test_an_edited_file_is_trained_as_it_is(answering, own_folder, monkeypatch):
     genuine = prepare.opened_for
 
@@ -246,19 +286,29 @@ def test_the_teacher_is_gone_before_the_student_is_loaded(answering, monkeypatch
     assert after[0] - before < 100_000  # of half a megabyte of weights
 
 
-def test_answers_stay_if_the_run_ends_before_it_trains(answering, monkeypatch):
-    def broken(*args):
-        raise UserError("no such model")
+@pytest.mark.parametrize(
+    ("error", "status", "wanted"),
+    [
+        (UserError("no such model"), 2, "no such model"),
+        (Interrupted(2), 130, "what there is stays: your_ai train --resume r"),
+    ],
+)
+def test_answers_stay_if_the_run_ends_before_it_trains(
+    capsys, answering, monkeypatch, error, status, wanted
+):
+    def ended(*args):
+        raise error
 
-    monkeypatch.setattr(prepare, "opened_for", broken)
-    config = answering()
-    flags = [
-        "--model", config.model, "--data", config.data, "--valid", "none", "--run", "r",
-        "--teacher", "run:teacher", "--answers-from-teacher", 1, "--top-k", 1, "--no-supervise",
-        "--max-new-tokens", 24,
-    ]  # fmt: skip
-    assert call("train", *flags) == 2
-    assert len(rows_of(find("r"))) == len(PROMPTS)
+    config = answering(run="")
+    Path("r.yaml").write_text(to_yaml(config))
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "opened_for", ended)
+        assert call("train", "--config", "r.yaml", "--run", "r") == status
+    assert wanted in capsys.readouterr().err
+    before = rows_of(find("r"))
+    assert len(before) == len(PROMPTS)
+    assert call("train", "--resume", "r") == 0
+    assert rows_of(find("r")) == before
 
 
 @pytest.mark.parametrize(
@@ -269,6 +319,7 @@ def test_answers_stay_if_the_run_ends_before_it_trains(answering, monkeypatch):
         ({"reward": "length:3"}, "--reward: --objective sft uses it only with"),
         ({"answers-from-teacher": 1}, "--teacher is missing"),
         ({"answers-from-teacher": 1, "teacher": "nowhere"}, "--teacher nowhere"),
+        ({"answers-from-teacher": 1, "teacher-prompt": "nowhere.md"}, "nowhere.md: cannot be read"),
         ({"answers-from-teacher": 1, "teacher": "x", "reward": "length:3"}, "several answers"),
         ({"answers-from-teacher": 2, "teacher": "x", "reward": "run:y"}, "--reward run:y"),
         (

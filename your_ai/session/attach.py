@@ -224,6 +224,9 @@ def train_and_show(
             discard(folder.path)
             if isinstance(error, RunError):
                 raise without_run(error) from error
+        elif new and isinstance(error, Interrupted) and not folder.checkpoints.exists():
+            rest = f"what there is stays: your_ai train --resume {folder.reference}"
+            raise Interrupted(error.number, rest) from error
         raise
 
 

@@ -8,6 +8,7 @@ so that a run that is killed goes on from there. The teacher is gone before the 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,11 +82,13 @@ def answered(
     """
     asked = {split: path for split, path in found.files.items() if split != "test"}
     files = {split: folder.answers / f"{split}.jsonl" for split in asked}
-    test = found.files.get("test")
-    if test is not None and kind_of(read_first_row(test, RowLimit(config.max_row_bytes))):
-        files["test"] = test
-    elif config.exact_match:
-        raise UserError(f"{flag('exact_match')}: the test rows of {config.data} have no answers")
+    if (test := found.files.get("test")) is not None:
+        if kind_of(read_first_row(test, RowLimit(config.max_row_bytes))) == "answers":
+            files["test"] = test
+        elif config.exact_match:
+            raise UserError(f"{flag('exact_match')}: the test rows have no answers ({test})")
+        else:
+            log.write(events.Notice(text=f"{test.name}: has no answers, so it is not used"))
     if ranks.is_first:
         write_missing(config, asked, log, folder, limit)
     ranks.share_files(folder, folder.answers.name)
@@ -134,7 +137,9 @@ def decides_answers(name: str) -> bool:
 
 def checksums_of(teacher: Path | Trained, config: TrainConfig) -> dict[str, str]:
     """The checksums of the files that decide what a teacher writes."""
-    prompt = {"prompt": sha256(Path(config.teacher_prompt))} if config.teacher_prompt else {}
+    prompt = {}
+    if config.teacher_prompt:
+        prompt["prompt"] = hashlib.sha256(teacher_prompt_of(config).encode()).hexdigest()
     if isinstance(teacher, Path):
         return fingerprint(teacher) | prompt
     own = [teacher.adapter.folder / name for name in (ADAPTERS, ADAPTER_CONFIG)]
