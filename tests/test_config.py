@@ -186,7 +186,8 @@ def test_number_with_thousands_of_digits_is_not_a_text():
 BOUNDS = {name: about.bounds for name, about in ABOUT.items() if about.bounds is not None}
 # Those that no other setting must agree with.
 CLOSED = [n for n, b in BOUNDS.items() if isinstance(b.least, int) and not (b.above or b.under)]
-ALONE = [n for n in CLOSED if n not in ("lr_end", "lr_decay_steps", "warmup_init", "beta")]
+TOGETHER = ("lr_end", "lr_decay_steps", "warmup_init", "beta", "answers_from_teacher")
+ALONE = [n for n in CLOSED if n not in TOGETHER]
 
 # Settings without which they have no meaning.
 NEEDED = {

@@ -174,7 +174,7 @@ def report(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         raise error
     if isinstance(error, Interrupted):
-        echo_error("stopped before the first step; nothing was changed")
+        echo_error(f"stopped before the first step; {error.rest}")
         return 128 + error.number
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         echo_error("interrupted")

@@ -27,9 +27,10 @@ def without_run(error: RunError) -> RunError:
 class Interrupted(BaseException):
     """A stop signal arrived when there was no step to finish. Exit status 128 + signal."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, rest: str = "nothing was changed") -> None:
+        """rest: what the user should know of the run."""
         super().__init__(number)
-        self.number = number
+        self.number, self.rest = number, rest
 
 
 UNREADABLE = "[read]"  # the beginning of MLX's message

@@ -366,6 +366,27 @@ def test_invalid_data_paths_are_refused(own_folder):
         assert len(str(caught.value)) < 500
 
 
+ASKED = "Why?\nHow so?\n\n  When?\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "prompts", "lines"),
+    [
+        ("a.txt", "", ["Why?", "How so?", "When?"], [1, 2, 4]),
+        ("a.md", "", ["Why?\nHow so?", "When?"], [1, 4]),
+        ("a.txt", "Q: {{ text }}", ["Q: Why?\nHow so?", "Q: When?"], [1, 4]),
+    ],
+)
+def test_texts_are_prompts_where_answers_are_not_in_the_data(name, template, prompts, lines):
+    Path(name).write_text(ASKED)
+    Path("template").write_text(template)
+    splits = found(name, objective="grpo", prompt_template="template" if template else "")
+    rows = list(read_rows(splits.files["train"], parse=parser_of("prompts")))
+    assert [row.content.prompt for row in rows] == prompts
+    assert [row.where for row in rows] == [f"{name}:{line}" for line in lines]
+    assert splits.notes == ()
+
+
 @pytest.mark.parametrize(
     ("objective", "row"),
     [

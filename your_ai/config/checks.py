@@ -192,6 +192,7 @@ def check_given(config: TrainConfig, given: Iterable[str]) -> None:
     unused = sorted(set(given) & {*WITHOUT_LAYERS})
     if config.adapter_kind.is_whole and unused:
         raise UserError(f"{flag(unused[0])}: --adapter full adds no layers; leave it out")
+    check_answers_used(config, given)
 
 
 def check_optimizer(config: TrainConfig) -> None:
@@ -250,12 +251,12 @@ def check_best_metric(config: TrainConfig) -> None:
             f"--best-metric {found}: must be loss, exact_match or module:function, or for pairs "
             f"and labels accuracy or margin{nearest(name, known)}"
         )
-    if config.row_kind == "answers" and name in REWARD_METRICS:
+    if config.trained_kind == "answers" and name in REWARD_METRICS:
         raise UserError(
             f"--best-metric {name}: --objective {config.objective} compares no answers; use loss, "
             "exact_match or module:function"
         )
-    if config.row_kind != "answers" and name not in (LOSS, *REWARD_METRICS):
+    if config.trained_kind != "answers" and name not in (LOSS, *REWARD_METRICS):
         raise UserError(
             f"--best-metric {found}: not supported with --objective {config.objective}; use loss, "
             "accuracy or margin"
@@ -297,6 +298,7 @@ def check_objective(config: TrainConfig) -> None:
     if config.objective == "kto" and not both:
         raise UserError("--kto-desirable-weight and --kto-undesirable-weight: one must be above 0")
     if config.objective == SFT:
+        check_answers(config)
         return
     if config.objective == DISTILL:
         check_distill(config)
@@ -333,6 +335,11 @@ def check_rollouts(config: TrainConfig) -> None:
             )
     if config.objective == SOFT:
         check_soft(config)
+    check_sampled(config)
+
+
+def check_sampled(config: TrainConfig) -> None:
+    """Raise UserError for settings that do not fit completions which are sampled and rewarded."""
     if not 0 < config.top_p <= 1:
         raise UserError(f"--top-p {config.top_p}: must be above 0 and at most 1")
     judges = any(text.partition("=")[0].strip() == "judge" for text in config.reward)
@@ -341,6 +348,45 @@ def check_rollouts(config: TrainConfig) -> None:
     given = ("judge_model", "judge_url", "judge_rubric")
     if not judges and (unused := [n for n in given if not has_default(config, n)]):
         raise UserError(f"{flag(unused[0])}: only works with --reward judge")
+
+
+def check_answers_used(config: TrainConfig, names: Iterable[str]) -> None:
+    """Raise UserError if one of the settings only works where a teacher writes the answers of sft,
+    and none does."""
+    if config.objective != SFT or config.answers_from_teacher:
+        return
+    about = settings_of(config.__class__)
+    for name in names:
+        if about[name].objectives and name != "answers_from_teacher":
+            raise UserError(
+                f"{flag(name)}: --objective sft uses it only with --answers-from-teacher N, the "
+                "answers that a teacher writes to each prompt"
+            )
+
+
+def check_answers(config: TrainConfig) -> None:
+    """Raise UserError for settings that do not fit answers which a teacher writes."""
+    about = settings_of(config.__class__)
+    check_answers_used(config, (name for name in about if not has_default(config, name)))
+    if not config.answers_from_teacher:
+        return
+    if not (config.teacher or config.teacher_prompt):
+        raise UserError(
+            "--answers-from-teacher: --teacher is missing: the model that answers, as an alias, a "
+            "folder or run:RUN; or give --teacher-prompt, and the base model does"
+        )
+    if config.reward and config.answers_from_teacher == 1:
+        raise UserError(
+            "--reward: chooses among several answers to a prompt; give --answers-from-teacher 2 "
+            "or more, or leave it out"
+        )
+    for text in config.reward:
+        if text.partition(":")[0].strip() == "run":
+            raise UserError(
+                f"--reward {shortened(text)}: a reward model cannot choose the answers of a "
+                "teacher; use another reward"
+            )
+    check_sampled(config)
 
 
 def check_distill(config: TrainConfig) -> None:

@@ -13,6 +13,8 @@ OLD_LAYERS = 4  # what --lora-layers None means in the settings of old runs
 SFT, GRPO, REWARD, SOFT, DISTILL = "sft", "grpo", "reward", "soft", "distill"
 GENERATING = (GRPO, SOFT)  # their steps train completions that the model samples itself
 SAMPLING = (*GENERATING, DISTILL)  # their steps may
+# Their completions are rewarded; of sft, answers of a teacher that --answers-from-teacher asks for.
+REWARDED = (*GENERATING, SFT)
 # The default of other objectives, and of whole weights; docs/objectives.md says why
 SMALLER_LEARNING_RATE = 2e-5
 LEARNING_RATES = {REWARD: 1e-4, DISTILL: 2e-4}  # of objectives with a default of their own

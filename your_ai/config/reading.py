@@ -188,7 +188,7 @@ def resolve(
             raise UserError(f"{flag('from_adapter')} {source}: only works with train and plan")
         settings = of_adapter(settings, source, settings_of_adapter)
     if preset is None and settings.get("model", DEMO) == DEMO and "data" not in settings:
-        name = DEMO_PRESETS[build(settings, "settings").row_kind]
+        name = DEMO_PRESETS[build(settings, "settings").trained_kind]
         demo = read_yaml(find_preset(name))
         if not source and demo.get("from_adapter") and settings_of_adapter is not None:
             # as if it had been named, so that its adapter decides what the others do

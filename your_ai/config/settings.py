@@ -24,6 +24,7 @@ from your_ai.config.names import (
     GRPO,
     LOSS,
     REWARD,
+    REWARDED,
     SAMPLING,
     SFT,
     SOFT,
@@ -335,7 +336,7 @@ class OptimizationSettings:
 class ObjectiveSettings:
     """The objective, and the weights of its terms."""
 
-    PANEL: ClassVar[str] = "Objective: all but --objective only with one other than sft"
+    PANEL: ClassVar[str] = "Objective: most only with one other than sft"
 
     objective: ObjectiveName = setting(
         SFT,
@@ -404,7 +405,7 @@ class ObjectiveSettings:
         "Rewards of completions, separated by commas, each with =WEIGHT: exact_match, json_valid, "
         "json_fields, regex:PATTERN, length:TOKENS, contains:TEXT, judge, run:RUN (a "
         "reward model), or your own as module:function.",
-        objectives=GENERATING,
+        objectives=REWARDED,
         agents="reward",
     )
     reward_model: str = setting(
@@ -445,24 +446,27 @@ class ObjectiveSettings:
         objectives=SAMPLING,
     )
     max_new_tokens: int = setting(
-        256, "Maximum tokens of a completion.", bounds=Bounds(1, 1 << 24), objectives=SAMPLING
+        256,
+        "Maximum tokens of a completion.",
+        bounds=Bounds(1, 1 << 24),
+        objectives=(*SAMPLING, SFT),
     )
     temperature: float = setting(
         1.0,
         "Temperature that completions are sampled with; in soft, of the relaxation.",
         bounds=Bounds(0.01, 100),
-        objectives=SAMPLING,
+        objectives=(*SAMPLING, SFT),
     )
     top_p: float = setting(
         1.0,
         "Sample from the most likely tokens whose total probability is this; 1 = all.",
-        objectives=(GRPO, DISTILL),
+        objectives=(GRPO, DISTILL, SFT),
     )
     top_k: int = setting(
         0,
         "Sample from this many of the most likely tokens; 0 = all.",
         bounds=Bounds(0, LARGEST),
-        objectives=(GRPO, DISTILL),
+        objectives=(GRPO, DISTILL, SFT),
     )
     updates_per_batch: int = setting(
         1, "Steps that train the same completions.", bounds=Bounds(1, 1000), objectives=(GRPO,)
@@ -513,16 +517,24 @@ class ObjectiveSettings:
     )
     teacher: str = setting(
         "",
-        "Teacher of distill: an alias, a folder, a Hugging Face id, or run:RUN; with the same "
-        "tokens. Default: the base model itself, with --teacher-prompt.",
-        objectives=(DISTILL,),
+        "Teacher of distill, or of sft with --answers-from-teacher: an alias, a folder, a Hugging "
+        "Face id, or run:RUN; in distill with the same tokens. Default: the base model itself, "
+        "with --teacher-prompt.",
+        objectives=(DISTILL, SFT),
         agents="model",
     )
     teacher_prompt: str = setting(
         "",
         "File with a system prompt, or documents, that the teacher sees and the student does not.",
-        objectives=(DISTILL,),
+        objectives=(DISTILL, SFT),
         agents="file",
+    )
+    answers_from_teacher: int = setting(
+        0,
+        "In sft, let the teacher write this many answers to each prompt of the data first: the "
+        "best by --reward is trained, or without it all; 0 = train those in the data.",
+        bounds=Bounds(0, 4096),
+        objectives=(SFT,),
     )
     distill_on: Literal["data", "student"] = setting(
         "data",
@@ -559,19 +571,19 @@ class ObjectiveSettings:
         objectives=(DISTILL,),
     )
     judge_model: str = setting(
-        "", "Model that judges, for --reward judge.", objectives=GENERATING, agents="network"
+        "", "Model that judges, for --reward judge.", objectives=REWARDED, agents="network"
     )
     judge_url: str = changeable(
         "",
         "Base URL of the judge, which speaks OpenAI's protocol; default: OpenAI's own.",
-        objectives=GENERATING,
+        objectives=REWARDED,
         agents="network",
         in_card=False,
     )
     judge_rubric: str = setting(
         "",
         "YAML file with what the judge looks for; default: a general one.",
-        objectives=GENERATING,
+        objectives=REWARDED,
         agents="file",
         in_card=False,
     )
@@ -579,19 +591,19 @@ class ObjectiveSettings:
         4,
         "Questions that the judge is asked at the same time.",
         bounds=Bounds(1, 256),
-        objectives=GENERATING,
+        objectives=REWARDED,
     )
     judge_max_calls: int | None = changeable(
         None,
         "Maximum number of questions to the judge in a run; then its rewards are missing.",
         bounds=Bounds(1, LARGEST),
-        objectives=GENERATING,
+        objectives=REWARDED,
     )
     judge_timeout_s: float = changeable(
         60.0,
         "How long to wait for an answer of the judge before it is asked again, in seconds.",
         bounds=Bounds(0.01, 3600),
-        objectives=GENERATING,
+        objectives=REWARDED,
     )
 
 
@@ -932,7 +944,13 @@ class TrainConfig(
             "kto": "labels",
             REWARD: "rated",
         }
-        return "prompts" if self.generates else kinds.get(self.objective, "pairs")
+        asks = self.generates or self.answers_from_teacher
+        return "prompts" if asks else kinds.get(self.objective, "pairs")
+
+    @property
+    def trained_kind(self) -> RowKind:
+        """The kind of rows that are trained: of prompts that a teacher answers, its answers."""
+        return "answers" if self.answers_from_teacher else self.row_kind
 
     @property
     def measured_kind(self) -> Literal["answers", "chosen"]:
@@ -955,6 +973,11 @@ class TrainConfig(
     def has_ranks(self) -> bool:
         """True if these settings start several processes."""
         return self.processes > 1 or bool(self.hosts or self.hostfile)
+
+    def uses(self, name: str) -> bool:
+        """Return whether the run uses a setting."""
+        answered = bool(self.answers_from_teacher) and ABOUT[name].used_by(self.objective)
+        return answered or is_used(name, self.objective)
 
     def fixed_on_resume(self) -> dict[str, str]:
         """The settings that must not change when a run is resumed, as text."""
@@ -1006,5 +1029,6 @@ PANELS = {
 
 
 def is_used(name: str, objective: str) -> bool:
-    """Return whether an objective uses a setting."""
-    return ABOUT[name].used_by(objective)
+    """Return whether every run with an objective uses a setting."""
+    about = ABOUT[name]
+    return about.used_by(objective) and not (objective == SFT and about.objectives)

@@ -16,7 +16,7 @@ from pathlib import Path
 from time import gmtime, strftime
 from typing import TYPE_CHECKING
 
-from your_ai.config import FIELDS, TrainConfig, as_text, has_default, is_used
+from your_ai.config import FIELDS, TrainConfig, as_text, has_default
 from your_ai.dashboard.chart_page import chart_html
 from your_ai.dashboard.charts import CHARTS, DARK, LIGHT
 from your_ai.dashboard.history import RunHistory, ending, finite, held, plan_changes, read_history
@@ -163,7 +163,7 @@ def shown_settings(config: TrainConfig) -> list[ShownSetting]:
             differs=not has_default(config, name),
         )
         for name, field in FIELDS.items()
-        if name not in NOT_SHOWN and is_used(name, config.objective)
+        if name not in NOT_SHOWN and config.uses(name)
     ]
     return sorted(shown, key=lambda setting: not setting.differs)
 

@@ -19,7 +19,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from your_ai.config import TrainConfig, is_used
+from your_ai.config import TrainConfig
 from your_ai.dashboard.chart_page import chart_html
 from your_ai.dashboard.charts import Chart, Curve, Panel, metric_points
 from your_ai.dashboard.history import (
@@ -101,7 +101,7 @@ def settings_as_text(config: TrainConfig) -> dict[str, str]:
     return {
         name: setting_text(value)
         for name, value in dataclasses.asdict(config).items()
-        if name not in NOT_COMPARED and is_used(name, config.objective)
+        if name not in NOT_COMPARED and config.uses(name)
     }
 
 

@@ -89,6 +89,11 @@ class Layout:
         """True if a row needs only a prompt, and keeps all its columns, for rewards."""
         return self.kind == "prompts"
 
+    @property
+    def asks_texts(self) -> bool:
+        """True if texts are prompts themselves, and not what a template makes them of."""
+        return self.prompts and self.render_prompt is None and not self.columns
+
     def row_of(self, record: Mapping[str, Any], where: str) -> dict[str, Any]:
         """The record as a row in one of the known formats, with its other columns kept.
 
@@ -145,7 +150,11 @@ class Layout:
             out = used
         first = {name.removesuffix(".0") for name in used if name.endswith(".0")}
         out |= {n for n in first if isinstance(texts := record.get(n), list) and len(texts) == 1}
-        left = {name for name in taken & record.keys() - used if record[name] not in NOTHING}
+        left = {
+            name
+            for name in taken & record.keys() - used - self.rendered
+            if record[name] not in NOTHING
+        }
         self.left.update(dict.fromkeys(sorted(left)))
         return {name: value for name, value in record.items() if name not in taken | out}
 
@@ -184,7 +193,7 @@ class Layout:
             ", ".join(f"{role} = {column}" for role, column in found.items())
             for found in self.guesses.values()
         )
-        notes = [f"guessed from the names of the columns: {text}" for text in said]
+        notes = [f"guessed from the names of the columns: {text}" for text in said if text]
         if self.left:  # the others are named when rows are read
             ways = "see --columns and --prompt-template"
             notes.append(f"columns that are not used: {listed(sorted(self.left))}; {ways}")

@@ -16,7 +16,7 @@ import os
 import sys
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -72,6 +72,14 @@ class Splits:
     files: dict[str, Path]
     notes: tuple[str, ...] = ()
     """What the user should know: columns that were guessed, rows that were held out."""
+    origins: dict[str, Path] = field(default_factory=dict)
+    """The files of prompts whose answers a teacher wrote, by split."""
+
+    def checksums(self) -> dict[str, str]:
+        """The checksums of what is trained or validated, by name."""
+        named = {path.name: path for split, path in self.files.items() if split != "test"}
+        named |= {f"prompts of {path.name}": path for path in self.origins.values()}
+        return {name: sha256(path) for name, path in named.items()}
 
 
 def find_splits(
@@ -455,7 +463,8 @@ def rows_in(
 
     Raises UserError for a row that is in no known format.
     """
-    for path, where, record in records_in(source, split, limit, progress):
+    records = records_in(source, split, limit, progress)
+    for path, where, record in asked_in(records) if layout.asks_texts else records:
         row = layout.row_of(record, where)
         parsed = parse(row, where)
         digest = hashlib.blake2b(
@@ -468,6 +477,21 @@ def rows_in(
         except UnicodeEncodeError:  # half of a character; the encoder says so
             line = json.dumps(row, default=str).encode()
         yield line + b"\n", int.from_bytes(digest.digest(), "little")
+
+
+def asked_in(
+    records: Iterator[tuple[Path, str, dict[str, Any]]],
+) -> Iterator[tuple[Path, str, dict[str, Any]]]:
+    """The records with those of text files as prompts: of .txt each line, of .md each paragraph."""
+    for path, where, record in records:
+        if SUFFIXES.get(suffix_of(path)) != "text" or record.keys() != {"text"}:
+            yield path, where, record
+            continue
+        file, _, first = where.rpartition(":")
+        text = record["text"]
+        lines = text.splitlines() if suffix_of(path) == ".txt" else [text]
+        for number, line in enumerate(lines, int(first)):
+            yield path, f"{file}:{number}", {"prompt": line.strip()}
 
 
 def records_in(

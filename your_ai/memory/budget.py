@@ -340,6 +340,19 @@ def plan_waves(
     None: as much as the machine has; if one row does not fit, it is tried all the same.
     """
     limit = limit_of(max_memory_gb).limit_bytes
+    chosen, needed = waves_within(facts, sizes, limit, can_stream)
+    if max_memory_gb is not None:
+        if chosen is None:
+            raise too_much_to_generate(max_memory_gb, needed)
+        allocator.set_limits(limit, needed, python_bytes())
+    return chosen or WavePlan(1, streams=False)
+
+
+def waves_within(
+    facts: ModelFacts, sizes: RolloutSizes, limit_bytes: int, can_stream: bool
+) -> tuple[WavePlan | None, int]:
+    """The fastest way to generate these completions inside a limit of the process, and the bytes
+    that it needs; None, and the least that any way needs, if not even one row fits."""
     most = allowed(probe.most_buffers() or UNLIMITED)
     of_weights = {False: facts.weights_bytes}
     if can_stream:
@@ -356,9 +369,5 @@ def plan_waves(
         for wave in waves
         if of_wave(facts, sizes, wave) <= most
     ]
-    chosen, needed = next((each for each in found if each[1] <= limit), (WavePlan(1, False), 0))
-    if max_memory_gb is not None:
-        if not needed:
-            raise too_much_to_generate(max_memory_gb, min(needed for _, needed in found))
-        allocator.set_limits(limit, needed, python_bytes())
-    return chosen
+    least = min(needed for _, needed in found)
+    return next((each for each in found if each[1] <= limit_bytes), (None, least))

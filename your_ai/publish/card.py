@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from your_ai import __version__
-from your_ai.config import ABOUT, DEMO, DISTILL, GENERATING, GRPO, SFT, SOFT, TrainConfig, is_used
+from your_ai.config import ABOUT, DEMO, DISTILL, GENERATING, GRPO, SFT, SOFT, TrainConfig
 from your_ai.config import REWARD as REWARD_MODEL
 from your_ai.dashboard.history import read_history
 from your_ai.dashboard.measures import match_share
@@ -435,7 +435,7 @@ def training(subject: Subject) -> list[str]:
         parts.append(curve_table(subject.figures))
     if subject.config is not None:
         settings = dataclasses.asdict(subject.config)
-        names = (name for name in SETTINGS if is_used(name, subject.config.objective))
+        names = (name for name in SETTINGS if subject.config.uses(name))
         chosen = [(name, settings[name]) for name in names if settings[name] not in (None, "")]
         texts = {"reward": rewards_text} if subject.config.reward else {}
         rows = [(code(name), texts.get(name, shown)(value)) for name, value in chosen]

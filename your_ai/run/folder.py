@@ -70,6 +70,16 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def answers(self) -> Path:
+        """The answers that a teacher wrote, which the run trains, as data: only of such a run."""
+        return self.path / "answers"
+
+    @property
+    def has_work(self) -> bool:
+        """True if the run did something that takes long to do again, before its first step too."""
+        return self.checkpoints.exists() or self.answers.exists()
+
+    @property
     def adapter(self) -> Path:
         return self.path / "adapter"
 

@@ -220,10 +220,13 @@ def train_and_show(
     except child.Lost:
         raise  # keep the folder, which says why
     except BaseException as error:
-        if new and not folder.checkpoints.exists():  # the first is written before step 1
+        if new and not folder.has_work:
             discard(folder.path)
             if isinstance(error, RunError):
                 raise without_run(error) from error
+        elif new and isinstance(error, Interrupted) and not folder.checkpoints.exists():
+            rest = f"what there is stays: your_ai train --resume {folder.reference}"
+            raise Interrupted(error.number, rest) from error
         raise
 
 

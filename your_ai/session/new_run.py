@@ -44,7 +44,7 @@ def check_rewards(config: TrainConfig) -> None:
 
     The user's functions are not imported, and a run is not read: training does both.
     """
-    if config.objective not in GENERATING:
+    if config.objective not in GENERATING and not config.reward:
         return
     for each in parse_rewards(reward_texts(config)):
         if each.kind == RUN:
@@ -132,7 +132,7 @@ def failure(run: BackgroundRun, status: int) -> Exception:
     """The error of a run that ended before it began; the folder of a new run is removed."""
     with child.open_log(run.folder) as log:
         error = child.reported_error(run.folder, status, child.read_log(log, run.log_start))
-    if run.new and not isinstance(error, child.Lost) and not run.folder.checkpoints.exists():
+    if run.new and not isinstance(error, child.Lost) and not run.folder.has_work:
         discard(run.folder.path)
         return without_run(error) if isinstance(error, RunError) else error
     return error

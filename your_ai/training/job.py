@@ -26,7 +26,7 @@ from your_ai.data.batches import TARGET_LEVELS, Schedule, make_schedule
 from your_ai.data.examples import Examples
 from your_ai.data.preferences import kind_of
 from your_ai.data.prompts import PromptRows
-from your_ai.data.sources import find_splits
+from your_ai.data.sources import Splits
 from your_ai.engine.weights import Opened
 from your_ai.errors import UserError
 from your_ai.files import sha256
@@ -113,6 +113,8 @@ class Job:
     tokenizer: Any
     new: NewTokens = field(default_factory=NewTokens)
     """The tokens that the run adds to those of its model."""
+    splits: Splits = field(default_factory=lambda: Splits({}))
+    """The files of its rows."""
 
     @property
     def objective(self) -> Objective:
@@ -131,10 +133,9 @@ class Job:
 
     def depends_on(self) -> dict[str, dict[str, str]]:
         """Checksums and values that must be the same when the run is resumed, by kind."""
-        splits = find_splits(self.config).files.items()
         return {
             "model": self.files | {f"tokenizer/{name}": s for name, s in self.new.files.items()},
-            "data": {path.name: sha256(path) for name, path in splits if name != "test"},
+            "data": self.splits.checksums(),
             "settings": self.config.fixed_on_resume(),
             **{f"reward model {run.name}": run.checksums for run in self.reward_runs},
             **({} if self.teacher is None else {"teacher": self.teacher_files()}),
@@ -175,8 +176,9 @@ def job_of(
     log: events.EventLog,
     limit: MemoryLimit,
     folder: RunFolder,
+    splits: Splits,
 ) -> Job:
-    """Read the rows, and decide what depends on them. Raises UserError.
+    """Read the rows of the splits, and decide what depends on them. Raises UserError.
 
     base: the folder of the model as it was downloaded; opened: as it is trained; it gets layers for
     what is trained of its vocabulary. limit: of the memory of this process.
@@ -192,12 +194,13 @@ def job_of(
     runs, teacher = reward_runs(config, files), teacher_of(config, base, files)
     for text in end_notes(opened.folder, tokenizer):
         log.write(events.Notice(text=text))
-    data = read_data(config, network, tokenizer, files | new.files, log.write, limit)
+    all_files = files | new.files
+    data = read_data(config, network, tokenizer, all_files, log.write, limit, splits.files)
     rows = len(data.examples["train"]) // objective_of(config).rows_together
     sized = defaults.sized(config, rows, "valid" in data.examples)
     schedule = schedule_of(sized, data)
     steps = last_step(sized, schedule.steps_per_epoch)
-    found = Job(config, sized, data, schedule, steps, files, runs, teacher, tokenizer, new)
+    found = Job(config, sized, data, schedule, steps, files, runs, teacher, tokenizer, new, splits)
     for text in [*found.notices(), unused_tokens(found)]:
         if text:
             log.write(events.Notice(text=text))
@@ -236,6 +239,14 @@ def rewards_of(config: TrainConfig, log: events.EventLog, folder: Path) -> Rewar
         return Rewards((), {})
     if config.objective == GRPO and not config.reward:
         raise UserError("--reward is missing: what a completion earns, e.g. exact_match")
+    written = (record.event for record in events.tail(log.path)[0])
+    counted_in = (e for e in written if isinstance(e, events.Step | events.Validation))
+    calls = (event.metrics.get("judge/calls", 0) for event in counted_in)
+    return chosen_rewards(config, int(sum(calls)), missing_in_a_row(folder, config.rollouts))
+
+
+def chosen_rewards(config: TrainConfig, calls_before: int, missing_before: int = 0) -> Rewards:
+    """The rewards that the settings name, as of `load_rewards`."""
     judge = JudgeSettings(
         model=config.judge_model,
         url=config.judge_url or None,
@@ -244,11 +255,8 @@ def rewards_of(config: TrainConfig, log: events.EventLog, folder: Path) -> Rewar
         max_calls=config.judge_max_calls,
         timeout_s=config.judge_timeout_s,
     )
-    written = (record.event for record in events.tail(log.path)[0])
-    counted_in = (e for e in written if isinstance(e, events.Step | events.Validation))
-    calls = (event.metrics.get("judge/calls", 0) for event in counted_in)
-    missing = missing_in_a_row(folder, config.rollouts)
-    return load_rewards(reward_texts(config), judge, store() / "cache", int(sum(calls)), missing)
+    cache = store() / "cache"
+    return load_rewards(reward_texts(config), judge, cache, calls_before, missing_before)
 
 
 def imbalance(config: TrainConfig, examples: Examples) -> str:

@@ -171,7 +171,7 @@ def planned_budget(
             tokenizer, new = tokenizer_with_new(config, folder, Path(place) / "tokenizer")
     model.train_vocabulary(network, config, new)
     model.adapted_layers(network, config)  # checks the settings of the adapters
-    if seq_len is None and config.data:
+    if seq_len is None and config.data and not config.answers_from_teacher:
         found = check_splits(config)
         for text in found.notes:
             on_note(text)
@@ -182,7 +182,7 @@ def planned_budget(
                 on_note(event.text)
 
         files = fingerprint(folder) | new.files
-        data = read_data(config, network, tokenizer, files, tell, limit)
+        data = read_data(config, network, tokenizer, files, tell, limit, found.files)
         rows = len(data.examples["train"]) // objective_of(config).rows_together
         config = defaults.sized(config, rows, "valid" in data.examples)
     else:

@@ -43,6 +43,7 @@ from your_ai.training.planned import (
     write_plan,
 )
 from your_ai.training.run_data import check_splits
+from your_ai.training.teacher_answers import answered
 from your_ai.training.trainer import (
     WORKING,
     Trainer,
@@ -72,7 +73,7 @@ def prepare(
     on_fit: is called once a plan fits, before anything is loaded.
     """
     limit = run_limit(config)
-    planned, opened, rewards = read_job(config, log, folder, limit)
+    planned, opened, rewards = read_job(config, log, folder, limit, ranks)
     past = past_of(log, planned.config, level, RunFolder(folder))
     budget = budget_of_job(planned, opened, limit, level, past, ranks.size > 1, partial(doing, log))
     if planned.config.adapter_kind.is_whole:
@@ -143,16 +144,18 @@ def writes_text(job: Job, budget: Budget, folder: Path) -> str:
 
 
 def read_job(
-    config: TrainConfig, log: events.EventLog, folder: Path, limit: MemoryLimit
+    config: TrainConfig, log: events.EventLog, folder: Path, limit: MemoryLimit, ranks: Ranks
 ) -> tuple[Job, Opened, Rewards | None]:
     """Read what the run is to do, its model without weights, and what rewards its completions."""
     found = check_splits(config)
     tell(log, *found.notes)
     config = with_reward_loss(config, found)
+    if config.answers_from_teacher:
+        found = answered(config, found, log, RunFolder(folder), limit, ranks)
     rewards = rewards_of(config, log, folder)
     base = find_model(config.model)
     opened = opened_for(config, base, log, limit)
-    job = job_of(config, base, opened, log, limit, RunFolder(folder))
+    job = job_of(config, base, opened, log, limit, RunFolder(folder), found)
     return job, opened, rewards
 
 

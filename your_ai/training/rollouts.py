@@ -539,8 +539,8 @@ class RolloutSource:
 def prompt_of(examples: Examples, row: int) -> np.ndarray:
     """The tokens of a prompt: of a row with answers, those up to its last answer."""
     example = examples[row]
-    others = np.flatnonzero(~example.trained)
-    before = others[(others > 0) & (others < np.flatnonzero(example.trained)[-1])]
+    trained, others = np.flatnonzero(example.trained), np.flatnonzero(~example.trained)
+    before = others[(others > 0) & (others < trained[-1])] if len(trained) else others[:0]
     return np.array(example.tokens[: before[-1] + 1 if len(before) else None])
 
 

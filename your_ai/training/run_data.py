@@ -12,7 +12,7 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
-from your_ai.config import AUTO, EXACT_MATCH, LOSS, REWARD_METRICS, TrainConfig, flag
+from your_ai.config import AUTO, DISTILL, EXACT_MATCH, LOSS, REWARD_METRICS, TrainConfig, flag
 from your_ai.config.setting import LARGEST
 from your_ai.data.batches import bucket_edges, few_edges
 from your_ai.data.encode import Encoder, SamplePrompt
@@ -204,19 +204,19 @@ def read_data(
     files: dict[str, str],
     write: Callable[[events.Event], None],
     memory: MemoryLimit,
+    splits: dict[str, Path],
 ) -> RunData:
-    """The tokenized rows of --data, for `train` and `plan`.
+    """The tokenized rows of a run, for `train` and `plan`.
 
-    files: the checksums of the model's files.
+    files: the checksums of the model's files. splits: the files of the rows.
     write: receives events about progress and shortened rows.
     memory: the limit of this process.
 
     Raises UserError for rows that cannot be trained.
     """
-    splits = check_splits(config).files
     limit = row_limit(config.max_row_bytes, memory)
     vocabulary = vocabulary_of(network)
-    encoder = Encoder(tokenizer, config.mask_prompt, vocabulary, limit, config.row_kind)
+    encoder = Encoder(tokenizer, config.mask_prompt, vocabulary, limit, config.trained_kind)
     samples = samples_of(config, splits, encoder, network)
     used = {n: path for n, path in splits.items() if n != "test" or config.exact_match}
     prompts = {}
@@ -227,7 +227,7 @@ def read_data(
         name: load_split(name, path, config, encoder, files, write) for name, path in used.items()
     }
     seen = None
-    if config.teacher_prompt:
+    if config.objective == DISTILL and config.teacher_prompt:
         seen = {
             name: seen_by_teacher(name, path, config, encoder, files, examples[name])
             for name, path in used.items()
@@ -264,6 +264,16 @@ def read_data(
 MOST_PROMPT_BYTES = 4 << 20  # of --teacher-prompt
 
 
+def teacher_prompt_of(config: TrainConfig) -> str:
+    """The text of --teacher-prompt. Raises UserError if it cannot be read, or is empty."""
+    place = Path(config.teacher_prompt).expanduser()
+    with named_errors(place, "read"):
+        prompt = read_text(place, MOST_PROMPT_BYTES).strip()
+    if not prompt:
+        raise UserError(f"--teacher-prompt {config.teacher_prompt}: is empty")
+    return prompt
+
+
 def seen_by_teacher(
     name: str, path: Path, config: TrainConfig, encoder: Encoder, files: dict[str, str],
     examples: Examples,
@@ -272,12 +282,7 @@ def seen_by_teacher(
 
     examples: without it.
     """
-    option = f"--teacher-prompt {config.teacher_prompt}"
-    place = Path(config.teacher_prompt).expanduser()
-    with named_errors(place, "read"):
-        prompt = read_text(place, MOST_PROMPT_BYTES).strip()
-    if not prompt:
-        raise UserError(f"{option}: is empty")
+    option, prompt = f"--teacher-prompt {config.teacher_prompt}", teacher_prompt_of(config)
 
     def after_prompt(rows: Iterator[Row]) -> Iterator[Row]:
         return (encoder.after_prompt(row, prompt) for row in rows)

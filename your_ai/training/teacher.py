@@ -98,7 +98,6 @@ def teacher_of(config: TrainConfig, base: Path, files: dict[str, str]) -> Teache
     """
     if config.objective != DISTILL:
         return None
-    kind, _, name = config.teacher.partition(":")
     label = f"--teacher {config.teacher}"
     if not config.teacher:
         if not config.teacher_prompt:
@@ -112,16 +111,12 @@ def teacher_of(config: TrainConfig, base: Path, files: dict[str, str]) -> Teache
                 "name a --teacher"
             )
         return TeacherModel("--teacher-prompt", base, None, shares_base=True)
-    try:
-        if kind != RUN or not name:
-            folder = find_model(config.teacher)
-            same = base_files(fingerprint(folder)) == base_files(files)
-            shared = same and config.quantize is None and keeps_weights(config)
-            return TeacherModel(label, folder, None, shared, has_tokenizer_of(folder, files))
-        trained = open_trained(name)
-        check_generates(trained.adapter)
-    except UserError as error:
-        raise UserError(f"{label}: {error}") from error
+    found = find_teacher(config.teacher)
+    if isinstance(found, Path):
+        same = base_files(fingerprint(found)) == base_files(files)
+        shared = same and config.quantize is None and keeps_weights(config)
+        return TeacherModel(label, found, None, shared, has_tokenizer_of(found, files))
+    trained = found
     if trained.adapter.kind.is_whole:
         folder = trained.adapter.folder
         return TeacherModel(label, folder, None, False, has_tokenizer_of(folder, files))
@@ -133,6 +128,19 @@ def teacher_of(config: TrainConfig, base: Path, files: dict[str, str]) -> Teache
 def has_tokenizer_of(folder: Path, files: dict[str, str]) -> bool:
     """Return whether a model has the tokenizer of the model that is trained."""
     return tokenizer_fingerprint(fingerprint(folder)) == tokenizer_fingerprint(files)
+
+
+def find_teacher(name: str) -> Path | Trained:
+    """The folder of the model that --teacher names, or the run. Raises UserError."""
+    kind, _, run = name.partition(":")
+    try:
+        if kind != RUN or not run:
+            return find_model(name)
+        trained = open_trained(run)
+        check_generates(trained.adapter)
+        return trained
+    except UserError as error:
+        raise UserError(f"--teacher {name}: {error}") from error
 
 
 def open_teacher(teacher: TeacherModel, student: Opened, tokenizer: Any) -> tuple[Opened, int]:
