@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import subprocess
@@ -34,8 +35,9 @@ from tests.conftest import (
 from tests.training.test_distributed import difference, supervised
 from your_ai.data.encode import Encoder
 from your_ai.data.rows import read_rows
-from your_ai.engine.prefix import HIDDEN, INDEX, RECORD, DiskStore
-from your_ai.errors import UserError
+from your_ai.engine import prefix
+from your_ai.engine.prefix import HIDDEN, INDEX, RECORD, DiskStore, MemoryStore
+from your_ai.errors import RunError, UserError
 from your_ai.run import events
 from your_ai.run.folder import RUNS, RunFolder, find
 from your_ai.run.rollout_files import read_rollouts, rollout_file, rollout_steps
@@ -221,6 +223,56 @@ def counted_puts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(DiskStore, "put", put)
     return found
+
+
+@pytest.mark.parametrize(
+    "settings", [{"teacher_cache": "off"}, ON_STUDENT], ids=["data", "student"]
+)
+def test_no_more_states_are_in_memory_than_the_plan_counts(
+    distilled, data_folder, monkeypatch, settings
+):
+    """Validation compares many more rows than a step trains."""
+    write_rows(data_folder / "valid.jsonl", [chat(f"Ask {i}", f"Answer {i}") for i in range(40)])
+    held, kept = [], []
+    put, prepare = MemoryStore.put, recipe.prepare
+
+    def noted(self, key, states):
+        put(self, key, states)
+        held.append(self.bytes_held)
+
+    def prepared(*args, **more):
+        kept.append(prepare(*args, **more))
+        return kept[-1]
+
+    monkeypatch.setattr(MemoryStore, "put", noted)
+    monkeypatch.setattr(recipe, "prepare", prepared)
+    train(distilled("wide", valid="", eval_every=1, max_steps=2, **settings))
+    sizes = kept[0].budget.workload.teacher
+    assert 0 < max(held) <= sizes.step_tokens * sizes.facts.hidden * sizes.facts.float_bytes
+
+
+def test_what_a_teacher_reads_instead_of_completions_is_dropped_with_them(distilled, own_folder):
+    (own_folder / "prompt.txt").write_text(PROMPT)
+    found: list[int] = []
+    genuine = Teacher.look
+
+    def noted(self, texts):
+        genuine(self, texts)
+        found.append(len(self.others) + len(self.others_of_step))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Teacher, "look", noted)
+        train(distilled("", teacher_prompt="prompt.txt", **ON_STUDENT))
+    assert max(found) <= ON_STUDENT["prompts_per_step"]
+
+
+def test_a_full_disk_names_the_cache_of_the_teacher(distilled, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(prefix, "write_at", full)
+    with pytest.raises(RunError, match=r"--teacher-cache off$"):
+        train(distilled())
 
 
 # -- what a teacher sees that its student does not

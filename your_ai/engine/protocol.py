@@ -65,6 +65,10 @@ class Engine:
     """For texts of n tokens, the inputs of the head's linear layer, (n, D): what it predicts the
     next tokens from. The blocks are read once for all texts. Of an engine that is not fused."""
 
+    ahead: Callable[[Iterable[Batch]], Iterator[Batch]] = iter
+    """Pass micro-batches on, in their order, of which something may be prepared for several
+    together; they are then only measured."""
+
     def add_gradients(self, batch: Batch, scale: float, step_seed: int, total: Gradients) -> Sums:
         """Add what `gradients` computes to `total`, and return the sums."""
         if self.by_block is not None:

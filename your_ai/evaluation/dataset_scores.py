@@ -50,7 +50,7 @@ def mean_loss_of_all(
     """
     totals, weight, trained_tokens = Totals(), 0.0, 0
     edges, order = bucket_edges(examples.lengths - 1), by_length(examples)
-    for batch in micro_batches(examples, order, rows_at, edges, ids=ids):
+    for batch in engine.ahead(micro_batches(examples, order, rows_at, edges, ids=ids)):
         if stop:
             break
         totals.add(engine.loss(batch))
@@ -80,7 +80,7 @@ def mean_loss(engine: Engine, examples: Examples, rows_at: RowsAt, stop: Stop) -
         batches = in_order_of_length(examples, rows_at)
     else:
         batches = split_batches(examples, every, rows_at, edges, objective.rows_together)
-    for batch in batches:
+    for batch in engine.ahead(batches):
         if stop:
             return None
         if objective.token_local:

@@ -104,7 +104,7 @@ class TaughtSource:
             prompts = [prompt_of(seen[split], record.row) for record in records]
             answers = [answer for _, answer in texts]
             pairs = list(zip(prompts, answers, strict=True))
-            self.teacher.reads(found, completion_examples(pairs, weights, {}))
+            self.teacher.reads(found, completion_examples(pairs, weights, {}), in_step=True)
         return found
 
     def measured(self, split: str, most: int, step: int) -> list[RolloutRecord] | None:
@@ -115,8 +115,8 @@ class TaughtSource:
     def loss_of(self, records: Sequence[RolloutRecord], split: str, stop: Stop) -> MeanLoss | None:
         """The mean divergence over completions."""
         assert self.rollouts is not None
+        self.teacher.begin_step()
         examples = self.examples(self.rollouts, records, split)
-        self.look(list(in_order_of_length(examples, self.trainer.rows_at)))
         return mean_loss(self.trainer.engine, examples, self.trainer.rows_at, stop)
 
 

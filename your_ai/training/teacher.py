@@ -10,7 +10,7 @@ Shapes: n tokens of a text, m of them trained, S targets of a micro-batch, D wid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,8 @@ from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS
 from your_ai.training.reward_models import keeps_weights, shares_weights
 from your_ai.training.soft_networks import first_difference
 
+# Of the tokens of a student -> a row of examples that the teacher reads instead.
+Others = dict[bytes, tuple[Examples, int]]
 STATES = "teacher"  # the folder of a teacher's hidden states, inside the run folder
 
 
@@ -182,20 +184,28 @@ class Teacher:
     engine: Engine
     target: TargetHead
     store: Store
-    kept: bool
-    """Whether the store keeps what it has from step to step."""
+    together: int | None
+    """Trained tokens whose states may be stored together; None if the store keeps all."""
     group_tokens: int
     """Tokens of texts that go through its blocks together, at least."""
     make_room: Callable[[], object] = lambda: None
     """Frees the streamed weights of the student before those of the teacher are read."""
-    others: dict[bytes, tuple[Examples, int]] = field(default_factory=dict)
-    """The texts that it reads instead of those of the student, by the digest of the student's
-    tokens: as a row of examples."""
+    others: Others = field(default_factory=dict)
+    """The texts that it reads instead of rows of the data."""
+    others_of_step: Others = field(default_factory=dict)
+    """The same of the completions of a step."""
 
-    def reads(self, own: Examples, seen: Examples) -> None:
-        """From now on, it reads a row of `seen` where the student reads that row of `own`."""
+    @property
+    def kept(self) -> bool:
+        """Whether the store keeps what it has from step to step."""
+        return self.together is None
+
+    def reads(self, own: Examples, seen: Examples, *, in_step: bool = False) -> None:
+        """From now on, or in this step, read a row of `seen` where the student reads that row of
+        `own`."""
+        others = self.others_of_step if in_step else self.others
         for row in range(len(own)):
-            self.others[digest_of(own[row].tokens[:-1])] = seen, row
+            others[digest_of(own[row].tokens[:-1])] = seen, row
 
     def seen_in(self, batch: Batch) -> list[Seen]:
         """The texts of a micro-batch as the teacher reads them, in the order of their targets."""
@@ -206,7 +216,8 @@ class Teacher:
             own = at[(at >= start) & (at < start + len(span.tokens))] - start
             if not len(own):
                 continue
-            other = self.others.get(digest_of(span.tokens))
+            digest = digest_of(span.tokens)
+            other = self.others_of_step.get(digest) or self.others.get(digest)
             found.append(Seen(span.tokens, own) if other is None else Seen.of(*other))
         return found
 
@@ -233,8 +244,28 @@ class Teacher:
 
     def begin_step(self) -> None:
         """Forget what is only needed in the step before."""
+        self.others_of_step.clear()
         if not self.kept:
             self.store.close()
+
+    def ahead(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Pass micro-batches on, whose texts are read together: as many as may be stored."""
+        if self.together is None:
+            yield from batches
+            return
+        group: list[Batch] = []
+        for batch in batches:
+            if sum(b.trained_tokens for b in [*group, batch]) > self.together:
+                yield from self.looked_at(group)
+                group = []
+            group.append(batch)
+        yield from self.looked_at(group)
+
+    def looked_at(self, group: Sequence[Batch]) -> Sequence[Batch]:
+        """The micro-batches, whose states alone are stored."""
+        self.store.close()
+        self.look(text for batch in group for text in self.seen_in(batch))
+        return group
 
     def states(self, batch: Batch) -> mx.array:
         """(S, D), zeros where there is no target."""
@@ -277,11 +308,12 @@ def build_teacher(
     plan: Plan,
     store: Callable[[int], Store],
     tokens: int,
-    kept: bool,
+    together: int | None,
 ) -> Teacher:
     """Build the engine of a teacher, for a student under a plan.
 
     store: width of its states -> where they are kept. tokens: of the student's tokenizer.
+    together: as of `Teacher`.
     Raises UserError if the teacher has no such head.
     """
     resident = teacher.shares_base and plan.engine != "streamed"
@@ -309,7 +341,7 @@ def build_teacher(
     found = facts_of(opened.folder, opened.dtype.size)
     group = max(found.bytes_of_last(1), FEWEST_BYTES) // (found.hidden * opened.dtype.size)
     allocator.free()
-    return Teacher(built.engine, TargetHead(head, known), store(width), kept, group)
+    return Teacher(built.engine, TargetHead(head, known), store(width), together, group)
 
 
 def is_sampled(objective: Objective) -> bool:
@@ -333,5 +365,6 @@ def taught(engine: Engine, teacher: Teacher) -> Engine:
         engine,
         gradients=lambda batch, *args: engine.gradients(given(batch), *args),
         loss=lambda batch: engine.loss(given(batch)),
+        ahead=teacher.ahead,
         by_block=None if engine.by_block is None else add,
     )

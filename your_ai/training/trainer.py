@@ -71,6 +71,7 @@ from your_ai.training.teacher import (
 )
 
 PREFIX = "prefix"  # the folder of a prefix cache on disk, inside the run folder
+TEACHER_CACHE = "--teacher-cache"  # the option that asks for a teacher's states on disk
 WORKING = "working"  # the same of whole weights and their optimizer states
 
 
@@ -291,8 +292,11 @@ def build(
     if job.teacher is not None and beside.teacher is not None:
         kept = config.teacher_cache == "disk" and not config.student_share
         made = teacher_store(job, folder / STATES, opened.dtype, kept)
+        sizes = budget.workload.teacher
+        assert sizes is not None
         tokens = 1 + max(job.tokenizer.get_vocab().values())
-        teacher = build_teacher(job.teacher, beside.teacher, opened, plan, made, tokens, kept)
+        together = None if kept else sizes.step_tokens
+        teacher = build_teacher(job.teacher, beside.teacher, opened, plan, made, tokens, together)
         read_views(teacher, job)
     built = build_engine(
         opened.network,
@@ -324,9 +328,9 @@ def teacher_store(job: Job, folder: Path, dtype: mx.Dtype, kept: bool) -> Callab
         if not kept:
             return MemoryStore()
         assert job.teacher is not None
-        found = DiskStore(folder, job.teacher.checksums, width, dtype)
+        found = DiskStore(folder, job.teacher.checksums, width, dtype, option=TEACHER_CACHE)
         held = found.bytes_held // needed_bytes(1, width, dtype)
-        check_room(folder, max(0, trained_tokens(job) - held), width, dtype, "--teacher-cache")
+        check_room(folder, max(0, trained_tokens(job) - held), width, dtype, TEACHER_CACHE)
         return found
 
     return make
