@@ -38,6 +38,8 @@ from your_ai.data.rows import read_rows
 from your_ai.engine import prefix
 from your_ai.engine.prefix import HIDDEN, INDEX, RECORD, DiskStore, MemoryStore
 from your_ai.errors import RunError, UserError
+from your_ai.memory.estimate import teacher_phases
+from your_ai.memory.plan import Budget
 from your_ai.run import events
 from your_ai.run.folder import RUNS, RunFolder, find
 from your_ai.run.rollout_files import read_rollouts, rollout_file, rollout_steps
@@ -48,6 +50,7 @@ from your_ai.training.teacher import STATES, Teacher
 ON_STUDENT: dict[str, Any] = {
     "distill_on": "student", "divergence": "reverse", "prompts_per_step": 3, "max_new_tokens": 6,
 }  # fmt: skip
+MIXED = {**ON_STUDENT, "distill_on": "data", "distill_student_share": 0.5, "max_steps": 6}
 PROMPT = "Answer as briefly as you can."
 
 
@@ -73,6 +76,21 @@ def distilled(configure, models):
         return configure(**{**first, **settings})
 
     return make
+
+
+@pytest.fixture
+def budgets(monkeypatch) -> list[Budget]:
+    """Those of the runs that the test trains."""
+    found: list[Budget] = []
+    prepare = recipe.prepare
+
+    def prepared(*args, **more):
+        trainer = prepare(*args, **more)
+        found.append(trainer.budget)
+        return trainer
+
+    monkeypatch.setattr(recipe, "prepare", prepared)
+    return found
 
 
 TEACHERS = ("run:t", "wide")
@@ -229,26 +247,54 @@ def counted_puts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     "settings", [{"teacher_cache": "off"}, ON_STUDENT], ids=["data", "student"]
 )
 def test_no_more_states_are_in_memory_than_the_plan_counts(
-    distilled, data_folder, monkeypatch, settings
+    distilled, data_folder, budgets, monkeypatch, settings
 ):
     """Validation compares many more rows than a step trains."""
     write_rows(data_folder / "valid.jsonl", [chat(f"Ask {i}", f"Answer {i}") for i in range(40)])
-    held, kept = [], []
-    put, prepare = MemoryStore.put, recipe.prepare
+    held: list[int] = []
+    put = MemoryStore.put
 
     def noted(self, key, states):
         put(self, key, states)
         held.append(self.bytes_held)
 
-    def prepared(*args, **more):
-        kept.append(prepare(*args, **more))
-        return kept[-1]
-
     monkeypatch.setattr(MemoryStore, "put", noted)
-    monkeypatch.setattr(recipe, "prepare", prepared)
     train(distilled("wide", valid="", eval_every=1, max_steps=2, **settings))
-    sizes = kept[0].budget.workload.teacher
+    sizes = budgets[0].workload.teacher
     assert 0 < max(held) <= sizes.step_tokens * sizes.facts.hidden * sizes.facts.float_bytes
+
+
+def test_the_plan_of_a_mixture_counts_completions(distilled, data_folder, budgets):
+    """Whose prompts are shorter than the longest row, and which are longer than any."""
+    row = chat("Ask me", "Answer " * 20)
+    write_rows(data_folder / "train.jsonl", [row, chat("Ask", "Answer")])
+    train(distilled(**{**MIXED, "max_new_tokens": 90, "max_steps": 1}))
+    workload = budgets[-1].workload
+    tokenizer = load_base(DEMO_FOLDER, mx.float32)[1]
+    prompt = len(tokenizer.encode("<|user|>Ask me<|end|><|assistant|>"))
+    assert workload.rollouts.prompt_tokens == prompt
+    assert max(workload.lengths) >= prompt + 90 - 1
+
+
+def test_a_mixture_with_too_long_completions_is_refused(distilled):
+    with pytest.raises(UserError, match="--max-new-tokens 4000, more than --max-seq-length"):
+        train(distilled(**{**MIXED, "max_new_tokens": 4000}))
+
+
+@pytest.mark.parametrize("settings", [{}, ON_STUDENT], ids=["data", "student"])
+def test_the_plan_counts_a_long_prompt_of_the_teacher(distilled, own_folder, budgets, settings):
+    (own_folder / "short.txt").write_text(PROMPT)
+    (own_folder / "long.txt").write_text(PROMPT * 200)
+    for name in ("short", "long"):
+        prompt = {"teacher_prompt": f"{name}.txt", "max_steps": 1}
+        train(distilled("", run=name, **{**settings, **prompt}))
+    works = []
+    for budget in budgets:
+        workload, plan = budget.workload, budget.choice.option.plan
+        (phase,) = teacher_phases(workload, workload.teacher, plan, max(workload.lengths))
+        works.append(phase["block work"])
+    tokens = len(load_base(DEMO_FOLDER, mx.float32)[1].encode(PROMPT * 199))
+    assert works[1] - works[0] > 4 * tokens * budgets[0].workload.facts.hidden
 
 
 def test_what_a_teacher_reads_instead_of_completions_is_dropped_with_them(distilled, own_folder):
@@ -381,9 +427,6 @@ def test_every_plan_learns_the_same(distilled, teacher, settings):
     )
     for losses in others:
         assert losses == pytest.approx(fused, rel=1e-4)
-
-
-MIXED = {**ON_STUDENT, "distill_on": "data", "distill_student_share": 0.5, "max_steps": 6}
 
 
 def test_a_mixture_trains_rows_and_completions_the_same_after_it_is_resumed(distilled):

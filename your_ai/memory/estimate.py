@@ -270,6 +270,8 @@ def teacher_phases(workload: Workload, teacher: TeacherSizes, plan: Plan, tokens
     is_read = teacher.facts is not None or plan.engine == "streamed"
     weights = 0 if plan.teacher_blocks or not is_read else facts.neighbours_bytes(2)
     own = read_now_bytes(workload.facts, plan) if plan.engine == "streamed" else 0
+    tokens = max(tokens, teacher.longest)
+    group += tokens * facts.hidden * facts.float_bytes  # the text that makes a group full
     of_block = forward_phases(reading, replace(plan, engine="staged"), 1, tokens)[:1]
     return [{"weights": weights - own, "block work": group + sum(of_block[0].values())}]
 

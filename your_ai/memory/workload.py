@@ -224,6 +224,8 @@ class TeacherSizes:
     """None if it shares the weights of the model that is trained."""
     step_tokens: int = 0
     """Trained tokens whose states are in memory during a step; 0 if they are on disk."""
+    longest: int = 0
+    """Tokens of the longest text that it reads instead of the student's; 0 if it reads the same."""
     again: bool = False
     """Whether its weights are needed in every step."""
 

@@ -164,7 +164,7 @@ def planned(config: TrainConfig, model: Absent, seq_len: int | None, target: Tar
     if model.model_type in WHOLE:
         config = replace(config, plan="fused", spill=False)
     longest, prompt = config.max_seq_length if seq_len is None else seq_len, 0
-    if config.generates:
+    if config.samples_completions:
         from your_ai.data.batches import MULTIPLE  # loads numpy
 
         longest = max(longest, config.max_new_tokens + 2)

@@ -191,7 +191,7 @@ def planned_budget(
         generates = config.samples not in (0, AUTO) or ":" in config.best_metric
         answers = longest + ANSWER_TOKENS if generates else 0
         data = RunData({}, [], None, [longest], 0, answers)
-        if config.generates:
+        if config.samples_completions:
             data = rollouts_planned(config, seq_len)
     measuring = None
     if on_measure is not None:  # this process needs not stay below the limit of the run
@@ -227,7 +227,11 @@ def teacher_sizes(
         return None
     again = config.student_share > 0 or config.teacher_cache == "off"
     tokens = defaults.rows_per_step(config, rows=0) * max(data.lengths) if again else 0
-    return teacher.sizes(base, dtype.size, tokens, again)
+    seen = (data.seen or {}).values()
+    longest = max((int(examples.lengths.max()) for examples in seen), default=0)
+    if longest and config.samples_completions:  # instead of the answers, or after the prompts
+        longest += config.max_new_tokens
+    return teacher.sizes(base, dtype.size, tokens, again, longest)
 
 
 def planned_again(budget: Budget, engine: str, level: int, past: PriorPlans) -> Budget:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -171,12 +171,14 @@ class RunData:
     """The rows of the prompts, by split, of a run that generates completions."""
     seen: dict[str, Examples] | None = None
     """The same rows by split as a teacher reads them, with a prompt of its own."""
+    mixed_prompt_tokens: int = 0
+    """Tokens of the longest prompt in a run that generates completions in some of its steps."""
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the longest prompt whose completions are generated; 0 if none are."""
         if self.prompts is None:
-            return 0
+            return self.mixed_prompt_tokens
         return max((int(found.lengths.max()) for found in self.examples.values()), default=0)
 
 
@@ -248,17 +250,44 @@ def read_data(
     if config.generates:
         asking = prompts_of_run(config, network, prompts, examples, samples, encoder)
         return replace(asking, seen=seen)
+    lengths = {int(t) for found in scored for t in bucket_edges(found.lengths - 1)}
+    most = 0
+    if config.samples_completions:
+        most, edges = completions_of_rows(config, network, splits, examples)
+        lengths |= edges
     rooms = [sample_room(config, network, tokenizer, prompt) for prompt in samples]
     rooms += [answer_room(network, tokenizer, prompt) for prompt in asked]
     return RunData(
         examples=examples,
         samples=samples,
         best_metric=best,
-        lengths=sorted({int(t) for found in scored for t in bucket_edges(found.lengths - 1)}),
+        lengths=sorted(lengths),
         tokens=sum(int((found.lengths - 1).sum()) for found in examples.values()),
         answer_tokens=max((both for _, both in rooms), default=0),
         seen=seen,
+        mixed_prompt_tokens=most,
     )
+
+
+def completions_of_rows(
+    config: TrainConfig,
+    network: nn.Module,
+    splits: Mapping[str, Path],
+    examples: Mapping[str, Examples],
+) -> tuple[int, set[int]]:
+    """The tokens of the longest prompt of rows with answers, and the sequence lengths of its
+    completions. Raises UserError if they are too long."""
+    longest = {name: int(found.prompt_lengths.max()) for name, found in examples.items()}
+    name = max(longest, key=lambda name: longest[name])
+    total = longest[name] + config.max_new_tokens
+    if total > config.max_seq_length:
+        raise UserError(
+            f"{splits[name]}: the longest prompt has {counted(longest[name], 'token')}, {total:,} "
+            f"with --max-new-tokens {config.max_new_tokens}, more than --max-seq-length "
+            f"{config.max_seq_length}; raise it, or lower --max-new-tokens"
+        )
+    model.check_positions(network, total, f"--max-new-tokens {config.max_new_tokens}")
+    return longest[name], {int(few_edges(total - 1)[-1])}
 
 
 MOST_PROMPT_BYTES = 4 << 20  # of --teacher-prompt

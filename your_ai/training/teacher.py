@@ -77,17 +77,21 @@ class TeacherModel:
         folder = self.trained.adapter.folder
         return found | {name: sha256(folder / name) for name in (ADAPTERS, ADAPTER_CONFIG)}
 
-    def sizes(self, base: Path, float_bytes: int, step_tokens: int, again: bool) -> TeacherSizes:
+    def sizes(
+        self, base: Path, float_bytes: int, step_tokens: int, again: bool, longest: int = 0
+    ) -> TeacherSizes:
         """The sizes that the memory estimate needs.
 
-        base: the folder of the model that is trained. step_tokens, again: as in `TeacherSizes`.
+        base: the folder of the model that is trained. The others are as in `TeacherSizes`.
         """
         facts = facts_of(base if self.shares_base else self.folder, float_bytes)
         training = Training(blocks=1, rank=1, targets=(), adapter=LORA)
         if self.trained is not None:
             training = training_of(self.trained.adapter, self.trained.config, facts.blocks)
         own = None if self.shares_base else facts
-        return TeacherSizes(training=training, facts=own, step_tokens=step_tokens, again=again)
+        return TeacherSizes(
+            training=training, facts=own, step_tokens=step_tokens, again=again, longest=longest
+        )
 
 
 def teacher_of(config: TrainConfig, base: Path, files: dict[str, str]) -> TeacherModel | None:
