@@ -34,6 +34,7 @@ from tests.conftest import (
 )
 from tests.training.test_distributed import difference, supervised
 from your_ai.data.encode import Encoder
+from your_ai.data.examples import Examples, RowCounts
 from your_ai.data.rows import read_rows
 from your_ai.engine import prefix
 from your_ai.engine.prefix import HIDDEN, INDEX, RECORD, DiskStore, MemoryStore
@@ -45,6 +46,7 @@ from your_ai.run.folder import RUNS, RunFolder, find
 from your_ai.run.rollout_files import read_rollouts, rollout_file, rollout_steps
 from your_ai.session import new_run
 from your_ai.training import train as recipe
+from your_ai.training.rollouts import prompt_of
 from your_ai.training.teacher import STATES, Teacher
 
 ON_STUDENT: dict[str, Any] = {
@@ -274,6 +276,17 @@ def test_the_plan_of_a_mixture_counts_completions(distilled, data_folder, budget
     prompt = len(tokenizer.encode("<|user|>Ask me<|end|><|assistant|>"))
     assert workload.rollouts.prompt_tokens == prompt
     assert max(workload.lengths) >= prompt + 90 - 1
+
+
+def test_the_lengths_of_prompts_are_those_of_the_prompts_of_rows():
+    rng = np.random.default_rng(0)
+    trained = rng.random(400) < 0.5
+    trained[9::10] = True
+    trained[20:30] = True  # a row without a prompt
+    starts = np.arange(0, 401, 10)
+    examples = Examples(np.arange(400), trained, starts, np.ones(40), RowCounts())
+    prompts = [len(prompt_of(examples, row)) for row in range(40)]
+    assert examples.prompt_lengths.tolist() == prompts
 
 
 def test_a_mixture_with_too_long_completions_is_refused(distilled):

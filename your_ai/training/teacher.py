@@ -201,7 +201,7 @@ class Teacher:
 
     @property
     def kept(self) -> bool:
-        """Whether the store keeps what it has from step to step."""
+        """True if the store keeps what it has from step to step."""
         return self.together is None
 
     def reads(self, own: Examples, seen: Examples, *, in_step: bool = False) -> None:
