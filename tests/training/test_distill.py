@@ -39,6 +39,7 @@ from your_ai.data.rows import read_rows
 from your_ai.engine import prefix
 from your_ai.engine.prefix import HIDDEN, INDEX, RECORD, DiskStore, MemoryStore
 from your_ai.errors import RunError, UserError
+from your_ai.evaluation.teacher import STATES, Teacher
 from your_ai.memory.estimate import teacher_phases
 from your_ai.memory.plan import Budget
 from your_ai.run import events
@@ -47,7 +48,6 @@ from your_ai.run.rollout_files import read_rollouts, rollout_file, rollout_steps
 from your_ai.session import new_run
 from your_ai.training import train as recipe
 from your_ai.training.rollouts import prompt_of
-from your_ai.training.teacher import STATES, Teacher
 
 ON_STUDENT: dict[str, Any] = {
     "distill_on": "student", "divergence": "reverse", "prompts_per_step": 3, "max_new_tokens": 6,

@@ -46,11 +46,11 @@ from your_ai.hub.find import find_model, fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import Measuring, budget_of_evaluation, limit_of, row_limit
 from your_ai.memory.plan import Budget, choose
-from your_ai.memory.workload import RolloutSizes, Training, words
+from your_ai.memory.workload import RolloutSizes, words
 from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.nets import model, saved_adapter
 from your_ai.nets.parts import empty
-from your_ai.nets.saved_adapter import Adapter, Trained, read_adapter
+from your_ai.nets.saved_adapter import Adapter, Trained, read_adapter, training_of
 from your_ai.objectives.chosen import needs_reference
 from your_ai.run import checkpoint
 
@@ -310,24 +310,6 @@ def with_adapters(config: TrainConfig) -> TrainConfig:
     if not config.adapter_kind.is_whole:
         return config
     return replace(config, adapter="lora", lora_rank=1, blocks_per_period=None)
-
-
-def training_of(adapter: Adapter, config: TrainConfig, blocks: int) -> Training:
-    """Return what the memory estimate needs to know about an adapter."""
-    if adapter.kind.is_whole:
-        return Training(blocks=blocks, rank=1, targets=config.lora_targets)
-    keys = adapter.config["lora_parameters"].get("keys") or config.lora_targets
-    count = int(adapter.config["num_layers"])
-    return Training(
-        blocks=min(count, blocks) if count > 0 else blocks,
-        rank=int(adapter.ranks.number),
-        targets=tuple(sorted({str(key) for key in keys})),
-        patterns=adapter.ranks.patterns,
-        alphas=adapter.alphas.patterns,
-        adapter=adapter.kind,
-        experts=config.lora_experts,
-        rounding=adapter.rounding,
-    )
 
 
 def hold(budget: Budget) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from your_ai.data.batches import Batch, RowsAt, in_order_of_length, micro_batches
 from your_ai.data.examples import Examples
 from your_ai.evaluation.dataset_scores import MeanLoss, mean_loss
+from your_ai.evaluation.teacher import Seen, Teacher
 from your_ai.gates.text import counted
 from your_ai.rng import derive_seed
 from your_ai.run import events
@@ -28,7 +29,6 @@ from your_ai.training.rollouts import (
     prompt_of,
 )
 from your_ai.training.steps import DataSource, RewardMeter, StepWork, accumulate
-from your_ai.training.teacher import Seen, Teacher
 from your_ai.training.trainer import Trainer
 
 

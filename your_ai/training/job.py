@@ -29,6 +29,7 @@ from your_ai.data.prompts import PromptRows
 from your_ai.data.sources import find_splits
 from your_ai.engine.weights import Opened
 from your_ai.errors import UserError
+from your_ai.evaluation.teacher import TeacherModel, teacher_of
 from your_ai.files import sha256
 from your_ai.gates.text import counted, shown
 from your_ai.hub.find import fingerprint, store
@@ -48,7 +49,6 @@ from your_ai.run.folder import RunFolder
 from your_ai.run.rollout_files import missing_in_a_row
 from your_ai.training.reward_models import RewardRun, reward_runs
 from your_ai.training.run_data import RunData, read_data
-from your_ai.training.teacher import TeacherModel, teacher_of
 
 # Which rows each step of a run trains, and what that says about the time of a step
 

@@ -16,6 +16,7 @@ from your_ai.data.sources import with_reward_loss
 from your_ai.engine.measure_costs import measure_costs
 from your_ai.engine.weights import FileTensor, Opened, open_model
 from your_ai.errors import UserError
+from your_ai.evaluation.teacher import TeacherModel, teacher_of
 from your_ai.gates.text import size_text
 from your_ai.generation.generate import ANSWER_TOKENS
 from your_ai.hub.built_tensors import entries_in
@@ -56,7 +57,6 @@ from your_ai.training.job import Job, step_sizes
 from your_ai.training.preview import about_seconds
 from your_ai.training.reward_models import reward_runs
 from your_ai.training.run_data import RunData, check_splits, read_data, rollouts_planned
-from your_ai.training.teacher import TeacherModel, teacher_of
 
 
 def budget_of_job(

@@ -34,6 +34,14 @@ from your_ai.engine.prefix import (
 from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import Opened, start_vocabulary
 from your_ai.errors import UserError
+from your_ai.evaluation.teacher import (
+    STATES,
+    Teacher,
+    build_teacher,
+    is_sampled,
+    open_teacher,
+    taught,
+)
 from your_ai.files import sha256
 from your_ai.hub.find import fingerprint
 from your_ai.memory.estimate_graphs import graphs_bytes
@@ -60,14 +68,6 @@ from your_ai.training.soft_networks import (
     open_reference,
     put_first_adapter,
     score_completions,
-)
-from your_ai.training.teacher import (
-    STATES,
-    Teacher,
-    build_teacher,
-    is_sampled,
-    open_teacher,
-    taught,
 )
 
 PREFIX = "prefix"  # the folder of a prefix cache on disk, inside the run folder

@@ -29,26 +29,32 @@ from your_ai.engine.protocol import Engine
 from your_ai.engine.staged import FEWEST_BYTES, groups, texts_of
 from your_ai.engine.weights import Opened, open_model
 from your_ai.errors import UserError
-from your_ai.evaluation.compare import training_of
-from your_ai.evaluation.reward_model import weights_of
 from your_ai.files import sha256
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.hub.find import find_model, fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.facts import facts_of
 from your_ai.memory.workload import Plan, TeacherSizes, Training
+from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.nets import losses, saved_adapter
 from your_ai.nets.head import LinearHead, SomeTrained, TargetHead
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import DropoutKeys
 from your_ai.nets.parts import skeleton
-from your_ai.nets.saved_adapter import Trained, base_files, check_generates, open_trained
+from your_ai.nets.saved_adapter import (
+    Trained,
+    base_files,
+    check_generates,
+    keeps_weights,
+    open_trained,
+    shares_weights,
+    training_of,
+)
+from your_ai.nets.tokenizer import first_difference
 from your_ai.objectives.distill import SampledDivergence
 from your_ai.objectives.objective import Objective, Sums
 from your_ai.rewards.names import RUN
 from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS
-from your_ai.training.reward_models import keeps_weights, shares_weights
-from your_ai.training.soft_networks import first_difference
 
 # Of the tokens of a student -> a row of examples that the teacher reads instead.
 Others = dict[bytes, tuple[Examples, int]]
@@ -128,7 +134,7 @@ def teacher_of(config: TrainConfig, base: Path, files: dict[str, str]) -> Teache
     if trained.adapter.kind.is_whole:
         return TeacherModel(label, trained.adapter.folder, None, shares_base=False)
     shared = shares_weights(trained, config, files)
-    return TeacherModel(label, weights_of(trained), trained, shared)
+    return TeacherModel(label, model_folder(*trained.source), trained, shared)
 
 
 def open_teacher(teacher: TeacherModel, student: Opened, tokenizer: object) -> Opened:
