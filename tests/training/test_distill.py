@@ -442,6 +442,18 @@ def test_every_plan_learns_the_same(distilled, teacher, settings):
         assert losses == pytest.approx(fused, rel=1e-4)
 
 
+def test_long_rows_are_validated_tile_by_tile_as_whole(distilled, monkeypatch):
+    settings: dict[str, Any] = {"valid": "", "eval_every": 1, "max_steps": 2}
+    whole = train(distilled(run="whole", plan="fused", **settings))
+    for size in ("TILED_FROM", "TILE_TOKENS", "FEWEST_TILE_TOKENS"):
+        monkeypatch.setattr(f"your_ai.memory.sizes.{size}", 8)
+    tiled = train(distilled(run="tiled", plan="staged", **settings))
+    wanted, found = (events_of(run, events.Validation) for run in (whole, tiled))
+    for one, other in zip(wanted, found, strict=True):
+        assert other.loss == pytest.approx(one.loss, rel=1e-4)
+        assert other.metrics == pytest.approx(one.metrics, rel=1e-4)
+
+
 def test_a_mixture_trains_rows_and_completions_the_same_after_it_is_resumed(distilled):
     whole = train(distilled(run="whole", **MIXED))
     of_student = [s.step for s in events_of(whole, events.Step) if "seconds/generate" in s.metrics]

@@ -277,6 +277,10 @@ class Staged:
         hidden, targets = self._forward(batch, rows), Targets.of(batch)
         if not self._is_cut(hidden):
             return Sums(*self._head_loss(rows.shape, joined(hidden), targets))
+        if targets.teacher is not None:  # compared token by token, so that sums of parts add up
+            parts = self._target_parts(batch, targets)
+            of_parts = self._of_parts(self._head_loss, parts, rows, hidden)
+            return Sums.over([Sums(*sums) for sums in of_parts])
         (scores,) = self._by_tile(self._head_scores, batch, rows, hidden)
         return self.objective.weigh(Scores(scores), targets).sums
 
@@ -306,13 +310,23 @@ class Staged:
         self, function: Callable[..., Any], batch: Batch, rows: BatchRows, hidden: list[mx.array]
     ) -> tuple[mx.array, ...]:
         parts = self._target_parts(batch, Targets.of(batch))
-        found: list[tuple[mx.array, ...]] = []
+        found = map(as_tuple, self._of_parts(function, parts, rows, hidden))
+        return tuple(in_order(parts, list(each)) for each in zip(*found, strict=True))
+
+    def _of_parts(
+        self,
+        function: Callable[..., Any],
+        parts: list[TargetPart],
+        rows: BatchRows,
+        hidden: list[mx.array],
+    ) -> list[Any]:
+        """The results of `function` for each part with targets, computed one after the other."""
+        found: list[Any] = []
         for part in parts:
             if part.targets is not None:
-                states = joined(hidden[part.tiles])
-                found.append(as_tuple(function(rows.shape, states, part.targets)))
+                found.append(function(rows.shape, joined(hidden[part.tiles]), part.targets))
                 mx.eval(found[-1])
-        return tuple(in_order(parts, list(each)) for each in zip(*found, strict=True))
+        return found
 
     def _target_parts(self, batch: Batch, targets: Targets) -> list[TargetPart]:
         shape = batch.tokens.shape
