@@ -35,8 +35,10 @@ class Engine:
     """(S,) of each target, without dropout and noise."""
     predictions: Callable[[Batch], mx.array]
     """(S,) the most likely token at each target."""
-    score: Callable[[Batch], tuple[mx.array, mx.array]]
-    """(S,) the unweighted cross-entropy of each target, and (S,) the most likely token there."""
+    score: Callable[[Batch], tuple[mx.array, ...]]
+    """(S,) the unweighted cross-entropy of each target, and (S,) the most likely token there. With
+    hidden states of a teacher, also (S,) the divergence from its predictions, and (S,) bool,
+    whether the most likely token is the teacher's."""
     drop: Callable[[], None]
     """Free the compiled graphs; they are compiled again when needed."""
     fill: Callable[[Iterable[Batch]], None] | None = None

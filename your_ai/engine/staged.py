@@ -290,9 +290,8 @@ class Staged:
     def predictions(self, batch: Batch) -> mx.array:
         return self._above(self._most_likely, batch)[0]
 
-    def score(self, batch: Batch) -> tuple[mx.array, mx.array]:
-        losses, tokens = self._above(self.losses_and_predictions, batch)
-        return losses, tokens
+    def score(self, batch: Batch) -> tuple[mx.array, ...]:
+        return self._above(self.losses_and_predictions, batch)
 
     def _above(self, function: Callable[..., Any], batch: Batch) -> tuple[mx.array, ...]:
         """The results of `function` for each target from the last hidden states, (S,) each."""
@@ -415,8 +414,8 @@ class Staged:
     def _predictions(self, hidden: mx.array, targets: Targets) -> mx.array:
         return tiled_head.predictions(hidden, Targets(*targets), self.head)
 
-    def _score(self, hidden: mx.array, targets: Targets) -> tuple[mx.array, mx.array]:
-        return tiled_head.score(hidden, Targets(*targets), self.head)
+    def _score(self, hidden: mx.array, targets: Targets) -> tuple[mx.array, ...]:
+        return tiled_head.score(hidden, Targets(*targets), self.objective, self.head)
 
     def fill(self, batches: Iterable[Batch]) -> None:
         """Store the input of the first trained block for each text, group by group.

@@ -10,7 +10,8 @@ Shapes: n tokens of a text, m of them trained, S targets of a micro-batch, D wid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,14 +22,21 @@ import numpy as np
 
 from your_ai.config import DISTILL, TrainConfig
 from your_ai.config.adapter_facts import LORA
-from your_ai.data.batches import Batch
+from your_ai.config.divergences import (
+    FORWARD,
+    REVERSE,
+    SAMPLED,
+    DivergenceKind,
+    divergence_of,
+)
+from your_ai.data.batches import Batch, by_length
 from your_ai.data.examples import Examples
 from your_ai.engine.build import build_engine
-from your_ai.engine.prefix import Store, digest_of
+from your_ai.engine.prefix import DiskStore, Store, check_room, digest_of
 from your_ai.engine.protocol import Engine
 from your_ai.engine.staged import FEWEST_BYTES, groups, texts_of
 from your_ai.engine.weights import Opened, open_model
-from your_ai.errors import UserError
+from your_ai.errors import UserError, named_errors
 from your_ai.files import sha256
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.hub.find import find_model, fingerprint
@@ -51,7 +59,7 @@ from your_ai.nets.saved_adapter import (
     training_of,
 )
 from your_ai.nets.tokenizer import first_difference
-from your_ai.objectives.distill import SampledDivergence
+from your_ai.objectives.distill import Distillation, SampledDivergence
 from your_ai.objectives.objective import Objective, Sums
 from your_ai.rewards.names import RUN
 from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS
@@ -107,8 +115,6 @@ def teacher_of(config: TrainConfig, base: Path, files: dict[str, str]) -> Teache
     """
     if config.objective != DISTILL:
         return None
-    kind, _, name = config.teacher.partition(":")
-    label = f"--teacher {config.teacher}"
     if not config.teacher:
         if not config.teacher_prompt:
             raise UserError(
@@ -121,9 +127,20 @@ def teacher_of(config: TrainConfig, base: Path, files: dict[str, str]) -> Teache
                 "name a --teacher"
             )
         return TeacherModel("--teacher-prompt", base, None, shares_base=True)
+    return named_teacher(config.teacher, config, files)
+
+
+def named_teacher(teacher: str, config: TrainConfig, files: dict[str, str]) -> TeacherModel:
+    """The teacher of this name. Raises UserError.
+
+    config: of the run that is trained; files: the checksums of the files of its model, whose
+    weights are shared if they are the same.
+    """
+    kind, _, name = teacher.partition(":")
+    label = f"--teacher {teacher}"
     try:
         if kind != RUN or not name:
-            folder = find_model(config.teacher)
+            folder = find_model(teacher)
             same = base_files(fingerprint(folder)) == base_files(files)
             shared = same and config.quantize is None and keeps_weights(config)
             return TeacherModel(label, folder, None, shared)
@@ -226,10 +243,14 @@ class Teacher:
             own = at[(at >= start) & (at < start + len(span.tokens))] - start
             if not len(own):
                 continue
-            digest = digest_of(span.tokens)
-            other = self.others_of_step.get(digest) or self.others.get(digest)
-            found.append(Seen(span.tokens, own) if other is None else Seen.of(*other))
+            found.append(self.instead_of(span.tokens) or Seen(span.tokens, own))
         return found
+
+    def instead_of(self, tokens: np.ndarray) -> Seen | None:
+        """The text that it reads instead of one of the student; None if it reads the same."""
+        digest = digest_of(tokens)
+        other = self.others_of_step.get(digest) or self.others.get(digest)
+        return None if other is None else Seen.of(*other)
 
     def look(self, texts: Iterable[Seen]) -> None:
         """Compute the states of the texts that are not stored, block by block for many together.
@@ -251,6 +272,17 @@ class Teacher:
             self.engine.forget()
             self.engine.drop()
             allocator.free(collect=False)
+
+    def fill(self, examples: Examples) -> Generator[int, None, None]:
+        """`look` at the texts of all examples; yields how many are done."""
+        waiting: list[Seen] = []
+        for done, row in enumerate(by_length(examples), 1):
+            text = Seen.of(examples, row)
+            waiting.append(self.instead_of(text.tokens) or text)
+            if done == len(examples) or sum(len(t.tokens) for t in waiting) >= self.group_tokens:
+                self.look(waiting)
+                waiting = []
+                yield done
 
     def begin_step(self) -> None:
         """Forget what is only needed in the step before."""
@@ -354,6 +386,32 @@ def build_teacher(
     return Teacher(built.engine, TargetHead(head, known), store(width), together, group)
 
 
+def nameless_store(folder: Path, examples: Examples, dtype: mx.Dtype) -> Callable[[int], Store]:
+    """Return f(width) -> a store for what a teacher makes of examples, in files without a name.
+
+    They are on the disk of `folder`, and end with this process. Raises UserError if it is too full.
+    """
+
+    def make(width: int) -> Store:
+        tokens = int(examples.trained.sum())
+        check_room(folder, tokens, width, dtype, "--teacher")
+        with named_errors(folder, "written"), tempfile.TemporaryDirectory(dir=folder) as place:
+            return DiskStore(Path(place), {}, width, dtype)
+
+    return make
+
+
+def compared_as(config: TrainConfig) -> Distillation:
+    """The comparison with a teacher in an evaluation: that of a run which is a distillation, or
+    else the forward KL divergence."""
+    divergence, temperature = DivergenceKind(FORWARD), 1.0
+    if config.objective == DISTILL:
+        divergence, temperature = divergence_of(config.divergence), config.temperature_distill
+    if divergence.name == SAMPLED:  # which estimates
+        divergence = DivergenceKind(REVERSE)
+    return Distillation(divergence=divergence, temperature=temperature)
+
+
 def is_sampled(objective: Objective) -> bool:
     """Return whether an objective needs the teacher's log-probabilities of the targets alone."""
     return isinstance(objective, SampledDivergence)
@@ -376,5 +434,6 @@ def taught(engine: Engine, teacher: Teacher) -> Engine:
         gradients=lambda batch, *args: engine.gradients(given(batch), *args),
         loss=lambda batch: engine.loss(given(batch)),
         ahead=teacher.ahead,
+        score=lambda batch: engine.score(given(batch)),
         by_block=None if engine.by_block is None else add,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -13,7 +12,6 @@ import mlx.nn as nn
 import numpy as np
 
 from your_ai.config import AUTO, EXACT_MATCH, LOSS, REWARD_METRICS, TrainConfig, flag
-from your_ai.config.setting import LARGEST
 from your_ai.data.batches import bucket_edges, few_edges
 from your_ai.data.encode import Encoder, SamplePrompt
 from your_ai.data.examples import Examples, RowCounts, check_weights, load_examples
@@ -23,12 +21,11 @@ from your_ai.data.preferences import parser_of
 from your_ai.data.prompts import PromptRows
 from your_ai.data.rows import Question, Row, read_rows, with_progress
 from your_ai.data.sources import Splits, find_splits
-from your_ai.errors import UserError, named_errors
+from your_ai.errors import UserError
 from your_ai.evaluation import dataset_scores
 from your_ai.evaluation.compare import Ready
 from your_ai.evaluation.custom_metric import Metric, load_metric
-from your_ai.evaluation.rows import EvaluationRows, load_rows
-from your_ai.files import read_text
+from your_ai.evaluation.rows import EvaluationRows, load_rows, seen_by_teacher
 from your_ai.gates.text import counted
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.generation import generate
@@ -230,8 +227,15 @@ def read_data(
     }
     seen = None
     if config.teacher_prompt:
+        tokenized_by = tokenizer_fingerprint(files, tokenizer.eos_token_ids)
         seen = {
-            name: seen_by_teacher(name, path, config, encoder, files, examples[name])
+            name: seen_by_teacher(
+                path,
+                config,
+                replace(encoder, mask_prompt=config.mask_prompt or name == "test"),
+                tokenized_by,
+                None if config.generates else examples[name],
+            )
             for name, path in used.items()
         }
     noticed = Notes()
@@ -288,52 +292,6 @@ def completions_of_rows(
         )
     model.check_positions(network, total, f"--max-new-tokens {config.max_new_tokens}")
     return longest[name], {int(few_edges(total - 1)[-1])}
-
-
-MOST_PROMPT_BYTES = 4 << 20  # of --teacher-prompt
-
-
-def seen_by_teacher(
-    name: str, path: Path, config: TrainConfig, encoder: Encoder, files: dict[str, str],
-    examples: Examples,
-) -> Examples:  # fmt: skip
-    """The rows of a split with --teacher-prompt. Raises UserError if they have other answers then.
-
-    examples: without it.
-    """
-    option = f"--teacher-prompt {config.teacher_prompt}"
-    place = Path(config.teacher_prompt).expanduser()
-    with named_errors(place, "read"):
-        prompt = read_text(place, MOST_PROMPT_BYTES).strip()
-    if not prompt:
-        raise UserError(f"{option}: is empty")
-
-    def after_prompt(rows: Iterator[Row]) -> Iterator[Row]:
-        return (encoder.after_prompt(row, prompt) for row in rows)
-
-    tokenized_by = tokenizer_fingerprint(files, encoder.tokenizer.eos_token_ids)
-    digest = hashlib.sha256(prompt.encode()).hexdigest()
-    seen = load_examples(
-        path,
-        replace(encoder, mask_prompt=config.mask_prompt or name == "test", notes=Notes()),
-        f"{tokenized_by} after {digest}",
-        LARGEST,
-        "error",
-        store() / "cache",
-        after_prompt,
-    )
-    if config.generates:
-        return seen
-    mine, theirs = (
-        [each.tokens[each.trained], np.add.reduceat(each.trained, each.starts[:-1], dtype=int)]
-        for each in (examples, seen)
-    )
-    if not all(map(np.array_equal, mine, theirs)):
-        raise UserError(
-            f"{option}: the chat template writes other answers after it, so that teacher and "
-            "student cannot be compared; use other rows, or another prompt"
-        )
-    return seen
 
 
 def samples_of(
