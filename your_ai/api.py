@@ -133,6 +133,7 @@ def evaluate(request: EvaluateRequest) -> dict[str, Any]:
         max_memory_gb=request.max_memory,
         metric=None if request.metric is None else load_metric(request.metric),
         max_tokens=request.max_tokens,
+        teacher=request.teacher,
         to_show=functools.partial(summary.worst_places, trained, request.worst)
         if request.worst
         else None,

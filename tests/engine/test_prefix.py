@@ -387,7 +387,7 @@ def test_full_disk_keeps_the_texts_stored_before(own_folder, killed, monkeypatch
         with room_for(room_bytes), pytest.raises(RunError) as caught:
             fill(store, TEXTS)
         assert str(caught.value) == (
-            f"{folder}: the prefix cache cannot be written (No space left on device); "
+            f"{folder}: hidden states cannot be written (No space left on device); "
             "free some disk space, then resume the run, or train with --prefix-cache off"
         )
         left = (sizes <= room_bytes).tolist()
@@ -407,7 +407,7 @@ def test_full_disk_keeps_the_texts_stored_before(own_folder, killed, monkeypatch
 
 def test_folder_that_cannot_be_created_is_reported(own_folder):
     (own_folder / "file").write_text("")
-    with pytest.raises(RunError, match=r"file/prefix: the prefix cache cannot be written"):
+    with pytest.raises(RunError, match=r"file/prefix: hidden states cannot be written"):
         disk(own_folder / "file" / "prefix")
 
 

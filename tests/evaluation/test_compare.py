@@ -15,7 +15,7 @@ from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.errors import RunError, UserError
 from your_ai.evaluation import compare as evaluation
-from your_ai.evaluation.compare import Request, compare, training_of
+from your_ai.evaluation.compare import Request, compare
 from your_ai.evaluation.custom_metric import Metric
 from your_ai.evaluation.dataset_scores import scored
 from your_ai.evaluation.rows import choose_file
@@ -26,7 +26,7 @@ from your_ai.memory.plan import options
 from your_ai.memory.workload import DataSizes, workload_of
 from your_ai.modelfiles.quantized_copies import place_of_copy
 from your_ai.nets import model
-from your_ai.nets.saved_adapter import open_trained, put_adapter
+from your_ai.nets.saved_adapter import open_trained, put_adapter, training_of
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
 

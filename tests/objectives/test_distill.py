@@ -33,13 +33,13 @@ from your_ai.engine.build import build_engine
 from your_ai.engine.gradients import HeldGradients
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.weights import open_model
+from your_ai.evaluation.teacher import TeacherModel, build_teacher, taught
 from your_ai.memory import sizes
 from your_ai.memory.workload import Plan
 from your_ai.nets.head import LinearHead
 from your_ai.objectives.distill import Distillation, SampledDivergence
 from your_ai.objectives.objective import Totals
 from your_ai.training.steps import accumulate
-from your_ai.training.teacher import TeacherModel, build_teacher, taught
 
 VOCABULARY, PADDED = 160, 200
 
@@ -223,8 +223,8 @@ def computed(
     plan = Plan(engine=way.plan, micro_tokens=0)
     model = TeacherModel("--teacher", teacher, None, shares_base=False)
     asked = build_teacher(
-        model, open_model(teacher, mx.float32), opened, plan, lambda _: MemoryStore(),
-        tokens=VOCABULARY, kept=False,
+        model, open_model(teacher, mx.float32), VOCABULARY, plan, lambda _: MemoryStore(),
+        together=0,
     )  # fmt: skip
     network, keys, _ = load(folder, dora)
     built = build_engine(

@@ -18,6 +18,11 @@ class DivergenceKind:
     share: float = 0.5
     """Of jsd: that of p in the mixture."""
 
+    @property
+    def text(self) -> str:
+        """The text of `--divergence`."""
+        return f"{JSD}:{self.share:g}" if self.name == JSD else self.name
+
 
 def divergence_of(text: str) -> DivergenceKind:
     """The divergence of `--divergence`. Raises ValueError, which says what is known."""

@@ -49,10 +49,10 @@ if TYPE_CHECKING:
 # Settings that are paths, ours and mlx-lm's.
 PATHS = (
     *("model", "data", "valid", "prompt_template", "from_adapter", "hostfile", "judge_rubric"),
-    "resume_adapter_file",
+    *("teacher", "teacher_prompt", "resume_adapter_file"),
 )
 # Those that may also be an alias, an id on the hub, or a run.
-NAMES = ("model", "from_adapter")
+NAMES = ("model", "from_adapter", "teacher")
 LISTS = ("data",)  # several paths, separated by commas, each with =SHARE
 WORDS = (DEMO, *DEMO_DATA, FOLDER, NONE, "-", "")
 

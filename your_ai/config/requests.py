@@ -134,6 +134,13 @@ class EvaluateRequest:
         agents="code",
         tool=Tool("Your own metric as module:function, if the server allows code."),
     )
+    teacher: str | None = setting(
+        None,
+        "Also compare the predictions with those of this model: an alias, a folder, a Hugging Face "
+        "id, or run:RUN; with the same tokens.",
+        agents="model",
+        tool=Tool("Also compare the predictions with those of this model, or run:RUN."),
+    )
     max_memory: float | None = setting(None, MAX_MEMORY)
     batch_size: int | None = setting(
         None, "Rows per batch, if they fit; default: the run's.", bounds=BATCH_SIZE

@@ -104,6 +104,14 @@ class Examples:
         assert isinstance(self.tokens, np.memmap)
         return Path(str(self.tokens.filename))
 
+    @property
+    def prompt_lengths(self) -> np.ndarray:
+        """(n,) the tokens of each example before its last answer; all, where no token is before."""
+        places, starts = np.arange(len(self.trained)), self.starts[:-1]
+        answers = np.maximum.accumulate(np.where(self.trained, places, 0))[self.starts[1:] - 1]
+        ends = np.maximum.accumulate(np.where(self.trained, 0, places))[answers]
+        return np.where(ends > starts, ends - starts + 1, self.lengths)
+
     @cached_property
     def lengths(self) -> np.ndarray:
         """(n,) the number of tokens of each example."""

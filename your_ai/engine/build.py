@@ -155,8 +155,8 @@ def with_teacher(head: Head, teacher: TargetHead) -> LinearHead:
     if not isinstance(head, LinearHead) or isinstance(head.rows, SomeTrained):
         what = "is trained" if isinstance(head, LinearHead) else "is no linear layer"
         raise UserError(
-            f"--objective distill: the head of this model {what}, so that its predictions cannot "
-            "be compared with a teacher's; train only its blocks"
+            f"--teacher: the head of this model {what}, and only a frozen linear one can be "
+            "compared with a teacher's"
         )
     return replace(head, teacher=teacher)
 

@@ -99,8 +99,8 @@ def fused_engine(
         return tiled_head.predictions(trunk(*inputs), Targets(*targets), head)
 
     @with_norms
-    def losses_and_predictions(inputs: Inputs, targets: Targets) -> tuple[mx.array, mx.array]:
-        return tiled_head.score(trunk(*inputs), Targets(*targets), head)
+    def losses_and_predictions(inputs: Inputs, targets: Targets) -> tuple[mx.array, ...]:
+        return tiled_head.score(trunk(*inputs), Targets(*targets), objective, head)
 
     state = [model.state, *teacher_state(head)]
 
@@ -145,7 +145,7 @@ def fused_engine(
     def predictions(batch: Batch) -> mx.array:
         return run(most_likely, batch)
 
-    def score(batch: Batch) -> tuple[mx.array, mx.array]:
+    def score(batch: Batch) -> tuple[mx.array, ...]:
         return run(losses_and_predictions, batch)
 
     return Engine(

@@ -46,7 +46,7 @@ KEY, HIDDEN, INDEX = "prefix.json", "hidden.bin", "index.bin"
 LOCK = "lock"  # of a folder that several runs share
 RECORD = struct.Struct("<16sQII")  # digest, offset, tokens, crc32 of the hidden states
 ROOM_BYTES = 1_000_000_000  # disk space reserved for checkpoints
-INSTEAD = "or train with --prefix-cache off"
+PREFIX_CACHE = "--prefix-cache"  # the option that asks for it, with the values disk and off
 
 
 class Store(Protocol):
@@ -105,7 +105,7 @@ class DiskStore:
     key: everything the hidden states depend on, except the tokens. If the folder has a
     different key or cannot be read, it is emptied, and `emptied` gives the reason.
     `faults` counts texts that were damaged when read.
-    shared: other runs may use the folder too, but not at the same time.
+    shared: other runs may use the folder too, but not at the same time. option: that asks for it.
     Raises RunError if the folder cannot be written, and UserError if another run is using it.
     """
 
@@ -116,8 +116,10 @@ class DiskStore:
         hidden_size: int,
         dtype: mx.Dtype,
         shared: bool = False,
+        option: str = PREFIX_CACHE,
     ) -> None:
         self.folder, self.hidden_size, self.dtype = folder, hidden_size, dtype
+        self.option = option
         self.emptied, self.faults = "", 0
         self._places: dict[bytes, tuple[int, int, int]] = {}  # offset, tokens, crc32
         self._data_bytes = self._index_bytes = 0  # up to the end of the last complete record
@@ -245,8 +247,8 @@ class DiskStore:
 
     def _failure(self, error: OSError) -> RunError:
         return RunError(
-            f"{self.folder}: the prefix cache cannot be written ({error.strerror}); "
-            f"{remedy_of(error)}, {RESUME}, {INSTEAD}"
+            f"{self.folder}: hidden states cannot be written ({error.strerror}); "
+            f"{remedy_of(error)}, {RESUME}, or train with {self.option} off"
         )
 
 
@@ -303,7 +305,7 @@ def needed_bytes(tokens: int, hidden_size: int, dtype: mx.Dtype) -> int:
 
 
 def check_room(
-    folder: Path, tokens: int, hidden_size: int, dtype: mx.Dtype, option: str = "--prefix-cache"
+    folder: Path, tokens: int, hidden_size: int, dtype: mx.Dtype, option: str = PREFIX_CACHE
 ) -> None:
     """Raise UserError if the cache does not fit on the disk.
 

@@ -35,8 +35,10 @@ class Engine:
     """(S,) of each target, without dropout and noise."""
     predictions: Callable[[Batch], mx.array]
     """(S,) the most likely token at each target."""
-    score: Callable[[Batch], tuple[mx.array, mx.array]]
-    """(S,) the unweighted cross-entropy of each target, and (S,) the most likely token there."""
+    score: Callable[[Batch], tuple[mx.array, ...]]
+    """(S,) the unweighted cross-entropy of each target, and (S,) the most likely token there. With
+    hidden states of a teacher, also (S,) the divergence from its predictions, and (S,) bool,
+    whether the most likely token is the teacher's."""
     drop: Callable[[], None]
     """Free the compiled graphs; they are compiled again when needed."""
     fill: Callable[[Iterable[Batch]], None] | None = None
@@ -64,6 +66,10 @@ class Engine:
     head_inputs: Callable[[Sequence[np.ndarray]], Iterator[mx.array]] | None = None
     """For texts of n tokens, the inputs of the head's linear layer, (n, D): what it predicts the
     next tokens from. The blocks are read once for all texts. Of an engine that is not fused."""
+
+    ahead: Callable[[Iterable[Batch]], Iterator[Batch]] = iter
+    """Pass micro-batches on, in their order, of which something may be prepared for several
+    together; they are then only measured."""
 
     def add_gradients(self, batch: Batch, scale: float, step_seed: int, total: Gradients) -> Sums:
         """Add what `gradients` computes to `total`, and return the sums."""

@@ -277,16 +277,12 @@ class Staged:
         hidden, targets = self._forward(batch, rows), Targets.of(batch)
         if not self._is_cut(hidden):
             return Sums(*self._head_loss(rows.shape, joined(hidden), targets))
-        if not self.objective.token_local:
-            (scores,) = self._by_tile(self._head_scores, batch, rows, hidden)
-            return self.objective.weigh(Scores(scores), targets).sums
-        every: list[Sums] = []
-        for part in self._target_parts(batch, targets):
-            if part.targets is not None:
-                states = joined(hidden[part.tiles])
-                every.append(Sums(*self._head_loss(rows.shape, states, part.targets)))
-                mx.eval(every[-1])
-        return Sums.over(every)
+        if targets.teacher is not None:  # compared token by token, so that sums of parts add up
+            parts = self._target_parts(batch, targets)
+            of_parts = self._of_parts(self._head_loss, parts, rows, hidden)
+            return Sums.over([Sums(*sums) for sums in of_parts])
+        (scores,) = self._by_tile(self._head_scores, batch, rows, hidden)
+        return self.objective.weigh(Scores(scores), targets).sums
 
     def log_probabilities(self, batch: Batch) -> mx.array:
         return self._above(self._head_scores, batch)[0]
@@ -294,9 +290,8 @@ class Staged:
     def predictions(self, batch: Batch) -> mx.array:
         return self._above(self._most_likely, batch)[0]
 
-    def score(self, batch: Batch) -> tuple[mx.array, mx.array]:
-        losses, tokens = self._above(self.losses_and_predictions, batch)
-        return losses, tokens
+    def score(self, batch: Batch) -> tuple[mx.array, ...]:
+        return self._above(self.losses_and_predictions, batch)
 
     def _above(self, function: Callable[..., Any], batch: Batch) -> tuple[mx.array, ...]:
         """The results of `function` for each target from the last hidden states, (S,) each."""
@@ -314,13 +309,23 @@ class Staged:
         self, function: Callable[..., Any], batch: Batch, rows: BatchRows, hidden: list[mx.array]
     ) -> tuple[mx.array, ...]:
         parts = self._target_parts(batch, Targets.of(batch))
-        found: list[tuple[mx.array, ...]] = []
+        found = map(as_tuple, self._of_parts(function, parts, rows, hidden))
+        return tuple(in_order(parts, list(each)) for each in zip(*found, strict=True))
+
+    def _of_parts(
+        self,
+        function: Callable[..., Any],
+        parts: list[TargetPart],
+        rows: BatchRows,
+        hidden: list[mx.array],
+    ) -> list[Any]:
+        """The results of `function` for each part with targets, computed one after the other."""
+        found: list[Any] = []
         for part in parts:
             if part.targets is not None:
-                states = joined(hidden[part.tiles])
-                found.append(as_tuple(function(rows.shape, states, part.targets)))
+                found.append(function(rows.shape, joined(hidden[part.tiles]), part.targets))
                 mx.eval(found[-1])
-        return tuple(in_order(parts, list(each)) for each in zip(*found, strict=True))
+        return found
 
     def _target_parts(self, batch: Batch, targets: Targets) -> list[TargetPart]:
         shape = batch.tokens.shape
@@ -409,8 +414,8 @@ class Staged:
     def _predictions(self, hidden: mx.array, targets: Targets) -> mx.array:
         return tiled_head.predictions(hidden, Targets(*targets), self.head)
 
-    def _score(self, hidden: mx.array, targets: Targets) -> tuple[mx.array, mx.array]:
-        return tiled_head.score(hidden, Targets(*targets), self.head)
+    def _score(self, hidden: mx.array, targets: Targets) -> tuple[mx.array, ...]:
+        return tiled_head.score(hidden, Targets(*targets), self.objective, self.head)
 
     def fill(self, batches: Iterable[Batch]) -> None:
         """Store the input of the first trained block for each text, group by group.

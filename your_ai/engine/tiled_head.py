@@ -130,9 +130,16 @@ def predictions(hidden: mx.array, targets: Targets, head: Head) -> mx.array:
     return losses.chunked_predictions(at_targets(hidden, targets), head)
 
 
-def score(hidden: mx.array, targets: Targets, head: Head) -> tuple[mx.array, mx.array]:
-    """(S,) the cross-entropy of each target, and (S,) the most likely token there."""
+def score(
+    hidden: mx.array, targets: Targets, objective: Objective, head: Head
+) -> tuple[mx.array, ...]:
+    """(S,) the cross-entropy of each target, and (S,) the most likely token there; with hidden
+    states of a teacher, also what `chunked_comparison` finds."""
     rows = at_targets(hidden, targets)
     found = losses.chunked_losses(rows, targets.tokens, head)
     (rows,) = mx.depends([rows], [found])  # one pass over the vocabulary after the other
-    return found, losses.chunked_predictions(rows, head)
+    tokens = losses.chunked_predictions(rows, head)
+    if targets.teacher is None:
+        return found, tokens
+    (rows,) = mx.depends([rows], [tokens])
+    return found, tokens, *losses.chunked_comparison(rows, targets, objective, head)

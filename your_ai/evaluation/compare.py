@@ -25,10 +25,10 @@ from your_ai.data.batches import RowsAt
 from your_ai.data.encode import Encoder, SamplePrompt, token_ids
 from your_ai.data.lines import file_of_first_row
 from your_ai.data.preferences import Kind
-from your_ai.engine.build import build_engine
+from your_ai.engine.build import Built, build_engine
 from your_ai.engine.measure_costs import measure_costs
 from your_ai.engine.protocol import Engine
-from your_ai.engine.weights import open_model, start_vocabulary
+from your_ai.engine.weights import Opened, open_model, start_vocabulary
 from your_ai.errors import RunError, UserError
 from your_ai.evaluation.custom_metric import Metric
 from your_ai.evaluation.dataset_scores import ExampleScores, scored
@@ -38,6 +38,16 @@ from your_ai.evaluation.rows import (
     cut_text,
     in_training_data,
     load_rows,
+    seen_by_teacher,
+)
+from your_ai.evaluation.teacher import (
+    Teacher,
+    build_teacher,
+    compared_as,
+    named_teacher,
+    nameless_store,
+    open_teacher,
+    taught,
 )
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.generation.generate import Sampling, answer_room
@@ -46,11 +56,11 @@ from your_ai.hub.find import find_model, fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import Measuring, budget_of_evaluation, limit_of, row_limit
 from your_ai.memory.plan import Budget, choose
-from your_ai.memory.workload import RolloutSizes, Training, words
+from your_ai.memory.workload import RolloutSizes, words
 from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.nets import model, saved_adapter
 from your_ai.nets.parts import empty
-from your_ai.nets.saved_adapter import Adapter, Trained, read_adapter
+from your_ai.nets.saved_adapter import Adapter, Trained, read_adapter, training_of
 from your_ai.objectives.chosen import needs_reference
 from your_ai.run import checkpoint
 
@@ -82,6 +92,8 @@ class Request:
     """Chooses the rows, by index, whose answers are generated where there is no metric."""
     engine: str = "auto"
     """The engine to plan with, or auto."""
+    teacher: str | None = None
+    """A model, or run:NAME, whose predictions are compared too."""
 
     @property
     def most_new_tokens(self) -> int | None:
@@ -105,6 +117,11 @@ class RowMeasures:
     `Request.to_show` chose; None if nothing is generated."""
     bad_losses: np.ndarray | None = None
     """(m,) float64: as `losses`, of the rows' bad answers; None if there is none."""
+    divergences: np.ndarray | None = None
+    """(m,) float64: the sum of the divergences from a teacher at a row's trained tokens, without
+    those of a bad answer; None without a teacher."""
+    agreements: np.ndarray | None = None
+    """(m,) float64: at how many of these the most likely token is the teacher's."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +140,8 @@ class Comparison:
     """Messages for the user."""
     start: RowMeasures | None = None
     """The adapter that the run started from, if the run's rewards compare with it."""
+    teacher: str | None = None
+    """The model whose predictions are compared, as it was named."""
 
 
 def compare(
@@ -135,6 +154,7 @@ def compare(
     is too small, or a metric that fails.
     """
     config, (folder, bits), whole = run.config, run.source, run.adapter.kind.is_whole
+    named = None if request.teacher is None else named_teacher(request.teacher, config, {})
     if whole:
         folder = find_model(config.model)
     doing = "repacking the model" if bits is None else "quantizing the model"
@@ -155,6 +175,11 @@ def compare(
     rows = rows_to_measure(path, config, request, encoder, tokenized_by)
     start = start_of(run) if rows.has_preferences else None
     is_reward = config.objective == REWARD
+    seen = None
+    if named is not None and config.teacher_prompt:
+        seen = seen_by_teacher(path, config, encoder, tokenized_by, rows.trained.examples)
+    longest = 0 if seen is None else int(seen.lengths.max())
+    asked = None if named is None else open_teacher(named, opened, tokenizer)
     most = max(len(rows.trained.examples), len(rows.answers.examples))
     request = replace(request, batch_size=min(request.batch_size, most))
     yield EvaluationProgress("checking whether the rows are in the training data")
@@ -176,18 +201,30 @@ def compare(
         memory,
         can_stream=opened.can_stream,
         score_head=is_reward,
+        teacher=None
+        if named is None
+        else replace(named.sizes(folder, dtype.size), longest=longest),
         measuring=Measuring(partial(measure_costs, network, with_adapters(config))),
     )
     sized = partial(answer_sizes, rows, network, tokenizer, request)
     sizes = None if request.metric is None else sized(range(len(rows)))
     budget = budget_for(answers=sizes, engine=request.engine)
     hold(budget)
+    teacher = None
+    if named is not None and asked is not None:
+        plan = budget.choice.option.plan
+        store = nameless_store(run.folder.path, rows.trained.examples, dtype)
+        teacher = build_teacher(named, *asked, plan, store, None)
+        if seen is not None:
+            teacher.reads(rows.trained.examples, seen)
+        reading = teacher.fill(rows.trained.examples)
+        yield from with_progress("teacher: predictions", reading, len(rows.trained.examples))
     start_vocabulary(opened, {})
     untrained = {} if whole else put_new_layers(network, run)
     if is_reward:
         saved_adapter.put_trained_score_head(network, run.adapter, budget.workload.facts.hidden)
     engine = budget.choice.option.plan.engine
-    built = build_engine(network, model.DropoutKeys([None]), engine, tensors=opened.tensors)
+    built = built_to_measure(opened, engine, config, teacher)
     allocator.free()
     if built.plan != engine:  # the model cannot be split into parts: check that it still fits
         workload = replace(budget.workload, engine=built.plan)
@@ -196,19 +233,19 @@ def compare(
         hold(budget)
     plan = budget.choice.option.plan
     rows_at = partial(plan.rows, batch_size=request.batch_size)
-    ready = Ready(network, tokenizer, built.engine, rows_at, plan.wave)
+    ready = Ready(network, tokenizer, built.engine, rows_at, plan.wave, teacher)
     base, started = (yield from measure_rows("base", ready, rows, request)), None
     if start is not None:
         saved_adapter.set_arrays(network, read_adapter(start))
-        started = yield from measure_rows("start", ready, rows, replace(request, metric=None))
+        alone = ready._replace(teacher=None)
+        started = yield from measure_rows("start", alone, rows, replace(request, metric=None))
     if whole:
         empty(network)  # others refer to it, and only one model fits
         del built, ready
         allocator.free()
         opened = open_model(run.base, dtype)
-        keys = model.DropoutKeys([None])
-        built = build_engine(opened.network, keys, plan.engine, tensors=opened.tensors)
-        ready = Ready(opened.network, tokenizer, built.engine, rows_at, plan.wave)
+        built = built_to_measure(opened, plan.engine, config, teacher)
+        ready = Ready(opened.network, tokenizer, built.engine, rows_at, plan.wave, teacher)
     else:
         saved_adapter.set_arrays(network, run.adapter)
     adapter = yield from measure_rows("adapter", ready, rows, request)
@@ -217,7 +254,7 @@ def compare(
     text = words(plan, max(budget.workload.lengths))
     name = None if request.metric is None else request.metric.name
     notes = tuple(filter(None, notes))
-    found = Comparison(rows, base, adapter, name, leaked, text, notes, started)
+    found = Comparison(rows, base, adapter, name, leaked, text, notes, started, request.teacher)
     if request.metric is not None or request.to_show is None or is_reward or whole:
         return found
     chosen = [place for place in request.to_show(found) if rows.asks[place]]
@@ -240,9 +277,29 @@ def rows_to_measure(
     rows = load_rows(path, config, encoder, tokenized_by)
     if request.metric is not None and config.objective == REWARD:
         raise UserError("--metric: the run is a reward model, which scores answers and gives none")
+    if request.teacher is not None and config.objective == REWARD:
+        raise UserError("--teacher: the run is a reward model, which scores answers and gives none")
     if request.metric is not None and not rows.asks.any():
         raise UserError(f"{path}: no row asks for an answer; --metric needs rows that do")
     return rows
+
+
+def built_to_measure(
+    opened: Opened, engine: str, config: TrainConfig, teacher: Teacher | None
+) -> Built:
+    """The engine of a model, which compares its predictions with those of a teacher if there is
+    one. Raises UserError if they cannot be compared."""
+    keys = model.DropoutKeys([None])
+    if teacher is None:
+        return build_engine(opened.network, keys, engine, tensors=opened.tensors)
+    return build_engine(
+        opened.network,
+        keys,
+        engine,
+        tensors=opened.tensors,
+        objective=compared_as(config),
+        teacher=teacher.target,
+    )
 
 
 def with_answers(
@@ -273,6 +330,8 @@ class Ready(NamedTuple):
     """How many rows of a given sequence length go through together."""
     wave: int = 1
     """How many answers are generated together."""
+    teacher: Teacher | None = None
+    """What the predictions are compared with, which has read the rows."""
 
 
 def start_of(run: Trained) -> Path | None:
@@ -310,24 +369,6 @@ def with_adapters(config: TrainConfig) -> TrainConfig:
     if not config.adapter_kind.is_whole:
         return config
     return replace(config, adapter="lora", lora_rank=1, blocks_per_period=None)
-
-
-def training_of(adapter: Adapter, config: TrainConfig, blocks: int) -> Training:
-    """Return what the memory estimate needs to know about an adapter."""
-    if adapter.kind.is_whole:
-        return Training(blocks=blocks, rank=1, targets=config.lora_targets)
-    keys = adapter.config["lora_parameters"].get("keys") or config.lora_targets
-    count = int(adapter.config["num_layers"])
-    return Training(
-        blocks=min(count, blocks) if count > 0 else blocks,
-        rank=int(adapter.ranks.number),
-        targets=tuple(sorted({str(key) for key in keys})),
-        patterns=adapter.ranks.patterns,
-        alphas=adapter.alphas.patterns,
-        adapter=adapter.kind,
-        experts=config.lora_experts,
-        rounding=adapter.rounding,
-    )
 
 
 def hold(budget: Budget) -> None:
@@ -372,20 +413,25 @@ def measure_rows(
         scores, answers = yield from answered(name, ready, rows, request, range(len(rows)))
 
     def score_part(
-        what: str, part: EncodedRows
+        what: str, part: EncodedRows, engine: Engine
     ) -> Generator[EvaluationProgress, None, ExampleScores]:
-        steps = scored(ready.engine, part.examples, ready.rows_at)
+        steps = scored(engine, part.examples, ready.rows_at)
         return with_progress(f"{name}: {what}", steps, len(part.examples))
 
-    found = yield from score_part("losses", rows.trained)
+    teacher, divergences, agreements = ready.teacher, None, None
+    engine = ready.engine if teacher is None else taught(ready.engine, teacher)
+    found = yield from score_part("losses", rows.trained, engine)
+    if teacher is not None:
+        divergences = rows.trained.summed(found.divergences, len(rows))
+        agreements = rows.trained.summed(found.agreements, len(rows))
     losses = rows.trained.summed(found.losses, len(rows))
     has_bad = rows.trained.is_bad.any()
     bad = rows.trained.summed(found.losses, len(rows), bad=True) if has_bad else None
     if rows.answers is not rows.trained:
-        found = yield from score_part("exact match", rows.answers)
+        found = yield from score_part("exact match", rows.answers, ready.engine)
     exact = np.ones(len(rows), bool)
     exact[rows.answers.row_of[~found.exact & ~rows.answers.is_bad]] = False
-    return RowMeasures(losses, exact, scores, answers, bad)
+    return RowMeasures(losses, exact, scores, answers, bad, divergences, agreements)
 
 
 def with_progress(

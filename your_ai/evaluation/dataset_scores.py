@@ -50,7 +50,7 @@ def mean_loss_of_all(
     """
     totals, weight, trained_tokens = Totals(), 0.0, 0
     edges, order = bucket_edges(examples.lengths - 1), by_length(examples)
-    for batch in micro_batches(examples, order, rows_at, edges, ids=ids):
+    for batch in engine.ahead(micro_batches(examples, order, rows_at, edges, ids=ids)):
         if stop:
             break
         totals.add(engine.loss(batch))
@@ -80,7 +80,7 @@ def mean_loss(engine: Engine, examples: Examples, rows_at: RowsAt, stop: Stop) -
         batches = in_order_of_length(examples, rows_at)
     else:
         batches = split_batches(examples, every, rows_at, edges, objective.rows_together)
-    for batch in batches:
+    for batch in engine.ahead(batches):
         if stop:
             return None
         if objective.token_local:
@@ -132,6 +132,12 @@ class ExampleScores:
     """(n,) float64: the sum of the losses of an example's trained tokens; its weight is ignored."""
     exact: np.ndarray
     """(n,) bool: whether every trained token is the most likely one."""
+    divergences: np.ndarray
+    """(n,) float64: the sum of the divergences from a teacher at an example's trained tokens; 0
+    without a teacher."""
+    agreements: np.ndarray
+    """(n,) float64: how many of these tokens the teacher and the model find the most likely one
+    together; 0 without a teacher."""
 
 
 def scored(
@@ -144,6 +150,7 @@ def scored(
     """
     order = by_length(examples)
     losses, exact = np.zeros(len(order)), np.ones(len(order), bool)
+    divergences, agreements = np.zeros(len(order)), np.zeros(len(order))
     done, shape = 0, None
     for batch in micro_batches(examples, order, rows_at, bucket_edges(examples.lengths - 1)):
         n = batch.trained_tokens
@@ -151,10 +158,12 @@ def scored(
             engine.drop()
         arrays = engine.score(batch)
         mx.eval(arrays)
-        found, likeliest = (np.array(array)[:n] for array in arrays)
+        found, likeliest, *compared = (np.array(array)[:n] for array in arrays)
         rows = order[batch.rows[batch.positions[:n] // batch.tokens.shape[1], 0]]
         np.add.at(losses, rows, found)
+        for sums, values in zip((divergences, agreements), compared, strict=False):
+            np.add.at(sums, rows, values)
         exact[rows[likeliest != batch.targets[:n]]] = False
         done += int((batch.lengths > 0).sum())
         yield done
-    return ExampleScores(losses, exact)
+    return ExampleScores(losses, exact, divergences, agreements)

@@ -21,6 +21,10 @@ without the adapter. There are no losses: the measures are rewards/accuracies an
 or scores/error, scores/correlation and scores/mean of rows with a score, whose entries of `worst`
 have "base_error" and "adapter_error".
 
+With a teacher, `measures` also has "divergence", the mean over trained tokens, and "agreement", the
+share of tokens whose most likely token is the teacher's, and there is "teacher": {"name",
+"divergence": its kind, "temperature", "prompt": whether it saw the run's --teacher-prompt}.
+
 low and high are the bounds of the interval at `confidence`: of the paired bootstrap over rows, or
 Wilson's for base and adapter where the measure is a share (SHARES, and a metric that is 0 or 1 in
 every row). A number that is not finite is null. `worst` quotes the data.
@@ -42,6 +46,7 @@ VERSION = 1
 MOST_BYTES = 1 << 26
 ACCURACIES = ("rewards/accuracies", "logps/accuracies", "logps/mean_accuracies")
 SHARES = ("exact_match", *ACCURACIES)  # measures that are shares of rows
+PERCENTAGES = (*SHARES, "agreement")  # which is a share of tokens
 
 
 class EvaluationNotKept(RunError):

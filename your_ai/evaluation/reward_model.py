@@ -29,7 +29,7 @@ from your_ai.engine.measure_costs import measure_costs
 from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import Opened, open_model
 from your_ai.errors import UserError
-from your_ai.evaluation.compare import hold, training_of
+from your_ai.evaluation.compare import hold
 from your_ai.gates.text import counted
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.memory import allocator
@@ -38,7 +38,7 @@ from your_ai.memory.facts import facts_of
 from your_ai.memory.limit import MemoryLimit
 from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.nets import model, saved_adapter
-from your_ai.nets.saved_adapter import Trained, put_trained_rows
+from your_ai.nets.saved_adapter import Trained, put_trained_rows, training_of
 from your_ai.objectives.reward import ScoreRegression
 
 ROWS_TOGETHER = 64  # rows of a file that are scored together, in the order of their length

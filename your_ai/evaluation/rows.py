@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 
 from your_ai.config import TrainConfig
+from your_ai.config.setting import LARGEST
 from your_ai.data.batches import bucket_edges
 from your_ai.data.encode import Encoder, SamplePrompt
 from your_ai.data.examples import Examples, load_examples, pieces_of
 from your_ai.data.lines import checked_sha256, decode_row, files_in, files_of_rows, read_lines
+from your_ai.data.notes import Notes
 from your_ai.data.preferences import parser_of
 from your_ai.data.rows import (
     Chat,
@@ -30,7 +32,8 @@ from your_ai.data.rows import (
     read_rows,
 )
 from your_ai.data.sources import find_splits, is_file
-from your_ai.errors import UserError
+from your_ai.errors import UserError, named_errors
+from your_ai.files import read_text
 from your_ai.gates.text import counted
 from your_ai.hub.find import store
 
@@ -229,6 +232,59 @@ def load_cached(
 ) -> Examples:
     length, cache = config.max_seq_length, store() / "cache"
     return load_examples(path, encoder, tokenizer_sha256, length, config.too_long, cache)
+
+
+MOST_PROMPT_BYTES = 4 << 20  # of --teacher-prompt
+
+
+def teacher_prompt_of(config: TrainConfig) -> str:
+    """The text of --teacher-prompt. Raises UserError if it cannot be read, or is empty."""
+    place = Path(config.teacher_prompt).expanduser()
+    with named_errors(place, "read"):
+        prompt = read_text(place, MOST_PROMPT_BYTES).strip()
+    if not prompt:
+        raise UserError(f"--teacher-prompt {config.teacher_prompt}: is empty")
+    return prompt
+
+
+def seen_by_teacher(
+    path: Path,
+    config: TrainConfig,
+    encoder: Encoder,
+    tokenizer_sha256: str,
+    examples: Examples | None,
+) -> Examples:
+    """The rows of a file with --teacher-prompt.
+
+    examples: without it; None if only their prompts are used. Raises UserError if they have other
+    answers with it.
+    """
+    option, prompt = f"--teacher-prompt {config.teacher_prompt}", teacher_prompt_of(config)
+
+    def after_prompt(rows: Iterator[Row]) -> Iterator[Row]:
+        return (encoder.after_prompt(row, prompt) for row in rows)
+
+    seen = load_examples(
+        path,
+        replace(encoder, notes=Notes()),
+        f"{tokenizer_sha256} after {hashlib.sha256(prompt.encode()).hexdigest()}",
+        LARGEST,
+        "error",
+        store() / "cache",
+        after_prompt,
+    )
+    if examples is None:
+        return seen
+    mine, theirs = (
+        [each.tokens[each.trained], np.add.reduceat(each.trained, each.starts[:-1], dtype=int)]
+        for each in (examples, seen)
+    )
+    if not all(map(np.array_equal, mine, theirs)):
+        raise UserError(
+            f"{option}: the chat template writes other answers after it, so that teacher and "
+            "student cannot be compared; use other rows, or another prompt"
+        )
+    return seen
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,7 @@ def evaluation_report(found: dict[str, Any], run: str) -> RenderableType:
         lines += [Text(line) for line in REWARD_MODEL["scores" if preferences is None else "pairs"]]
     else:
         lines += about_rewards(preferences)
+        lines += about_teacher(found.get("teacher"))
         lines.append(
             Text(
                 f"With the adapter the loss is lower in {counted(found['better'], 'row')}, higher "
@@ -190,9 +191,24 @@ def about_rewards(preferences: dict[str, Any] | None) -> list[Text]:
     return [Text(line) for line in (text, *meanings)]
 
 
+def about_teacher(teacher: dict[str, Any] | None) -> list[Text]:
+    """Return what the divergence and the agreement compare with."""
+    if teacher is None:
+        return []
+    kind = {"forward": "the forward KL divergence", "reverse": "the reverse KL divergence"}
+    how = kind.get(teacher["divergence"], teacher["divergence"])
+    if teacher["temperature"] != 1:
+        how += f" at temperature {teacher['temperature']:g}"
+    sees = ", which sees the run's --teacher-prompt" if teacher["prompt"] else ""
+    return [
+        Text(f"Divergence: {how} from {teacher['name']}{sees}."),
+        Text("Agreement: supervised tokens where both find the same token the most likely one."),
+    ]
+
+
 def cell(name: str, system: str, interval: dict[str, float | None]) -> str:
     """`0.412 [0.380, 0.445]`, or `41.2% [38.0, 44.5]`."""
-    share = name in record.SHARES
+    share = name in record.PERCENTAGES
     bounds = (interval["value"], interval["low"], interval["high"])
     value, low, high = map(percentage if share else number, bounds)
     sign = "+" if system == "difference" and (interval["value"] or 0) > 0 else ""

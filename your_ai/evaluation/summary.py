@@ -18,6 +18,7 @@ from your_ai.evaluation.bootstrap import Interval, Paired, paired
 from your_ai.evaluation.compare import Comparison, RowMeasures
 from your_ai.evaluation.rewards import Judged, judge
 from your_ai.evaluation.rows import EvaluationRows, asked_and_expected, rejected_answer
+from your_ai.evaluation.teacher import compared_as
 from your_ai.gates.text import counted
 from your_ai.nets.saved_adapter import Trained
 
@@ -56,6 +57,18 @@ def summarize(run: Trained, found: Comparison, settings: EvaluateRequest) -> dic
         "worst": worst_rows(found, judged, losses, settings),
         **({} if judged is None else {"preferences": preferences(found, judged)}),
         **({"reward_model": True} if is_reward else {}),
+        **({} if found.teacher is None else {"teacher": teacher_json(run, found.teacher)}),
+    }
+
+
+def teacher_json(run: Trained, name: str) -> dict[str, Any]:
+    """Return what the predictions are compared with, and how."""
+    how = compared_as(run.config)
+    return {
+        "name": name,
+        "divergence": how.divergence.text,
+        "temperature": how.temperature,
+        "prompt": bool(run.config.teacher_prompt),
     }
 
 
@@ -140,6 +153,13 @@ def measures(
     if (sizes > 0).any() and not is_reward:
         loss = over(sizes > 0, sizes, weights * base.losses, weights * adapter.losses)
         pairs |= {"loss": loss, "perplexity": loss.exp()}
+    of_teacher = {
+        "divergence": (base.divergences, adapter.divergences),
+        "agreement": (base.agreements, adapter.agreements),
+    }
+    for name, (of_base, of_adapter) in of_teacher.items():
+        if of_base is not None and of_adapter is not None and (sizes > 0).any():
+            pairs[name] = over(sizes > 0, sizes, weights * of_base, weights * of_adapter)
     if rows.has_answer.any() and not is_reward:
         pairs["exact_match"] = over(rows.has_answer, ones, base.exact, adapter.exact)
     if base.scores is not None and adapter.scores is not None:

@@ -32,6 +32,7 @@ from your_ai.memory.workload import (
     Plan,
     ProcessFacts,
     RolloutSizes,
+    TeacherSizes,
     Training,
     Workload,
 )
@@ -265,12 +266,13 @@ def budget_of_evaluation(
     can_stream: bool = True,
     answers: RolloutSizes | None = None,
     score_head: bool = False,
+    teacher: TeacherSizes | None = None,
     measuring: Measuring | None = None,
 ) -> Budget:
     """The budget of an evaluation with the model in `folder`, without training.
 
     training: describes the adapter on the model. answers: those that are generated, if any are.
-    score_head: whether it is a reward model.
+    score_head: whether it is a reward model. teacher: whose predictions are compared.
     measuring: as in `budget_of`. The other arguments are as in `workload_of`. Raises UserError if
     nothing fits.
     """
@@ -285,6 +287,7 @@ def budget_of_evaluation(
         rollouts=answers,
         forward=True,
         score_head=score_head,
+        teacher=teacher,
         process=process_here(),
     )
     key = costs_key(workload, dtype)

@@ -192,7 +192,9 @@ def gradient_phases(
     """The moments of the gradients, or of an evaluation."""
     facts, training = workload.facts, workload.training
     if workload.forward:
-        return forward_phases(workload, plan, rows, tokens)
+        phases = forward_phases(workload, plan, rows, tokens)
+        phases[-1]["head chunk"] += target_bytes(workload, rows, tokens)
+        return phases
     of_passes, of_all = gradient_bytes(facts, training, plan, micro_batches)
     if workload.soft is not None:
         sums = float32_bytes(facts, training) * (1 + (micro_batches > 1))
@@ -280,6 +282,10 @@ def teacher_phases(workload: Workload, teacher: TeacherSizes, plan: Plan, tokens
     count = 1 + plan.teacher_ahead
     weights = 0 if plan.teacher_blocks or not is_read else facts.neighbours_bytes(count)
     own = read_now_bytes(workload.facts, plan) if plan.engine == "streamed" else 0
+    if workload.forward:  # no weights are read before all is computed with those of the teacher
+        own = weights_bytes(workload.loaded, plan.engine, plan.resident, plan.blocks_ahead)
+    tokens = max(tokens, teacher.longest)
+    group += tokens * facts.hidden * facts.float_bytes  # the text that makes a group full
     of_block = forward_phases(reading, replace(plan, engine="staged"), 1, tokens)[:1]
     return [{"weights": weights - own, "block work": group + sum(of_block[0].values())}]
 

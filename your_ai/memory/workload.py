@@ -224,12 +224,14 @@ NO_ADAPTER = Training(blocks=1, rank=1, targets=())
 class TeacherSizes:
     """The teacher of a distillation."""
 
-    training: Training
-    """Its adapter; `NO_ADAPTER` if it has none."""
+    training: Training = NO_ADAPTER
+    """Its adapter."""
     facts: ModelFacts | None = None
     """None if it shares the weights of the model that is trained."""
     step_tokens: int = 0
     """Trained tokens whose states are in memory during a step; 0 if they are on disk."""
+    longest: int = 0
+    """Tokens of the longest text that it reads instead of the student's; 0 if it reads the same."""
     again: bool = False
     """Whether its weights are needed in every step."""
 
@@ -432,16 +434,12 @@ def workload_of(
     )
 
 
-def teacher_sizes(
-    config: TrainConfig, longest: int, training: Training, facts: ModelFacts | None
-) -> TeacherSizes:
-    """The sizes of the teacher of a run, by its settings.
-
-    longest: tokens of the longest row. training: its adapter. facts: as in `TeacherSizes`.
-    """
+def in_steps(sizes: TeacherSizes, config: TrainConfig, longest: int) -> TeacherSizes:
+    """The sizes of a teacher with what the steps of a run need; longest: tokens of its longest
+    row."""
     again = config.samples_completions or config.teacher_cache == "off"
     tokens = defaults.rows_per_step(config, rows=0) * longest if again else 0
-    return TeacherSizes(training=training, facts=facts, step_tokens=tokens, again=again)
+    return replace(sizes, step_tokens=tokens, again=again)
 
 
 def unpredicted_steps(config: TrainConfig) -> str:

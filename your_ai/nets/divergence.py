@@ -62,12 +62,16 @@ class Compared(NamedTuple):
     student: Softmax
     teacher: Softmax
 
+    @property
+    def agrees(self) -> mx.array:
+        """(S,) bool, whether both find the same token the most likely one."""
+        return (self.student.best == self.teacher.best).squeeze(-1)
+
     def metrics(self, real: mx.array) -> Metrics:
         """Means over the positions at which `real`, (S,), is true."""
-        agrees = (self.student.best == self.teacher.best).squeeze(-1)
         figures = {
             "divergence": self.divergences,
-            "agreement": agrees.astype(mx.float32),
+            "agreement": self.agrees.astype(mx.float32),
             "entropy": self.student.entropy.squeeze(-1),
             "entropy/teacher": self.teacher.entropy.squeeze(-1),
         }

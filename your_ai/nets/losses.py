@@ -89,6 +89,24 @@ def chunked_loss(hidden: mx.array, targets: Targets, objective: Objective, head:
     return Sums.over(every)
 
 
+def chunked_comparison(
+    hidden: mx.array, targets: Targets, objective: Objective, head: Head
+) -> tuple[mx.array, mx.array]:
+    """(S,) float32 divergences from the predictions of the teacher at each target, and (S,) bool,
+    whether the most likely token is the teacher's. hidden: (S, D) at the targets.
+    """
+    taught = lesson_of(targets, objective, head)
+    assert taught is not None
+    found: list[mx.array] = []
+    agrees: list[mx.array] = []
+    for part in chunks(hidden, taught.head):
+        rows = _in_turn(hidden[part], found)
+        compared = taught.compared(rows, targets.part(part), gradient=False)
+        found.append(compared.divergences)
+        agrees.append(compared.agrees)
+    return mx.concatenate(found), mx.concatenate(agrees)
+
+
 def chunked_predictions(hidden: mx.array, head: Head) -> mx.array:
     """(S,) the most likely token for each row of `hidden`, (S, D), piece by piece.
 
@@ -235,13 +253,13 @@ class Lesson(NamedTuple):
         more = None
         if self.objective.sft_weight:
             more = chunked_losses(rows, targets.tokens, self.head)
-        return self._weighed(self._compared(rows, targets, gradient=False), targets, more)[0]
+        return self._weighed(self.compared(rows, targets, gradient=False), targets, more)[0]
 
     def gradients(
         self, rows: mx.array, targets: Targets, scale: mx.array
     ) -> tuple[Sums, mx.array, Arrays]:
         """The loss and metrics, and the gradient with respect to `rows` times `scale`, (S, D)."""
-        found, more, of_tokens = self._compared(rows, targets, gradient=True), None, None
+        found, more, of_tokens = self.compared(rows, targets, gradient=True), None, None
         if self.objective.sft_weight:
             (rows,) = mx.depends([rows], [found.gradients])
 
@@ -256,7 +274,8 @@ class Lesson(NamedTuple):
             _, (grad,) = mx.vjp(self.head.before, [rows], [grad])
         return sums, grad if of_tokens is None else grad + of_tokens, {}
 
-    def _compared(self, rows: mx.array, targets: Targets, gradient: bool) -> Compared:
+    def compared(self, rows: mx.array, targets: Targets, gradient: bool) -> Compared:
+        """Student and teacher at each target; rows: (S, D) hidden states."""
         inputs, objective = self.head.inputs(rows), self.objective
         of, temperature = objective.divergence, objective.temperature
         assert targets.teacher is not None

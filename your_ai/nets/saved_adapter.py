@@ -27,7 +27,7 @@ from your_ai.config.adapter_facts import (
     AdapterFacts,
     chosen_by,
 )
-from your_ai.config.adapter_starts import ADJUSTED, INIT
+from your_ai.config.adapter_starts import ADJUSTED, INIT, starting_of
 from your_ai.config.by_layer import OUTSIDE
 from your_ai.config.rounding import OPTION, rounding_of
 from your_ai.errors import UserError, first_line
@@ -41,6 +41,7 @@ from your_ai.gates.untrusted import (
     read_header,
 )
 from your_ai.hub.find import HubName, find_model, fingerprint, hub_name
+from your_ai.memory.workload import Training
 from your_ai.nets import head, model
 from your_ai.nets.adapter_kinds import put_adapters
 from your_ai.nets.layer_sizes import BY_LAYER, EVEN, LayerSize, as_trained, sizes_by_layer
@@ -618,3 +619,40 @@ def set_arrays(network: nn.Module, adapter: Adapter) -> None:
         model.set_adapters(network, adapter.arrays | adapter.vocabulary)
     except UserError as error:
         raise UserError(f"{adapter.folder}: {error}; use another --model") from error
+
+
+def shares_weights(trained: Trained, config: TrainConfig, files: dict[str, str]) -> bool:
+    """Return whether the base of a finished run has the weights of the model that is trained.
+
+    files: the checksums of the files of that model.
+    """
+    same = base_files(fingerprint(trained.base)) == base_files(files)
+    same = same and trained.config.quantize == config.quantize
+    return (
+        same and keeps_weights(config) and not (trained.is_adjusted or trained.adapter.vocabulary)
+    )
+
+
+def keeps_weights(config: TrainConfig) -> bool:
+    """Return whether the weights of the model that is trained stay those of its files."""
+    start = starting_of(config.init)
+    new = config.add_tokens or config.add_special_tokens or config.train
+    return not (new or (start is not None and start.adjusts_base))
+
+
+def training_of(adapter: Adapter, config: TrainConfig, blocks: int) -> Training:
+    """Return what the memory estimate needs to know about an adapter."""
+    if adapter.kind.is_whole:
+        return Training(blocks=blocks, rank=1, targets=config.lora_targets)
+    keys = adapter.config["lora_parameters"].get("keys") or config.lora_targets
+    count = int(adapter.config["num_layers"])
+    return Training(
+        blocks=min(count, blocks) if count > 0 else blocks,
+        rank=int(adapter.ranks.number),
+        targets=tuple(sorted({str(key) for key in keys})),
+        patterns=adapter.ranks.patterns,
+        alphas=adapter.alphas.patterns,
+        adapter=adapter.kind,
+        experts=config.lora_experts,
+        rounding=adapter.rounding,
+    )

@@ -187,3 +187,19 @@ def needs_code(folder: Path) -> UserError:
         f"{folder}: its tokenizer is custom Python code (auto_map in tokenizer_config.json), "
         "which your_ai never runs; use a model whose tokenizer is built into transformers"
     )
+
+
+def spelled(tokenizer: Any, most: int) -> dict[str, int]:
+    """The tokens below `most` of a tokenizer, with their ids."""
+    return {token: number for token, number in tokenizer.get_vocab().items() if number < most}
+
+
+def first_difference(mine: dict[str, int], its: dict[str, int]) -> str:
+    """The first token that two tokenizers spell differently, in words; "" if none."""
+    if mine == its:
+        return ""
+    by_id = sorted({*mine.items()} ^ {*its.items()}, key=lambda item: (item[1], item[0]))
+    token, number = by_id[0]
+    other = {index: text for text, index in (its if token in mine else mine).items()}
+    has = shown(other[number]) if number in other else "nothing"
+    return f"token {number} is {shown(token)} in one and {has} in the other"

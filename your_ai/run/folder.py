@@ -244,7 +244,7 @@ def new_folder(path: Path, taken: str) -> Iterator[Path]:
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     """Make the paths of model and data absolute, so that they work from any folder."""
-    names = ("model", "data", "prompt_template", "hostfile")
+    names = ("model", "data", "prompt_template", "hostfile", "teacher", "teacher_prompt")
     paths: dict[str, Any] = {name: absolute(getattr(config, name)) for name in names}
     if config.valid not in (NONE, FOLDER):  # words, whatever files are there
         paths["valid"] = absolute(config.valid)

@@ -347,8 +347,8 @@ def paths_to_sync(config: TrainConfig, model: Path) -> list[str]:
     if config.sync == "off":
         return []
     found = source_files(config)
-    if config.prompt_template:
-        found.append(Path(config.prompt_template).expanduser())
+    files = config.prompt_template, config.teacher_prompt
+    found += [Path(name).expanduser() for name in files if name]
     if config.sync == "all" and config.model != DEMO:  # installed with your_ai
         found.append(model)
     return list(dict.fromkeys(os.path.abspath(in_hub_cache(path) or path) for path in found))

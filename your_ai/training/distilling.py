@@ -16,6 +16,7 @@ import numpy as np
 from your_ai.data.batches import Batch, RowsAt, in_order_of_length, micro_batches
 from your_ai.data.examples import Examples
 from your_ai.evaluation.dataset_scores import MeanLoss, mean_loss
+from your_ai.evaluation.teacher import Seen, Teacher
 from your_ai.gates.text import counted
 from your_ai.rng import derive_seed
 from your_ai.run import events
@@ -28,7 +29,6 @@ from your_ai.training.rollouts import (
     prompt_of,
 )
 from your_ai.training.steps import DataSource, RewardMeter, StepWork, accumulate
-from your_ai.training.teacher import Seen, Teacher
 from your_ai.training.trainer import Trainer
 
 
@@ -104,7 +104,7 @@ class TaughtSource:
             prompts = [prompt_of(seen[split], record.row) for record in records]
             answers = [answer for _, answer in texts]
             pairs = list(zip(prompts, answers, strict=True))
-            self.teacher.reads(found, completion_examples(pairs, weights, {}))
+            self.teacher.reads(found, completion_examples(pairs, weights, {}), in_step=True)
         return found
 
     def measured(self, split: str, most: int, step: int) -> list[RolloutRecord] | None:
@@ -115,8 +115,8 @@ class TaughtSource:
     def loss_of(self, records: Sequence[RolloutRecord], split: str, stop: Stop) -> MeanLoss | None:
         """The mean divergence over completions."""
         assert self.rollouts is not None
+        self.teacher.begin_step()
         examples = self.examples(self.rollouts, records, split)
-        self.look(list(in_order_of_length(examples, self.trainer.rows_at)))
         return mean_loss(self.trainer.engine, examples, self.trainer.rows_at, stop)
 
 

@@ -29,6 +29,7 @@ from your_ai.data.prompts import PromptRows
 from your_ai.data.sources import Splits
 from your_ai.engine.weights import Opened
 from your_ai.errors import UserError
+from your_ai.evaluation.teacher import TeacherModel, teacher_of
 from your_ai.files import sha256
 from your_ai.gates.text import counted, shown
 from your_ai.hub.find import fingerprint, store
@@ -48,7 +49,6 @@ from your_ai.run.folder import RunFolder
 from your_ai.run.rollout_files import missing_in_a_row
 from your_ai.training.reward_models import RewardRun, reward_runs
 from your_ai.training.run_data import RunData, read_data
-from your_ai.training.teacher import TeacherModel, teacher_of
 
 # Which rows each step of a run trains, and what that says about the time of a step
 
@@ -145,7 +145,9 @@ class Job:
         """The checksums of what decides what the teacher predicts."""
         assert self.teacher is not None
         prompt = self.config.teacher_prompt
-        return self.teacher.checksums | ({"prompt": sha256(Path(prompt))} if prompt else {})
+        return self.teacher.checksums | (
+            {"prompt": sha256(Path(prompt).expanduser())} if prompt else {}
+        )
 
     def notices(self) -> list[str]:
         """Notices on the settings for the user."""

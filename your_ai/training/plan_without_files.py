@@ -36,14 +36,14 @@ from your_ai.memory.facts import (
 )
 from your_ai.memory.plan import Budget, choose, largest_that_fits
 from your_ai.memory.workload import (
-    NO_ADAPTER,
     PYTHON_BYTES,
     WHOLE,
     DataSizes,
     ProcessFacts,
+    TeacherSizes,
     VocabularyArray,
     Workload,
-    teacher_sizes,
+    in_steps,
     workload_of,
 )
 
@@ -213,8 +213,8 @@ def planned(
     )
     taught = None
     if config.objective == DISTILL:
-        own = None if teacher is None else teacher.facts
-        taught = teacher_sizes(config, longest, NO_ADAPTER, own)
+        own = TeacherSizes(facts=None if teacher is None else teacher.facts)
+        taught = in_steps(own, config, longest)
     workload = workload_of(config, facts, data, process, teacher=taught, vocabulary=outside)
     if not target.is_here and config.max_memory is None:
         workload = replace(workload, limit_option="--memory")

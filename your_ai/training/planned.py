@@ -16,6 +16,7 @@ from your_ai.data.sources import with_reward_loss
 from your_ai.engine.measure_costs import measure_costs
 from your_ai.engine.weights import FileTensor, Opened, open_model
 from your_ai.errors import UserError
+from your_ai.evaluation.teacher import TeacherModel, teacher_of
 from your_ai.gates.text import size_text
 from your_ai.generation.generate import ANSWER_TOKENS
 from your_ai.hub.built_tensors import entries_in
@@ -40,6 +41,7 @@ from your_ai.memory.workload import (
     TeacherSizes,
     VocabularyArray,
     Workload,
+    in_steps,
     words,
     workload_of,
 )
@@ -56,7 +58,6 @@ from your_ai.training.job import Job, step_sizes
 from your_ai.training.preview import about_seconds
 from your_ai.training.reward_models import reward_runs
 from your_ai.training.run_data import RunData, check_splits, read_data, rollouts_planned
-from your_ai.training.teacher import TeacherModel, teacher_of
 
 
 def budget_of_job(
@@ -191,7 +192,7 @@ def planned_budget(
         generates = config.samples not in (0, AUTO) or ":" in config.best_metric
         answers = longest + ANSWER_TOKENS if generates else 0
         data = RunData({}, [], None, [longest], 0, answers)
-        if config.generates:
+        if config.samples_completions:
             data = rollouts_planned(config, seq_len)
     measuring = None
     if on_measure is not None:  # this process needs not stay below the limit of the run
@@ -225,7 +226,12 @@ def sizes_of_teacher(
     """The sizes of the teacher of a run; None if it has none. base: the folder of the student."""
     if teacher is None:
         return None
-    return teacher.sizes(config, base, dtype.size, max(data.lengths))
+    found = in_steps(teacher.sizes(base, dtype.size), config, max(data.lengths))
+    seen = (data.seen or {}).values()
+    longest = max((int(examples.lengths.max()) for examples in seen), default=0)
+    if longest and config.samples_completions:  # instead of the answers, or after the prompts
+        longest += config.max_new_tokens
+    return replace(found, longest=longest)
 
 
 def planned_again(budget: Budget, engine: str, level: int, past: PriorPlans) -> Budget:

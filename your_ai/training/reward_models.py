@@ -14,12 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from your_ai.config import SOFT, TrainConfig
-from your_ai.config.adapter_starts import starting_of
 from your_ai.data.encode import EncodedRow
 from your_ai.data.rows import Chat, Pair, Row, Scored
 from your_ai.engine.weights import Opened, open_model
 from your_ai.errors import UserError
-from your_ai.evaluation.compare import training_of
 from your_ai.evaluation.reward_model import (
     RewardModel,
     check_reward_run,
@@ -35,7 +33,7 @@ from your_ai.memory.facts import facts_of
 from your_ai.memory.workload import Plan, RewardModelSizes
 from your_ai.nets.model import learned_positions
 from your_ai.nets.parts import skeleton
-from your_ai.nets.saved_adapter import Trained, base_files, open_trained
+from your_ai.nets.saved_adapter import Trained, open_trained, shares_weights, training_of
 from your_ai.rewards.chosen import ScoreRollouts
 from your_ai.rewards.names import RUN, parse_rewards, reward_texts
 from your_ai.rewards.rollout import Rollout
@@ -98,25 +96,6 @@ def reward_runs(config: TrainConfig, files: dict[str, str]) -> list[RewardRun]:
             )
         )
     return found
-
-
-def shares_weights(trained: Trained, config: TrainConfig, files: dict[str, str]) -> bool:
-    """Return whether the base of a finished run has the weights of the model that is trained.
-
-    files: the checksums of the files of that model.
-    """
-    same = base_files(fingerprint(trained.base)) == base_files(files)
-    same = same and trained.config.quantize == config.quantize
-    return (
-        same and keeps_weights(config) and not (trained.is_adjusted or trained.adapter.vocabulary)
-    )
-
-
-def keeps_weights(config: TrainConfig) -> bool:
-    """Return whether the weights of the model that is trained stay those of its files."""
-    start = starting_of(config.init)
-    new = config.add_tokens or config.add_special_tokens or config.train
-    return not (new or (start is not None and start.adjusts_base))
 
 
 def open_reward_model(run: RewardRun, policy: Opened) -> Opened:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -13,7 +12,6 @@ import mlx.nn as nn
 import numpy as np
 
 from your_ai.config import AUTO, DISTILL, EXACT_MATCH, LOSS, REWARD_METRICS, TrainConfig, flag
-from your_ai.config.setting import LARGEST
 from your_ai.data.batches import bucket_edges, few_edges
 from your_ai.data.encode import Encoder, SamplePrompt
 from your_ai.data.examples import Examples, RowCounts, check_weights, load_examples
@@ -23,12 +21,11 @@ from your_ai.data.preferences import parser_of
 from your_ai.data.prompts import PromptRows
 from your_ai.data.rows import Question, Row, read_rows, with_progress
 from your_ai.data.sources import Splits, find_splits
-from your_ai.errors import UserError, named_errors
+from your_ai.errors import UserError
 from your_ai.evaluation import dataset_scores
 from your_ai.evaluation.compare import Ready
 from your_ai.evaluation.custom_metric import Metric, load_metric
-from your_ai.evaluation.rows import EvaluationRows, load_rows
-from your_ai.files import read_text
+from your_ai.evaluation.rows import EvaluationRows, load_rows, seen_by_teacher
 from your_ai.gates.text import counted
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.generation import generate
@@ -171,12 +168,14 @@ class RunData:
     """The rows of the prompts, by split, of a run that generates completions."""
     seen: dict[str, Examples] | None = None
     """The same rows by split as a teacher reads them, with a prompt of its own."""
+    mixed_prompt_tokens: int = 0
+    """Tokens of the longest prompt in a run that generates completions in some of its steps."""
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the longest prompt whose completions are generated; 0 if none are."""
         if self.prompts is None:
-            return 0
+            return self.mixed_prompt_tokens
         return max((int(found.lengths.max()) for found in self.examples.values()), default=0)
 
 
@@ -228,8 +227,15 @@ def read_data(
     }
     seen = None
     if config.objective == DISTILL and config.teacher_prompt:
+        tokenized_by = tokenizer_fingerprint(files, tokenizer.eos_token_ids)
         seen = {
-            name: seen_by_teacher(name, path, config, encoder, files, examples[name])
+            name: seen_by_teacher(
+                path,
+                config,
+                replace(encoder, mask_prompt=config.mask_prompt or name == "test"),
+                tokenized_by,
+                None if config.generates else examples[name],
+            )
             for name, path in used.items()
         }
     noticed = Notes()
@@ -248,68 +254,44 @@ def read_data(
     if config.generates:
         asking = prompts_of_run(config, network, prompts, examples, samples, encoder)
         return replace(asking, seen=seen)
+    lengths = {int(t) for found in scored for t in bucket_edges(found.lengths - 1)}
+    most = 0
+    if config.samples_completions:
+        most, edges = completions_of_rows(config, network, splits, examples)
+        lengths |= edges
     rooms = [sample_room(config, network, tokenizer, prompt) for prompt in samples]
     rooms += [answer_room(network, tokenizer, prompt) for prompt in asked]
     return RunData(
         examples=examples,
         samples=samples,
         best_metric=best,
-        lengths=sorted({int(t) for found in scored for t in bucket_edges(found.lengths - 1)}),
+        lengths=sorted(lengths),
         tokens=sum(int((found.lengths - 1).sum()) for found in examples.values()),
         answer_tokens=max((both for _, both in rooms), default=0),
         seen=seen,
+        mixed_prompt_tokens=most,
     )
 
 
-MOST_PROMPT_BYTES = 4 << 20  # of --teacher-prompt
-
-
-def teacher_prompt_of(config: TrainConfig) -> str:
-    """The text of --teacher-prompt. Raises UserError if it cannot be read, or is empty."""
-    place = Path(config.teacher_prompt).expanduser()
-    with named_errors(place, "read"):
-        prompt = read_text(place, MOST_PROMPT_BYTES).strip()
-    if not prompt:
-        raise UserError(f"--teacher-prompt {config.teacher_prompt}: is empty")
-    return prompt
-
-
-def seen_by_teacher(
-    name: str, path: Path, config: TrainConfig, encoder: Encoder, files: dict[str, str],
-    examples: Examples,
-) -> Examples:  # fmt: skip
-    """The rows of a split with --teacher-prompt. Raises UserError if they have other answers then.
-
-    examples: without it.
-    """
-    option, prompt = f"--teacher-prompt {config.teacher_prompt}", teacher_prompt_of(config)
-
-    def after_prompt(rows: Iterator[Row]) -> Iterator[Row]:
-        return (encoder.after_prompt(row, prompt) for row in rows)
-
-    tokenized_by = tokenizer_fingerprint(files, encoder.tokenizer.eos_token_ids)
-    digest = hashlib.sha256(prompt.encode()).hexdigest()
-    seen = load_examples(
-        path,
-        replace(encoder, mask_prompt=config.mask_prompt or name == "test", notes=Notes()),
-        f"{tokenized_by} after {digest}",
-        LARGEST,
-        "error",
-        store() / "cache",
-        after_prompt,
-    )
-    if config.generates:
-        return seen
-    mine, theirs = (
-        [each.tokens[each.trained], np.add.reduceat(each.trained, each.starts[:-1], dtype=int)]
-        for each in (examples, seen)
-    )
-    if not all(map(np.array_equal, mine, theirs)):
+def completions_of_rows(
+    config: TrainConfig,
+    network: nn.Module,
+    splits: Mapping[str, Path],
+    examples: Mapping[str, Examples],
+) -> tuple[int, set[int]]:
+    """The tokens of the longest prompt of rows with answers, and the sequence lengths of its
+    completions. Raises UserError if they are too long."""
+    longest = {name: int(found.prompt_lengths.max()) for name, found in examples.items()}
+    name = max(longest, key=lambda name: longest[name])
+    total = longest[name] + config.max_new_tokens
+    if total > config.max_seq_length:
         raise UserError(
-            f"{option}: the chat template writes other answers after it, so that teacher and "
-            "student cannot be compared; use other rows, or another prompt"
+            f"{splits[name]}: the longest prompt has {counted(longest[name], 'token')}, {total:,} "
+            f"with --max-new-tokens {config.max_new_tokens}, more than --max-seq-length "
+            f"{config.max_seq_length}; raise it, or lower --max-new-tokens"
         )
-    return seen
+    model.check_positions(network, total, f"--max-new-tokens {config.max_new_tokens}")
+    return longest[name], {int(few_edges(total - 1)[-1])}
 
 
 def samples_of(

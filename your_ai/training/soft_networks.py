@@ -20,13 +20,13 @@ from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import Opened, stream
 from your_ai.errors import UserError
-from your_ai.gates.text import shown
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.memory import allocator
 from your_ai.nets import model
 from your_ai.nets.adapter_kinds import put_adapters
 from your_ai.nets.head import NAME
 from your_ai.nets.parts import skeleton
+from your_ai.nets.tokenizer import first_difference, spelled
 from your_ai.objectives.soft import SOFT_TOKENS
 from your_ai.rewards.rollout import Rollout
 from your_ai.run import checkpoint
@@ -57,30 +57,12 @@ def check_tokenizers(run: RewardRun, policy: Opened, ours: Any, theirs: Any) -> 
     if run.shares_tokenizer:
         return
     most = vocabulary_of(policy.network) or LARGEST
+    # Their templates may differ, which render no completions.
     if difference := first_difference(spelled(ours, most), spelled(theirs, most)):
         raise UserError(
             f"--reward-model {run.name}: its tokenizer differs from the policy's: {difference}; "
             "use a reward model with the same tokenizer"
         )
-
-
-def spelled(tokenizer: Any, most: int) -> dict[str, int]:
-    """The tokens below `most` of a tokenizer, with their ids."""
-    return {token: number for token, number in tokenizer.get_vocab().items() if number < most}
-
-
-def first_difference(mine: dict[str, int], its: dict[str, int]) -> str:
-    """The first token that two tokenizers spell differently, in words; "" if none.
-
-    Their templates may differ, which render no completions.
-    """
-    if mine == its:
-        return ""
-    by_id = sorted({*mine.items()} ^ {*its.items()}, key=lambda item: (item[1], item[0]))
-    token, number = by_id[0]
-    other = {index: text for text, index in (its if token in mine else mine).items()}
-    has = shown(other[number]) if number in other else "nothing"
-    return f"token {number} is {shown(token)} in one and {has} in the other"
 
 
 def open_reference(policy: Opened) -> Opened:

@@ -28,6 +28,8 @@ from your_ai.data.rows import Chat, Question, Row
 from your_ai.data.sources import Splits
 from your_ai.engine.weights import open_model, prepare_for_generation
 from your_ai.errors import RESUME, RunError, UserError
+from your_ai.evaluation.rows import teacher_prompt_of
+from your_ai.evaluation.teacher import find_teacher
 from your_ai.files import TEMPORARY, open_to_append, read_text, remedy_of, replace_text, sha256
 from your_ai.gates.text import counted, model_name, now_and_then
 from your_ai.gates.token_ids import vocabulary_of
@@ -53,8 +55,6 @@ from your_ai.run.folder import RunFolder
 from your_ai.training.distributed import Ranks
 from your_ai.training.job import chosen_rewards
 from your_ai.training.rollouts import asked_of
-from your_ai.training.run_data import teacher_prompt_of
-from your_ai.training.teacher import find_teacher
 
 MADE_OF = ".made-of.json"  # what decides the answers, beside them
 MADE_OF_BYTES = 1 << 20

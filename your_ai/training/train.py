@@ -21,6 +21,7 @@ from your_ai.config.defaults import recorded
 from your_ai.data.batches import Batch
 from your_ai.engine import prefix
 from your_ai.errors import RunError, UserError
+from your_ai.evaluation.teacher import STATES
 from your_ai.files import clean
 from your_ai.memory import allocator, probe
 from your_ai.memory.governor import MemoryAction, Watch
@@ -55,7 +56,6 @@ from your_ai.training.saving import (
 )
 from your_ai.training.soft_rollouts import SoftSource
 from your_ai.training.steps import DataSource, StepSource
-from your_ai.training.teacher import STATES
 from your_ai.training.trainer import PREFIX, WORKING, Trainer
 from your_ai.training.validation import is_enough, show_test_rows, validate
 from your_ai.training.whole_result import write_result

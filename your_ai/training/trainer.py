@@ -34,6 +34,14 @@ from your_ai.engine.prefix import (
 from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import Opened, start_vocabulary
 from your_ai.errors import UserError
+from your_ai.evaluation.teacher import (
+    STATES,
+    Teacher,
+    build_teacher,
+    is_sampled,
+    open_teacher,
+    taught,
+)
 from your_ai.files import sha256
 from your_ai.hub.find import fingerprint
 from your_ai.memory.estimate_graphs import graphs_bytes
@@ -61,16 +69,9 @@ from your_ai.training.soft_networks import (
     put_first_adapter,
     score_completions,
 )
-from your_ai.training.teacher import (
-    STATES,
-    Teacher,
-    build_teacher,
-    is_sampled,
-    open_teacher,
-    taught,
-)
 
 PREFIX = "prefix"  # the folder of a prefix cache on disk, inside the run folder
+TEACHER_CACHE = "--teacher-cache"  # the option that asks for a teacher's states on disk
 WORKING = "working"  # the same of whole weights and their optimizer states
 
 
@@ -293,8 +294,10 @@ def build(
     if job.teacher is not None and beside.teacher is not None:
         kept = config.teacher_cache == "disk" and not config.student_share
         made = teacher_store(job, folder / STATES, opened.dtype, kept)
-        given = beside.teacher, beside.known
-        teacher = build_teacher(job.teacher, *given, plan, made, kept)
+        sizes = budget.workload.teacher
+        assert sizes is not None
+        given, together = (beside.teacher, beside.known), None if kept else sizes.step_tokens
+        teacher = build_teacher(job.teacher, *given, plan, made, together)
         read_views(teacher, job)
     built = build_engine(
         opened.network,
@@ -326,9 +329,9 @@ def teacher_store(job: Job, folder: Path, dtype: mx.Dtype, kept: bool) -> Callab
         if not kept:
             return MemoryStore()
         assert job.teacher is not None
-        found = DiskStore(folder, job.teacher.checksums, width, dtype)
+        found = DiskStore(folder, job.teacher.checksums, width, dtype, option=TEACHER_CACHE)
         held = found.bytes_held // needed_bytes(1, width, dtype)
-        check_room(folder, max(0, trained_tokens(job) - held), width, dtype, "--teacher-cache")
+        check_room(folder, max(0, trained_tokens(job) - held), width, dtype, TEACHER_CACHE)
         return found
 
     return make

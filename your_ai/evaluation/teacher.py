@@ -10,7 +10,8 @@ Shapes: n tokens of a text, m of them trained, S targets of a micro-batch, D wid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,36 +21,51 @@ import mlx.core as mx
 import numpy as np
 
 from your_ai.config import DISTILL, TrainConfig
-from your_ai.data.batches import Batch
+from your_ai.config.divergences import (
+    FORWARD,
+    REVERSE,
+    SAMPLED,
+    DivergenceKind,
+    divergence_of,
+)
+from your_ai.data.batches import Batch, by_length
 from your_ai.data.examples import Examples
 from your_ai.engine.build import build_engine
-from your_ai.engine.prefix import Store, digest_of
+from your_ai.engine.prefix import DiskStore, Store, check_room, digest_of
 from your_ai.engine.protocol import Engine
 from your_ai.engine.staged import groups, texts_of
 from your_ai.engine.weights import Opened, open_model
-from your_ai.errors import UserError
-from your_ai.evaluation.compare import training_of
-from your_ai.evaluation.reward_model import weights_of
+from your_ai.errors import UserError, named_errors
 from your_ai.files import sha256
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.hub.find import find_model, fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.estimate import teacher_group_bytes
 from your_ai.memory.facts import facts_of
-from your_ai.memory.workload import NO_ADAPTER, Plan, TeacherSizes, teacher_sizes
+from your_ai.memory.workload import NO_ADAPTER, Plan, TeacherSizes
+from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.nets import losses, saved_adapter
 from your_ai.nets.head import FirstRows, LinearHead, SomeTrained, TargetHead
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import DropoutKeys
 from your_ai.nets.parts import skeleton
-from your_ai.nets.saved_adapter import Trained, base_files, check_generates, open_trained
-from your_ai.objectives.distill import SampledDivergence
+from your_ai.nets.saved_adapter import (
+    Trained,
+    base_files,
+    check_generates,
+    keeps_weights,
+    open_trained,
+    shares_weights,
+    training_of,
+)
+from your_ai.nets.tokenizer import first_difference, spelled
+from your_ai.objectives.distill import Distillation, SampledDivergence
 from your_ai.objectives.objective import Objective, Sums
 from your_ai.rewards.names import RUN
 from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS
-from your_ai.training.reward_models import keeps_weights, shares_weights
-from your_ai.training.soft_networks import first_difference, spelled
 
+# Of the tokens of a student -> a row of examples that the teacher reads instead.
+Others = dict[bytes, tuple[Examples, int]]
 STATES = "teacher"  # the folder of a teacher's hidden states, inside the run folder
 
 
@@ -77,18 +93,13 @@ class TeacherModel:
         folder = self.trained.adapter.folder
         return found | {name: sha256(folder / name) for name in (ADAPTERS, ADAPTER_CONFIG)}
 
-    def sizes(
-        self, config: TrainConfig, base: Path, float_bytes: int, longest: int
-    ) -> TeacherSizes:
-        """The sizes that the memory estimate needs.
-
-        config: of the student. base: the folder of its model. longest: tokens of its longest row.
-        """
+    def sizes(self, base: Path, float_bytes: int) -> TeacherSizes:
+        """The sizes that the memory estimate needs; base: the folder of the trained model."""
         facts = facts_of(base if self.shares_base else self.folder, float_bytes)
         training = NO_ADAPTER
         if self.trained is not None:
             training = training_of(self.trained.adapter, self.trained.config, facts.blocks)
-        return teacher_sizes(config, longest, training, None if self.shares_base else facts)
+        return TeacherSizes(training=training, facts=None if self.shares_base else facts)
 
 
 def teacher_of(config: TrainConfig, base: Path, files: dict[str, str]) -> TeacherModel | None:
@@ -98,7 +109,6 @@ def teacher_of(config: TrainConfig, base: Path, files: dict[str, str]) -> Teache
     """
     if config.objective != DISTILL:
         return None
-    label = f"--teacher {config.teacher}"
     if not config.teacher:
         if not config.teacher_prompt:
             raise UserError(
@@ -111,18 +121,25 @@ def teacher_of(config: TrainConfig, base: Path, files: dict[str, str]) -> Teache
                 "name a --teacher"
             )
         return TeacherModel("--teacher-prompt", base, None, shares_base=True)
-    found = find_teacher(config.teacher)
+    return named_teacher(config.teacher, config, files)
+
+
+def named_teacher(teacher: str, config: TrainConfig, files: dict[str, str]) -> TeacherModel:
+    """The teacher of this name. Raises UserError.
+
+    config: of the run that is trained; files: the checksums of the files of its model, whose
+    weights are shared if they are the same.
+    """
+    found, label = find_teacher(teacher), f"--teacher {teacher}"
     if isinstance(found, Path):
         same = base_files(fingerprint(found)) == base_files(files)
         shared = same and config.quantize is None and keeps_weights(config)
         return TeacherModel(label, found, None, shared, has_tokenizer_of(found, files))
-    trained = found
-    if trained.adapter.kind.is_whole:
-        folder = trained.adapter.folder
-        return TeacherModel(label, folder, None, False, has_tokenizer_of(folder, files))
-    shared, own = shares_weights(trained, config, files), trained.tokenizer_files is not None
-    same = not own and has_tokenizer_of(trained.base, files)
-    return TeacherModel(label, weights_of(trained), trained, shared, same)
+    if found.adapter.kind.is_whole:
+        return TeacherModel(label, found.base, None, False, has_tokenizer_of(found.base, files))
+    shared, own = shares_weights(found, config, files), found.tokenizer_files is not None
+    same = not own and has_tokenizer_of(found.base, files)
+    return TeacherModel(label, model_folder(*found.source), found, shared, same)
 
 
 def has_tokenizer_of(folder: Path, files: dict[str, str]) -> bool:
@@ -221,20 +238,28 @@ class Teacher:
     engine: Engine
     target: TargetHead
     store: Store
-    kept: bool
-    """Whether the store keeps what it has from step to step."""
+    together: int | None
+    """Trained tokens whose states may be stored together; None if the store keeps all."""
     group_tokens: int
     """Tokens of texts that go through its blocks together, at least."""
     make_room: Callable[[], object] = lambda: None
     """Frees the streamed weights of the student before those of the teacher are read."""
-    others: dict[bytes, tuple[Examples, int]] = field(default_factory=dict)
-    """The texts that it reads instead of those of the student, by the digest of the student's
-    tokens: as a row of examples."""
+    others: Others = field(default_factory=dict)
+    """The texts that it reads instead of rows of the data."""
+    others_of_step: Others = field(default_factory=dict)
+    """The same of the completions of a step."""
 
-    def reads(self, own: Examples, seen: Examples) -> None:
-        """From now on, it reads a row of `seen` where the student reads that row of `own`."""
+    @property
+    def kept(self) -> bool:
+        """True if the store keeps what it has from step to step."""
+        return self.together is None
+
+    def reads(self, own: Examples, seen: Examples, *, in_step: bool = False) -> None:
+        """From now on, or in this step, read a row of `seen` where the student reads that row of
+        `own`."""
+        others = self.others_of_step if in_step else self.others
         for row in range(len(own)):
-            self.others[digest_of(own[row].tokens[:-1])] = seen, row
+            others[digest_of(own[row].tokens[:-1])] = seen, row
 
     def seen_in(self, batch: Batch) -> list[Seen]:
         """The texts of a micro-batch as the teacher reads them, in the order of their targets."""
@@ -245,9 +270,14 @@ class Teacher:
             own = at[(at >= start) & (at < start + len(span.tokens))] - start
             if not len(own):
                 continue
-            other = self.others.get(digest_of(span.tokens))
-            found.append(Seen(span.tokens, own) if other is None else Seen.of(*other))
+            found.append(self.instead_of(span.tokens) or Seen(span.tokens, own))
         return found
+
+    def instead_of(self, tokens: np.ndarray) -> Seen | None:
+        """The text that it reads instead of one of the student; None if it reads the same."""
+        digest = digest_of(tokens)
+        other = self.others_of_step.get(digest) or self.others.get(digest)
+        return None if other is None else Seen.of(*other)
 
     def look(self, texts: Iterable[Seen]) -> None:
         """Compute the states of the texts that are not stored, block by block for many together.
@@ -270,10 +300,41 @@ class Teacher:
             self.engine.drop()
             allocator.free(collect=False)
 
+    def fill(self, examples: Examples) -> Generator[int, None, None]:
+        """`look` at the texts of all examples; yields how many are done."""
+        waiting: list[Seen] = []
+        for done, row in enumerate(by_length(examples), 1):
+            text = Seen.of(examples, row)
+            waiting.append(self.instead_of(text.tokens) or text)
+            if done == len(examples) or sum(len(t.tokens) for t in waiting) >= self.group_tokens:
+                self.look(waiting)
+                waiting = []
+                yield done
+
     def begin_step(self) -> None:
         """Forget what is only needed in the step before."""
+        self.others_of_step.clear()
         if not self.kept:
             self.store.close()
+
+    def ahead(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Pass micro-batches on, whose texts are read together: as many as may be stored."""
+        if self.together is None:
+            yield from batches
+            return
+        group: list[Batch] = []
+        for batch in batches:
+            if sum(b.trained_tokens for b in [*group, batch]) > self.together:
+                yield from self.looked_at(group)
+                group = []
+            group.append(batch)
+        yield from self.looked_at(group)
+
+    def looked_at(self, group: Sequence[Batch]) -> Sequence[Batch]:
+        """The micro-batches, whose states alone are stored."""
+        self.store.close()
+        self.look(text for batch in group for text in self.seen_in(batch))
+        return group
 
     def states(self, batch: Batch) -> mx.array:
         """(S, D), zeros where there is no target."""
@@ -315,11 +376,12 @@ def build_teacher(
     known: int,
     plan: Plan,
     store: Callable[[int], Store],
-    kept: bool,
+    together: int | None,
 ) -> Teacher:
     """Build the engine of a teacher, for a student under a plan.
 
-    known: tokens that both know. store: width of its states -> where they are kept.
+    known: tokens that both know. store: width of its states -> where they are kept. together: as of
+        `Teacher`.
     Raises UserError if the teacher has no such head.
     """
     resident = teacher.shares_base and plan.engine != "streamed"
@@ -347,7 +409,33 @@ def build_teacher(
     found = facts_of(opened.folder, opened.dtype.size)
     group = teacher_group_bytes(found, plan) // (found.hidden * opened.dtype.size)
     allocator.free()
-    return Teacher(built.engine, TargetHead(head, known), store(width), kept, group)
+    return Teacher(built.engine, TargetHead(head, known), store(width), together, group)
+
+
+def nameless_store(folder: Path, examples: Examples, dtype: mx.Dtype) -> Callable[[int], Store]:
+    """Return f(width) -> a store for what a teacher makes of examples, in files without a name.
+
+    They are on the disk of `folder`, and end with this process. Raises UserError if it is too full.
+    """
+
+    def make(width: int) -> Store:
+        tokens = int(examples.trained.sum())
+        check_room(folder, tokens, width, dtype, "--teacher")
+        with named_errors(folder, "written"), tempfile.TemporaryDirectory(dir=folder) as place:
+            return DiskStore(Path(place), {}, width, dtype)
+
+    return make
+
+
+def compared_as(config: TrainConfig) -> Distillation:
+    """The comparison with a teacher in an evaluation: that of a run which is a distillation, or
+    else the forward KL divergence."""
+    divergence, temperature = DivergenceKind(FORWARD), 1.0
+    if config.objective == DISTILL:
+        divergence, temperature = divergence_of(config.divergence), config.temperature_distill
+    if divergence.name == SAMPLED:  # which estimates
+        divergence = DivergenceKind(REVERSE)
+    return Distillation(divergence=divergence, temperature=temperature)
 
 
 def is_sampled(objective: Objective) -> bool:
@@ -371,5 +459,7 @@ def taught(engine: Engine, teacher: Teacher) -> Engine:
         engine,
         gradients=lambda batch, *args: engine.gradients(given(batch), *args),
         loss=lambda batch: engine.loss(given(batch)),
+        ahead=teacher.ahead,
+        score=lambda batch: engine.score(given(batch)),
         by_block=None if engine.by_block is None else add,
     )
