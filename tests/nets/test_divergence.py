@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import peak_of
 from tests.objectives.plain import exp, log_softmax, plain_divergence
 from your_ai.config.divergences import DivergenceKind, divergence_of
 from your_ai.nets.divergence import Compared, compare
@@ -321,3 +322,26 @@ def test_divergences_are_within_their_bounds(name, seed, scales, temperature):
         b = kind.share
         most = -b * math.log(b) - (1 - b) * math.log(1 - b)
         assert (found <= most + rounding).all()
+
+
+@pytest.mark.memory
+@pytest.mark.parametrize("compiled", [False, True])
+def test_whole_logits_are_never_allocated_by_one_walk_or_two(compiled):
+    """Those of one model would be 41 MB."""
+    count, tokens = 1024, 10_000
+    student, teacher = side(64, 0, rows=tokens), side(96, 1, rows=tokens)
+    inputs, states = (mx.random.normal((count, m.inputs.shape[1])) for m in (student, teacher))
+    heads = [made._replace(inputs=inputs).head(200) for made in (student, teacher)]
+    mx.eval(inputs, states, student.layer.parameters(), teacher.layer.parameters())
+    peaks = {}
+    for name in ("forward", "jsd"):
+
+        def walk(inputs: mx.array, states: mx.array, name: str = name) -> list[mx.array]:
+            target = TargetHead(heads[1], tokens)
+            found = compare(inputs, states, heads[0], target, divergence_of(name))
+            return [found.divergences, found.gradients]
+
+        function = mx.compile(walk) if compiled else walk
+        peaks[name] = peak_of(lambda function=function: function(inputs, states))
+    assert peaks["forward"] < 4 * count * tokens
+    assert peaks["jsd"] < 1.3 * peaks["forward"]

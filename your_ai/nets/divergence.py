@@ -237,8 +237,9 @@ def jsd(pair: TwoHeads, divergence: DivergenceKind, gradient: bool) -> Compared:
     of_student, of_teacher = mx.log(student.total), mx.log(teacher.total)
     found, mean = mx.zeros((count, 1)), mx.zeros((count, 1))
     first = second = mx.zeros(pair.inputs.shape if gradient else ())
+    state = mx.depends([found, mean, first, second], [of_student, of_teacher])  # the walk before
     for start, stop in pair.slices():
-        found, mean, first, second = settled([found, mean, first, second])
+        found, mean, first, second = settled(state)
         mine, theirs, part, slopes = pair.logits(start, stop, [found, first])
         mine, theirs = mine - student.top, theirs - teacher.top
         q, p = exp(mine - of_student), exp(theirs - of_teacher)
@@ -255,5 +256,6 @@ def jsd(pair: TwoHeads, divergence: DivergenceKind, gradient: bool) -> Compared:
         if gradient:
             first = first + weighted(part, q, slopes, dtype)
             second = second + weighted(part, weights, slopes, dtype)
+        state = [found, mean, first, second]
     grads = (1 - share) * (second - mean * first) if gradient else first
     return Compared(found, grads, student, teacher)
