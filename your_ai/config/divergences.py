@@ -20,7 +20,7 @@ class DivergenceKind:
 
     @property
     def text(self) -> str:
-        """As `--divergence` names it."""
+        """The name of it in `--divergence`."""
         return f"{JSD}:{self.share:g}" if self.name == JSD else self.name
 
 
