@@ -18,7 +18,14 @@ from your_ai.engine.programs import first_trained
 from your_ai.engine.protocol import Engine
 from your_ai.engine.spill import Spilled
 from your_ai.engine.staged import FusedAboveCache, Staged
-from your_ai.engine.weights import FileTensor, Streamed, put_layers, stream, stream_vocabulary
+from your_ai.engine.weights import (
+    FileTensor,
+    Streamed,
+    put_layers,
+    reads_file,
+    stream,
+    stream_vocabulary,
+)
 from your_ai.errors import UserError
 from your_ai.memory import allocator
 from your_ai.memory.workload import NOTHING, Kept
@@ -127,6 +134,8 @@ def build_engine(
         check_packing(model, found, longest)
     if parts is None:
         notices += notices_without_parts(plan, make_store is not None, found.reason)
+        if reads_file(head):  # of the teacher: a fused graph cannot
+            raise UserError(f"--objective distill: {NO_PARTS} ({found.reason}); use --plan fused")
         plan = "fused"
     neftune = neftune_of(model, halves.trunk if parts is None else parts.embed, neftune_alpha)
     store = None

@@ -157,7 +157,8 @@ def find_teacher(name: str) -> Path | Trained:
         check_generates(trained.adapter)
         return trained
     except UserError as error:
-        raise UserError(f"--teacher {name}: {error}") from error
+        reason = str(error).removeprefix(f"--model {name}: ")
+        raise UserError(f"--teacher {name}: {reason}") from error
 
 
 def open_teacher(teacher: TeacherModel, student: Opened, tokenizer: Any) -> tuple[Opened, int]:
