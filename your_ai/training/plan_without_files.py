@@ -101,7 +101,11 @@ def planned_run(
             if memory_gb is not None:
                 model = replace(absent_of_config(folder / CONFIG, config, target), note="")
     if model is None:
-        from your_ai.training.planned import planned_budget  # loads mlx
+        from your_ai.training.plan_again import remembered_budget  # loads mlx
+
+        if (budget := remembered_budget(config, folder, seq_len)) is not None:
+            return budget
+        from your_ai.training.planned import planned_budget  # loads mlx-lm
 
         return planned_budget(config, folder, seq_len, on_note, on_measure)
     budget = planned(config, model, seq_len, target)
@@ -260,8 +264,8 @@ def has_gpu() -> bool:
     """Return whether MLX would compute on a GPU here, as far as can be told without loading it."""
     if platform.system() == "Darwin":
         return platform.machine() == "arm64"
-    installed = {each.metadata["Name"] for each in importlib.metadata.distributions()}
-    return os.path.exists("/dev/nvidia0") and bool(installed & {*CUDA})
+    installed = (each.metadata["Name"] for each in importlib.metadata.distributions())
+    return os.path.exists("/dev/nvidia0") and any(name in CUDA for name in installed)
 
 
 def memory_here() -> limits.MachineMemory:

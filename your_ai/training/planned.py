@@ -48,10 +48,13 @@ from your_ai.modelfiles.repack import repacked_lazily
 from your_ai.modelfiles.shards import process_bytes_of
 from your_ai.nets import model
 from your_ai.nets.new_tokens import NewTokens, tokenizer_with_new
+from your_ai.nets.numerics import compute_dtype
 from your_ai.objectives.chosen import objective_of
+from your_ai.rewards.names import reward_texts
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
 from your_ai.training.job import Job, step_sizes
+from your_ai.training.plan_again import Learned, keep_learned, learned_file
 from your_ai.training.preview import about_seconds
 from your_ai.training.reward_models import reward_runs
 from your_ai.training.run_data import RunData, check_splits, read_data, rollouts_planned
@@ -141,8 +144,8 @@ def planned_budget(
     """
     if seq_len is not None and seq_len < 1:
         raise UserError(f"--seq-len {seq_len}: must be at least 1")
-    limit = run_limit(config)
-    dtype, before_bytes = model.compute_dtype(config.dtype), 0
+    given, limit = config, run_limit(config)
+    dtype, before_bytes = compute_dtype(config.dtype), 0
     tensors: Mapping[str, FileTensor] = {}
     facts = None
     if not needs_copy(folder, config.quantize):
@@ -196,8 +199,9 @@ def planned_budget(
             return measure_costs(network, config, workload, machine_bytes, on_measure, tensors)
 
         measuring = Measuring(measure, always=True)
-    runs = reward_runs(config, fingerprint(folder))
-    return budget_of_run(
+    runs = reward_runs(config, fingerprint(folder)) if reward_texts(config) else []
+    vocabulary = model.vocabulary_sizes(network, config)
+    budget = budget_of_run(
         config,
         folder,
         dtype,
@@ -208,8 +212,13 @@ def planned_budget(
         reward_models=[run.sizes(folder, dtype.size) for run in runs],
         measuring=measuring,
         facts=facts,
-        vocabulary=model.vocabulary_sizes(network, config),
+        vocabulary=vocabulary,
     )
+    work, others = budget.workload, needs_copy(folder, config.quantize) or config.generates
+    if work.costs is not None and not (others or vocabulary or (seq_len is None and config.data)):
+        learned = Learned(work.lengths, work.answer_tokens, process_here(), streamable)
+        keep_learned(learned_file(given, folder, seq_len), learned)
+    return budget
 
 
 def planned_again(budget: Budget, engine: str, level: int, past: PriorPlans) -> Budget:
