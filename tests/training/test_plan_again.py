@@ -15,7 +15,6 @@ from your_ai.memory.plan import Budget
 from your_ai.training import planned
 from your_ai.training.plan_without_files import planned_run
 
-
 PROCESS = '{"python_bytes": 1, "sliced": true, "most_buffers": 1, "mixes_whole": true}'
 TOO_SHORT = f'{{"lengths": [-1], "answer_tokens": 0, "process": {PROCESS}, "can_stream": true}}'
 
@@ -43,7 +42,8 @@ def loads(monkeypatch) -> list[str]:
 
 
 def budget_of(config: TrainConfig, seq_len: int = 64) -> Budget:
-    return planned_run(config, seq_len, lambda _: None, on_measure=lambda _: None)
+    ignore = {"on_note": lambda _: None, "on_measure": lambda _: None}
+    return planned_run(config, seq_len, **ignore, remembers=True)
 
 
 def test_the_same_plan_is_found_without_loading_the_model(config, loads):

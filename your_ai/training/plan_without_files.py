@@ -81,12 +81,14 @@ def planned_run(
     on_note: Callable[[str], object],
     memory_gb: float | None = None,
     on_measure: Callable[[str], object] | None = None,
+    remembers: bool = False,
 ) -> Budget:
     """The budget of a run, also if its model is not here; no weight is read.
 
     seq_len: tokens of every row, instead of the data. on_note: called with what to know about a
     plan without the model's files. memory_gb: plan for an idle Mac sold with this many GB, and
-    not for this machine. on_measure: as in `planned_budget`. Raises UserError if nothing fits.
+    not for this machine. on_measure, remembers: as in `planned_budget`. Raises UserError if
+    nothing fits.
     """
     target = Target(memory_here(), has_gpu()) if memory_gb is None else other_mac(memory_gb)
     model = None
@@ -103,11 +105,11 @@ def planned_run(
     if model is None:
         from your_ai.training.plan_again import remembered_budget  # loads mlx
 
-        if (budget := remembered_budget(config, folder, seq_len)) is not None:
+        if remembers and (budget := remembered_budget(config, folder, seq_len)) is not None:
             return budget
         from your_ai.training.planned import planned_budget  # loads mlx-lm
 
-        return planned_budget(config, folder, seq_len, on_note, on_measure)
+        return planned_budget(config, folder, seq_len, on_note, on_measure, remembers)
     budget = planned(config, model, seq_len, target)
     for text in notes_of(config, model, seq_len, target):
         on_note(text)

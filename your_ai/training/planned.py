@@ -133,12 +133,15 @@ def planned_budget(
     seq_len: int | None = None,
     on_note: Callable[[str], object] = lambda _: None,
     on_measure: Callable[[str], object] | None = None,
+    remembers: bool = False,
 ) -> Budget:
     """The budget of a run of the model in `folder`; no weight is read.
 
     seq_len: the sequence length T of all rows. By default the lengths come from --data, or
         without data from --max-seq-length. on_note: receives what was noticed in the data.
     on_measure: receives what is measured; without it, nothing is.
+    remembers: whether to keep what is learned for `remembered_budget`; in a process that does
+        nothing else, since its memory counts.
 
     Raises UserError if nothing fits.
     """
@@ -215,7 +218,8 @@ def planned_budget(
         vocabulary=vocabulary,
     )
     work, others = budget.workload, needs_copy(folder, config.quantize) or config.generates
-    if work.costs is not None and not (others or vocabulary or (seq_len is None and config.data)):
+    others = others or bool(vocabulary) or (seq_len is None and bool(config.data))
+    if remembers and not others and work.costs is not None:
         learned = Learned(work.lengths, work.answer_tokens, process_here(), streamable)
         keep_learned(learned_file(given, folder, seq_len), learned)
     return budget
