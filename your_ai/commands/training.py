@@ -197,7 +197,7 @@ def plan(
             raise UserError(f"--bits {bits}: only works with --shape")
         from your_ai.training.plan_without_files import planned_run
 
-        plan_it = partial(planned_run, settings, seq_len, echo_note, memory)
+        plan_it = partial(planned_run, settings, seq_len, echo_note, memory, remembers=True)
     else:
         if "model" in flags:
             raise UserError(f"--shape {shape}: cannot be combined with --model")

@@ -38,6 +38,7 @@ from your_ai.gates.console import echo_json
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.memory import allocator, probe
 from your_ai.nets import model
+from your_ai.nets.numerics import compute_dtype
 from your_ai.run.checkpoint import ADAPTERS
 
 SHAPE, SHAPE_OF_A_GPU = "tiny", "small"  # the second is used only to measure speed
@@ -88,7 +89,7 @@ def make_model(folder: Path) -> Outcome:
     for name in TOKENIZER:
         shutil.copy(packaged("models", "demo") / name, path / name)
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    kind, dtype = device(), dtype_name(model.compute_dtype("auto"))
+    kind, dtype = device(), dtype_name(compute_dtype("auto"))
     figures = {"device": kind, "dtype": dtype, "folder": str(path), "bytes": size}
     return Outcome(True, f"{SHAPE}, {size / 1e6:.1f} MB, on {kind} in {dtype}", figures)
 
@@ -141,7 +142,7 @@ def count_memory(folder: Path) -> Outcome:
 def compare_gradients(folder: Path) -> Outcome:
     """Compare each plan's gradients with the fused ones, with dropout and nonzero adapters."""
     figures: dict[str, float] = {}
-    dtypes = dict.fromkeys(("float32", dtype_name(model.compute_dtype("auto"))))
+    dtypes = dict.fromkeys(("float32", dtype_name(compute_dtype("auto"))))
     for dtype in dtypes:
         contest = contest_of(model_in(folder), dtype, TOKENS)
         expected = step_of(made(folder, "fused", contest))
@@ -205,7 +206,7 @@ def compare_tiles(folder: Path) -> Outcome:
     """Compare gradients of long rows that run through blocks in tiles with the fused ones."""
     figures: dict[str, float] = {}
     tokens = LONG_TOKENS_OF_A_CPU if device() == "cpu" else LONG_TOKENS
-    for dtype in dict.fromkeys(("float32", dtype_name(model.compute_dtype("auto")))):
+    for dtype in dict.fromkeys(("float32", dtype_name(compute_dtype("auto")))):
         contest = contest_of(model_in(folder), dtype, tokens)
         expected = step_of(made(folder, "fused", contest, dropout=0.0))
         for plan in ("staged", "kept"):
@@ -247,7 +248,7 @@ def describe_machine(folder: Path) -> Outcome:
 
 def compare_reloads(folder: Path) -> Outcome:
     """Compare updates with and without reloads. Two runs without show what varies anyway."""
-    dtype = dtype_name(model.compute_dtype("auto"))
+    dtype = dtype_name(compute_dtype("auto"))
     contest = contest_of(model_in(folder), dtype, FEW_TOKENS)
     found, read, same_weights = [], 0, True
     for plan in PLANS[:2]:
@@ -269,7 +270,7 @@ def compare_reloads(folder: Path) -> Outcome:
 
 def time_plans(folder: Path) -> Outcome:
     """Time a step under each plan, without the first step, and check that the losses agree."""
-    kind, dtype = device(), dtype_name(model.compute_dtype("auto"))
+    kind, dtype = device(), dtype_name(compute_dtype("auto"))
     shape = SHAPE if kind == "cpu" else SHAPE_OF_A_GPU
     path = make_shape(shape, BITS, dtype, folder / "speed")
     contest = contest_of(path, dtype, TOKENS)

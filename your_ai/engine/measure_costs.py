@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -74,7 +75,7 @@ EVERYTHING = Keeps(True, True, True)
 GRAPH_BLOCKS = 3  # of a fused graph that is measured: the first saves more or less than others
 # Peaks depend on how far MLX's threads compute ahead, most in large graphs: the largest counts.
 REPEATS = 6
-ENOUGH_S, VARYING_S = (0.1, 0.4), (0.25, 0.5)  # after so long, one run is enough, or two
+ENOUGH_S, VARYING_S = 0.1, 0.25  # after so long, no more runs
 BESIDE_BYTES = 10_000_000  # that graphs, and kernels while they are compiled, may take
 UNSURE, SURER = 1.25, 1.1  # factors on what may be needed, before and after something was measured
 TIGHT_BYTES = 1 << 30  # with less left, the C library keeps no freed buffers
@@ -276,12 +277,9 @@ def cost_of(
     prepare: makes the arrays that a phase begins with, which `run` takes off the list. varies:
         whether the peak depends on threads.
     """
-    most_s, enough_s = VARYING_S if varies else ENOUGH_S
+    enough_s = VARYING_S if varies else ENOUGH_S
     most, seconds, count, began = 0, math.inf, 0, time.perf_counter()
-    while count < REPEATS:
-        spent = time.perf_counter() - began
-        if (count and spent > most_s) or (count > 1 and spent > enough_s):
-            break
+    while not count or (count < REPEATS and time.perf_counter() - began <= enough_s):
         given = prepare()
         mx.eval(given)
         mx.synchronize()
@@ -358,20 +356,22 @@ class MeasuredBlock:
         features = [self.staged.parts.features(self.index + place) for place in places]
         return [mx.random.normal((*shape, f)).astype(self.staged.dtype) for f in features]
 
-    def measure(self, phase: str, cost_at: Callable[[Shape], Cost]) -> None:
-        """Find the curves of a phase through those shapes that fit, if any does."""
-        found: dict[Shape, Cost] = {}
-        for shape in self.shapes:
+    def measure(self, **phases: Callable[[Shape], Cost]) -> None:
+        """Find the curves of phases, one after another at each shape, through those shapes that
+        fit, if any does."""
+        found: dict[str, dict[Shape, Cost]] = {phase: {} for phase in phases}
+        for shape, (phase, cost_at) in product(self.shapes, phases.items()):
             guess = bytes_of(self.guess, phase, *shape)
             states = 3 * 4 * shape.size * self.staged.features
             if self.room.has(guess + states, phase):
-                if not found:  # kernels are compiled
+                if not found[phase]:  # kernels are compiled
                     cost_at(shape)
-                found[shape] = cost_at(shape)
-                self.room.learn(phase, found[shape].bytes, guess)
-        if found:
-            self.memory[phase] = CostCurve.through({s: cost.bytes for s, cost in found.items()})
-            self.seconds[phase] = CostCurve.through({s: cost.seconds for s, cost in found.items()})
+                found[phase][shape] = cost_at(shape)
+                self.room.learn(phase, found[phase][shape].bytes, guess)
+        for phase, costs_at in found.items():
+            if costs_at:
+                self.memory[phase] = CostCurve.through({s: c.bytes for s, c in costs_at.items()})
+                self.seconds[phase] = CostCurve.through({s: c.seconds for s, c in costs_at.items()})
 
     def rows(self, shape: Shape) -> BatchRows:
         if shape not in self.batches:
@@ -386,11 +386,11 @@ class MeasuredBlock:
 
     def forward_costs(self) -> None:
         """Measure the forward pass of the block alone."""
-        self.measure("forward", partial(self.forward, self.staged))
+        self.measure(forward=partial(self.forward, self.staged))
 
     def evaluation_costs(self) -> None:
         """Measure the block in a fused graph without gradients."""
-        self.measure("evaluated", partial(self.forward, self.fused))
+        self.measure(evaluated=partial(self.forward, self.fused))
 
     def forward(self, engine: Staged, shape: Shape) -> Cost:
         program = engine.programs.of(self.index, self.rows(shape).shape)
@@ -400,6 +400,7 @@ class MeasuredBlock:
     def backward_costs(self) -> None:
         """Measure the backward pass of the block alone."""
         arrays, own, index, staged = self.arrays, self.own, self.index, self.staged
+        kept: list[list[mx.array]] = []  # of the last forward pass, for one backward pass
 
         def backward(shape: Shape) -> Cost:
             program, extras = staged.programs.of(index, self.rows(shape).shape), self.extras(shape)
@@ -414,24 +415,29 @@ class MeasuredBlock:
             program = staged.programs.keeping(index, self.rows(shape).shape, EVERYTHING)
             extras = self.extras(shape)
 
-            def run(given: list[Any]) -> Any:  # its input stays, as that of a trained block does
-                result, kept = program.forward(arrays, own, given[0], extras)
-                mx.eval(kept)
-                return result, kept
+            def prepare() -> list[Any]:
+                kept.clear()
+                return self.states(shape, 0)
 
-            return cost_of(lambda: self.states(shape, 0), run)
+            def run(given: list[Any]) -> Any:  # its input stays, as that of a trained block does
+                result, results = program.forward(arrays, own, given[0], extras)
+                mx.eval(results)
+                kept.append(results)
+                return result
+
+            return cost_of(prepare, run)
 
         def kept_backward(shape: Shape) -> Cost:
             program = staged.programs.keeping(index, self.rows(shape).shape, EVERYTHING)
             extras, (hidden,) = self.extras(shape), self.states(shape, 0)
 
             def prepare() -> list[Any]:
-                kept = program.forward(arrays, own, hidden, extras)[1]
-                return [*self.states(shape, 0, 1), kept]
+                results = kept.pop() if kept else program.forward(arrays, own, hidden, extras)[1]
+                return [*self.states(shape, 0, 1), results]
 
             def run(given: list[Any]) -> Any:
-                kept, cotangent, hidden = given.pop(), given.pop(), given.pop()
-                return program.backward(kept, arrays, own, hidden, extras, cotangent)
+                results, cotangent, hidden = given.pop(), given.pop(), given.pop()
+                return program.backward(results, arrays, own, hidden, extras, cotangent)
 
             return cost_of(prepare, run)
 
@@ -444,9 +450,8 @@ class MeasuredBlock:
 
                 return cost_of(lambda: [a + 0 for a in own.values()], add)
 
-        self.measure("backward", backward)
-        self.measure("kept_forward", kept_forward)
-        self.measure("kept_backward", kept_backward)
+        self.measure(backward=backward)
+        self.measure(kept_forward=kept_forward, kept_backward=kept_backward)
         size = 2 * sum(array.nbytes for array in own.values())
         stored = storing() if own and self.room.has(size) else Cost(size, 0.0)
         self.memory["storing"] = CostCurve(stored.bytes)
@@ -469,10 +474,13 @@ class MeasuredBlock:
         for shape in shapes:
             guess = costs.graph_bytes(self.guess, GRAPH_BLOCKS, gradients, *shape)
             if self.room.has(guess, "fused"):
-                one, two = (self.saved_bytes(count, shape) for count in (1, 2))
-                saved[shape] = max(0.0, two - one)
-                run = self.graph(GRAPH_BLOCKS, shape)
+                held: list[int] = []
+                given = self.states(shape, 0)
+                mx.eval(given)
+                self.graph(1, shape, held)(given)  # its gradients are not computed
+                run = self.graph(GRAPH_BLOCKS, shape, held)
                 found[shape] = cost_of(partial(self.states, shape, 0), run, varies=True)
+                saved[shape] = max(0.0, (held[-1] - held[0]) / (GRAPH_BLOCKS - 1))
                 self.room.learn("fused", found[shape].bytes, guess)
             if shape == self.shapes[-1] and self.longer and CostCurve.through(saved).of_pair:
                 shapes += self.longer  # where scores are whole, other phases of longer rows peak
@@ -487,8 +495,11 @@ class MeasuredBlock:
         seconds = {shape: cost.seconds / GRAPH_BLOCKS for shape, cost in found.items()}
         self.seconds["saved"] = CostCurve.through(seconds)
 
-    def graph(self, count: int, shape: Shape) -> Callable[[list[Any]], Any]:
-        """A graph of `count` such blocks, forward and backward, of the input in a list."""
+    def graph(self, count: int, shape: Shape, held: list[int]) -> Callable[[list[Any]], Any]:
+        """A graph of `count` such blocks, forward and backward, of the input in a list.
+
+        held: receives the bytes that wait for the backward pass once the loss is there.
+        """
         fused = self.fused
         fused.trained = [self.index] * count
         rows, batch = self.rows(shape), batch_of(shape, self.packed)
@@ -500,22 +511,16 @@ class MeasuredBlock:
         mx.eval(trained)
 
         def run_graph(given: list[Any]) -> Any:
-            found = run(trained, of_head, [self.arrays] * count, given.pop(), *rest)
+            mx.synchronize()
+            before = mx.get_active_memory()
+            sums, gradients = run(trained, of_head, [self.arrays] * count, given.pop(), *rest)
             put_in(fused.head, of_head)  # tracing replaced it with a placeholder
-            return found
+            mx.eval(sums)
+            mx.synchronize()
+            held.append(mx.get_active_memory() - before)
+            return gradients
 
         return run_graph
-
-    def saved_bytes(self, count: int, shape: Shape) -> int:
-        """Bytes that wait for the backward pass of such a graph once its loss is there."""
-        run, given = self.graph(count, shape), self.states(shape, 0)
-        mx.eval(given)
-        mx.synchronize()
-        before = mx.get_active_memory()
-        found = run(given)
-        mx.eval(found[0])  # the gradients are not computed, and keep what they need
-        mx.synchronize()
-        return mx.get_active_memory() - before
 
     def tile_costs(self, shape: Shape, forward_only: bool) -> int:
         """Measure the block on tiles of such rows; return the tokens of a tile, 0 if it does not
@@ -545,13 +550,14 @@ class MeasuredBlock:
         numbers = sum(array.size for array in keys) / width
         number = staged.dtype.size
         held = {"forward": numbers * number, "backward": numbers * (number + 4)}  # of a token
+        few = [slice(0, MULTIPLE), slice(MULTIPLE, 2 * MULTIPLE)]  # for which kernels are compiled
         for name, run in (("forward", forward), ("backward", backward)):
             phase = f"tiled_{name}"
             states = 4 * shape.size * staged.features
             guess = states + costs.bytes_of(self.guess, phase, *shape)
             if (name == "backward" and forward_only) or not room.has(guess, phase):
                 continue
-            run(replace(block, tiles=block.tiles[:2]), [state_of(t) for t in block.tiles[:2]])
+            run(replace(block, tiles=few), [state_of(tile) for tile in few])
             cost = cost_of(lambda: [state_of(t) for t in block.tiles], partial(run, block))
             room.learn(phase, cost.bytes, guess)
             of_tile = max(0.0, cost.bytes - held[name] * shape.size)

@@ -38,7 +38,7 @@ from your_ai.nets.split import blocks_path, trunk_path
 from your_ai.nets.vocabulary import VocabularyLayer
 from your_ai.objectives.sft import SUPERVISED
 
-SLICES = 6  # of the vocabulary: more need no more memory
+SLICES = 4  # of the vocabulary: more need no more memory
 FEW_ROWS = 32  # of a head, where only blocks are measured
 SPREAD = 0.02  # standard deviation of made weights
 E = TypeVar("E", bound=Staged)

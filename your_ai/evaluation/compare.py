@@ -59,6 +59,7 @@ from your_ai.memory.plan import Budget, choose
 from your_ai.memory.workload import RolloutSizes, words
 from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.nets import model, saved_adapter
+from your_ai.nets.numerics import compute_dtype
 from your_ai.nets.parts import empty
 from your_ai.nets.saved_adapter import Adapter, Trained, read_adapter, training_of
 from your_ai.objectives.chosen import needs_reference
@@ -163,7 +164,7 @@ def compare(
         yield EvaluationProgress(doing, step.done_bytes, step.total_bytes)
     folder = place_of_copy(folder, bits)
     yield EvaluationProgress(f"reading {Path(file_of_first_row(path)).name}")
-    dtype = model.compute_dtype(config.dtype)
+    dtype = compute_dtype(config.dtype)
     opened = open_model(folder, dtype)
     network, tokenizer = opened.network, opened.tokenizer(run.tokenizer_files)
     files = fingerprint(folder) if whole else run.files()

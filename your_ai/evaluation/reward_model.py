@@ -38,6 +38,7 @@ from your_ai.memory.facts import facts_of
 from your_ai.memory.limit import MemoryLimit
 from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.nets import model, saved_adapter
+from your_ai.nets.numerics import compute_dtype
 from your_ai.nets.saved_adapter import Trained, put_trained_rows, training_of
 from your_ai.objectives.reward import ScoreRegression
 
@@ -211,7 +212,7 @@ def load_reward_model(
     check_reward_run(run, "score")
     limit = limit_of(max_memory_gb)
     config, folder = run.config, weights_of(run, limit)
-    opened = open_model(folder, model.compute_dtype(config.dtype))
+    opened = open_model(folder, compute_dtype(config.dtype))
     put_trained_rows(opened.network, run.adapter)  # the encoder asks for their tokens
     encoder = encoder_of(run, opened, opened.tokenizer(run.tokenizer_files), limit)
     blocks = len(opened.network.layers)

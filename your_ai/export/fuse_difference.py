@@ -33,7 +33,8 @@ from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.limit import MemoryLimit, rounded_up
 from your_ai.memory.sample import in_gb
 from your_ai.memory.sizes import PREFILL_TOKENS
-from your_ai.nets.model import check_positions, compute_dtype
+from your_ai.nets.model import check_positions
+from your_ai.nets.numerics import compute_dtype
 from your_ai.nets.saved_adapter import (
     Adapter,
     Trained,

@@ -42,7 +42,8 @@ from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.sizes import PREFILL_TOKENS
 from your_ai.memory.workload import RolloutSizes
 from your_ai.modelfiles.quantized_copies import model_folder
-from your_ai.nets.model import compute_dtype, learned_positions
+from your_ai.nets.model import learned_positions
+from your_ai.nets.numerics import compute_dtype
 from your_ai.nets.saved_adapter import Adapter, Trained, check_generates, open_trained, put_adapter
 from your_ai.rng import derive_seed
 from your_ai.run.folder import find

@@ -234,7 +234,6 @@ def fingerprint(folder: Path) -> dict[str, str]:
     Hashes of large files are cached in the store. A cached hash is valid while the path, size,
     modification time and inode of the file stay the same.
     """
-    files = sorted({p for pattern in FINGERPRINTED for p in folder.glob(pattern) if p.is_file()})
     memory = store() / "cache" / "sha256.json"
     try:
         known = json.loads(memory.read_text(encoding="utf-8"))
@@ -242,12 +241,10 @@ def fingerprint(folder: Path) -> dict[str, str]:
         known = None
     known = known if isinstance(known, dict) else {}
     sums, learned = {}, {}
-    for path in files:
-        status = path.stat()
-        key = f"{path.resolve()}:{status.st_size}:{status.st_mtime_ns}:{status.st_ino}"
+    for path, key in file_keys(folder).items():
         name = path.relative_to(folder).as_posix()
         sums[name] = known.get(key) or sha256(path)
-        if status.st_size > REMEMBERED_ABOVE_BYTES and key not in known:
+        if path.stat().st_size > REMEMBERED_ABOVE_BYTES and key not in known:
             learned[key] = sums[name]
     if learned:
         with contextlib.suppress(OSError):  # without a cache, only the next call is slower
@@ -256,6 +253,18 @@ def fingerprint(folder: Path) -> dict[str, str]:
             temporary.write_text(json.dumps({**known, **learned}), encoding="utf-8")
             os.replace(temporary, memory)
     return sums
+
+
+def file_keys(folder: Path) -> dict[Path, str]:
+    """Return, for each file that affects what the model computes, a text that stays the same while
+    its path, size, modification time and inode do."""
+    found = {}
+    for path in sorted({p for pattern in FINGERPRINTED for p in folder.glob(pattern)}):
+        if path.is_file():
+            status = path.stat()
+            place = f"{path.resolve()}:{status.st_size}"
+            found[path] = f"{place}:{status.st_mtime_ns}:{status.st_ino}"
+    return found
 
 
 def tokenizer_fingerprint(files: dict[str, str], ends: Iterable[int] = ()) -> str:

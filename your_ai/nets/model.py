@@ -62,14 +62,6 @@ LINEAR = (nn.Linear, nn.QuantizedLinear, *EXPERTS)
 R = TypeVar("R")
 
 
-def compute_dtype(name: str) -> mx.Dtype:
-    """The dtype that `--dtype` means on this device."""
-    if name == "auto":
-        return mx.bfloat16 if mx.default_device().type == mx.gpu else mx.float32
-    dtype: mx.Dtype = getattr(mx, name)
-    return dtype
-
-
 def load_network(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, dict[str, Any]]:
     """Load the model of a folder and its configuration. The weights are lazy: read on first use.
 

@@ -26,6 +26,14 @@ def settled(state: Sequence[mx.array]) -> list[mx.array]:
     return found
 
 
+def compute_dtype(name: str) -> mx.Dtype:
+    """The dtype that `--dtype` means on this device."""
+    if name == "auto":
+        return mx.bfloat16 if mx.default_device().type == mx.gpu else mx.float32
+    dtype: mx.Dtype = getattr(mx, name)
+    return dtype
+
+
 def device() -> str:
     """cpu, metal or cuda."""
     if mx.default_device().type == mx.cpu:

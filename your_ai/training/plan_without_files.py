@@ -83,19 +83,26 @@ def planned_run(
     on_note: Callable[[str], object],
     memory_gb: float | None = None,
     on_measure: Callable[[str], object] | None = None,
+    remembers: bool = False,
 ) -> Budget:
     """The budget of a run, also if its model is not here; no weight is read.
 
     seq_len: tokens of every row, instead of the data. on_note: called with what to know about a
     plan without the model's files. memory_gb: plan for an idle Mac sold with this many GB, and
-    not for this machine. on_measure: as in `planned_budget`. Raises UserError if nothing fits.
+    not for this machine. on_measure, remembers: as in `planned_budget`. Raises UserError if
+    nothing fits.
     """
     target = Target(memory_here(), has_gpu()) if memory_gb is None else other_mac(memory_gb)
     named = named_teacher(config)
     if memory_gb is None and all(is_here(name) for name in (config.model, named) if name):
-        from your_ai.training.planned import planned_budget  # loads mlx
+        from your_ai.training.plan_again import remembered_budget  # loads mlx
 
-        return planned_budget(config, find_model(config.model), seq_len, on_note, on_measure)
+        folder = find_model(config.model)
+        if remembers and (budget := remembered_budget(config, folder, seq_len)) is not None:
+            return budget
+        from your_ai.training.planned import planned_budget  # loads mlx-lm
+
+        return planned_budget(config, folder, seq_len, on_note, on_measure, remembers)
     model, teacher = absent_model(config.model, config, target), None
     if named:
         teacher = absent_model(named, replace(config, quantize=None), target)
@@ -297,8 +304,8 @@ def has_gpu() -> bool:
     """Return whether MLX would compute on a GPU here, as far as can be told without loading it."""
     if platform.system() == "Darwin":
         return platform.machine() == "arm64"
-    installed = {each.metadata["Name"] for each in importlib.metadata.distributions()}
-    return os.path.exists("/dev/nvidia0") and bool(installed & {*CUDA})
+    installed = (each.metadata["Name"] for each in importlib.metadata.distributions())
+    return os.path.exists("/dev/nvidia0") and any(name in CUDA for name in installed)
 
 
 def memory_here() -> limits.MachineMemory:

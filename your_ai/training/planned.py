@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from your_ai.config import AUTO, TrainConfig, defaults
+from your_ai.config import AUTO, DISTILL, TrainConfig, defaults
 from your_ai.data.sources import with_reward_loss
 from your_ai.engine.measure_costs import measure_costs
 from your_ai.engine.weights import FileTensor, Opened, open_model
@@ -51,10 +51,13 @@ from your_ai.modelfiles.repack import repacked_lazily
 from your_ai.modelfiles.shards import process_bytes_of
 from your_ai.nets import model
 from your_ai.nets.new_tokens import NewTokens, tokenizer_with_new
+from your_ai.nets.numerics import compute_dtype
 from your_ai.objectives.chosen import objective_of
+from your_ai.rewards.names import reward_texts
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
 from your_ai.training.job import Job, step_sizes
+from your_ai.training.plan_again import Learned, keep_learned, learned_file
 from your_ai.training.preview import about_seconds
 from your_ai.training.reward_models import reward_runs
 from your_ai.training.run_data import RunData, check_splits, read_data, rollouts_planned
@@ -136,19 +139,22 @@ def planned_budget(
     seq_len: int | None = None,
     on_note: Callable[[str], object] = lambda _: None,
     on_measure: Callable[[str], object] | None = None,
+    remembers: bool = False,
 ) -> Budget:
     """The budget of a run of the model in `folder`; no weight is read.
 
     seq_len: the sequence length T of all rows. By default the lengths come from --data, or
         without data from --max-seq-length. on_note: receives what was noticed in the data.
     on_measure: receives what is measured; without it, nothing is.
+    remembers: whether to keep what is learned for `remembered_budget`; in a process that does
+        nothing else, since its memory counts.
 
     Raises UserError if nothing fits.
     """
     if seq_len is not None and seq_len < 1:
         raise UserError(f"--seq-len {seq_len}: must be at least 1")
-    limit = run_limit(config)
-    dtype, before_bytes = model.compute_dtype(config.dtype), 0
+    given, limit = config, run_limit(config)
+    dtype, before_bytes = compute_dtype(config.dtype), 0
     tensors: Mapping[str, FileTensor] = {}
     facts = None
     if not needs_copy(folder, config.quantize):
@@ -202,9 +208,10 @@ def planned_budget(
             return measure_costs(network, config, workload, machine_bytes, on_measure, tensors)
 
         measuring = Measuring(measure, always=True)
-    files = fingerprint(folder)
+    files = fingerprint(folder) if reward_texts(config) or config.objective == DISTILL else {}
     runs = reward_runs(config, files)
-    return budget_of_run(
+    vocabulary = model.vocabulary_sizes(network, config)
+    budget = budget_of_run(
         config,
         folder,
         dtype,
@@ -216,8 +223,19 @@ def planned_budget(
         teacher=sizes_of_teacher(teacher_of(config, folder, files), config, folder, dtype, data),
         measuring=measuring,
         facts=facts,
-        vocabulary=model.vocabulary_sizes(network, config),
+        vocabulary=vocabulary,
     )
+    work, others = budget.workload, needs_copy(folder, config.quantize) or config.generates
+    others = (
+        others
+        or bool(vocabulary)
+        or work.teacher is not None
+        or (seq_len is None and bool(config.data))
+    )
+    if remembers and not others and work.costs is not None:
+        learned = Learned(work.lengths, work.answer_tokens, process_here(), streamable)
+        keep_learned(learned_file(given, folder, seq_len), learned)
+    return budget
 
 
 def sizes_of_teacher(

@@ -27,6 +27,7 @@ from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.modelfiles.shards import WriteProgress
 from your_ai.nets import model
 from your_ai.nets.adapter_kinds import KINDS
+from your_ai.nets.numerics import compute_dtype
 from your_ai.rewards.chosen import Rewards
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
@@ -184,7 +185,7 @@ def choices(job: ResolvedJob, adapted: int, blocks: int, limit: str) -> list[str
 def opened_for(config: TrainConfig, base: Path, log: events.EventLog, limit: MemoryLimit) -> Opened:
     """The model in `base`, quantized or repacked first if needed."""
     check_model(base)
-    dtype = model.compute_dtype(config.dtype)
+    dtype = compute_dtype(config.dtype)
     log.write(events.Stage(text=f"loading {model_name(config.model)}"))
     if dtype != mx.float32 and mx.default_device().type == mx.cpu:
         text = "half precision is many times slower on the CPU; use --dtype float32"

@@ -42,7 +42,7 @@ from your_ai.memory.limit import MemoryLimit, rounded_up
 from your_ai.memory.sample import in_gb
 from your_ai.memory.workload import RolloutSizes
 from your_ai.modelfiles.quantized_copies import model_folder
-from your_ai.nets.model import compute_dtype
+from your_ai.nets.numerics import compute_dtype
 from your_ai.nets.saved_adapter import Trained, put_adapter
 from your_ai.rewards.builtin import check_expected
 from your_ai.rewards.chosen import Rewards
