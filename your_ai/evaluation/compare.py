@@ -155,7 +155,10 @@ def compare(
     is too small, or a metric that fails.
     """
     config, (folder, bits), whole = run.config, run.source, run.adapter.kind.is_whole
-    named = None if request.teacher is None else named_teacher(request.teacher, config, {})
+    named = None
+    if request.teacher is not None:  # whose weights are not in memory with those of the run
+        named = named_teacher(request.teacher, config, run.files())
+        named = replace(named, shares_base=False)
     if whole:
         folder = find_model(config.model)
     doing = "repacking the model" if bits is None else "quantizing the model"

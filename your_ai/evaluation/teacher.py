@@ -38,7 +38,7 @@ from your_ai.engine.weights import Opened, open_model
 from your_ai.errors import UserError, named_errors
 from your_ai.files import sha256
 from your_ai.gates.token_ids import vocabulary_of
-from your_ai.hub.find import find_model, fingerprint, tokenizer_fingerprint
+from your_ai.hub.find import find_model, fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.estimate import teacher_group_bytes
 from your_ai.memory.facts import facts_of
@@ -66,6 +66,7 @@ from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS
 
 # Of the tokens of a student -> a row of examples that the teacher reads instead.
 Others = dict[bytes, tuple[Examples, int]]
+TOKENIZER = "tokenizer.json"
 STATES = "teacher"  # the folder of a teacher's hidden states, inside the run folder
 
 
@@ -143,8 +144,10 @@ def named_teacher(teacher: str, config: TrainConfig, files: dict[str, str]) -> T
 
 
 def has_tokenizer_of(folder: Path, files: dict[str, str]) -> bool:
-    """Return whether a model has the tokenizer of the model that is trained."""
-    return tokenizer_fingerprint(fingerprint(folder)) == tokenizer_fingerprint(files)
+    """Return whether a model has the tokens of the model that is trained, by their files: to load
+    a second tokenizer takes memory that no plan counts."""
+    theirs = fingerprint(folder).get(TOKENIZER)
+    return theirs is not None and theirs == files.get(TOKENIZER)
 
 
 def find_teacher(name: str) -> Path | Trained:

@@ -309,7 +309,9 @@ def target_bytes(workload: Workload, rows: int, tokens: int) -> float:
     facts, count = workload.teacher.facts or workload.facts, rows * tokens
     together = min(count, HEAD_ROWS)
     states = count * facts.hidden * facts.float_bytes
-    return states + 4 * together * workload.facts.hidden + TARGET_SLICES * HEAD_SLICE_BYTES
+    wide = max(together, facts.hidden, workload.facts.hidden)
+    of_slice = min(HEAD_SLICE_BYTES, 4 * workload.facts.vocabulary * wide)
+    return states + 4 * together * workload.facts.hidden + TARGET_SLICES * of_slice
 
 
 def weights_bytes(facts: ModelFacts, engine: str, resident: int = 0, blocks_ahead: int = 1) -> int:
