@@ -95,6 +95,19 @@ def test_a_fused_model_is_measured_on_no_row_beyond_the_positions(train_on, data
     assert difference(run, Path("gpt2")).positions > 0
 
 
+@pytest.mark.parametrize("settings", [{}, {"distill_on": "student"}], ids=["data", "student"])
+def test_a_teacher_reads_no_text_beyond_its_positions(configure, data_folder, settings):
+    """Its prompt makes texts longer than those of the student."""
+    for name in ("train", "valid"):
+        write_rows(data_folder / f"{name}.jsonl", SHORT)
+    Path("prompt.txt").write_text("please " * 60)
+    given = {"objective": "distill", "teacher_prompt": "prompt.txt", "max_steps": 1, **settings}
+    if settings:
+        given["max_new_tokens"] = 8
+    with pytest.raises(UserError, match=r"^--teacher-prompt: the longest .* 64 position embedding"):
+        train(configure(model=model_with(64), lora_targets=["c_attn"], **given))
+
+
 @pytest.fixture
 def reward_model(configure, data_folder):
     """A function that trains a reward model whose table has this many positions."""

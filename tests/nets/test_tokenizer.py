@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from tests.conftest import DEMO_FOLDER, TOKENIZER_FILES, change_json
-from your_ai.nets.tokenizer import end_notes, open_tokenizer, turn_end_of
+from your_ai.nets.tokenizer import end_notes, first_difference, open_tokenizer, turn_end_of
 
 PLAIN = (DEMO_FOLDER / "chat_template.jinja").read_text()
 PAD, END, SYSTEM, USER = 0, 1, 2, 3
@@ -115,3 +115,8 @@ def test_additional_templates_are_opened_too(folder):
         == "tools"
     )
     assert turn_end_of(tokenizer) == END
+
+
+def test_the_first_difference_of_vocabularies_names_both_tokens_of_its_id():
+    mine, its = {"a": 0, "c": 1, "b": 2}, {"a": 0, "b": 1, "c": 2}
+    assert first_difference(mine, its) == "token 1 is b in one and c in the other"

@@ -411,6 +411,25 @@ def test_a_prompt_of_the_teacher_goes_before_the_system_prompt_of_a_row(distille
     assert seen[0] == tokens[:-1].tolist()
 
 
+def test_rows_that_differ_only_in_what_is_trained_are_compared_at_their_own_tokens(
+    distilled, own_folder
+):
+    (own_folder / "prompt.txt").write_text(PROMPT)
+    turns = [*chat("Ask", "So it is")["messages"], *chat("What is it?", "So is it")["messages"]]
+    rows = [
+        {"messages": [turns[0], {**turns[1], "weight": w}, turns[2], {**turns[3], "weight": 1 - w}]}
+        for w in (0, 1)
+    ]
+
+    def loss_of(name: str, found: list[dict[str, Any]]) -> float:
+        data = write_rows(own_folder / f"{name}.jsonl", found)
+        given = {"teacher_prompt": "prompt.txt", "batch_size": 2, "max_steps": 1}
+        return divergences_of(train(distilled("", run=name, data=str(data), **given)))[0]
+
+    alone = [loss_of("first", rows[:1]), loss_of("second", rows[1:])]
+    assert loss_of("both", rows) == pytest.approx(np.mean(alone), rel=1e-5)
+
+
 def test_a_prompt_is_learned_from_completions_of_the_student(distilled, own_folder):
     (own_folder / "prompt.txt").write_text(PROMPT)
     found = divergences_of(train(distilled("", teacher_prompt="prompt.txt", **ALL, **ON_STUDENT)))
@@ -497,6 +516,11 @@ TRAINED_HEAD = {"train": "embeddings,head"}
             {**ON_STUDENT, "divergence": "sampled", "temperature_distill": 2.0},
             "--temperature-distill: --divergence sampled does not use it",
         ),
+        (
+            {**ON_STUDENT, "divergence": "sampled", "temperature": 0.5},
+            "--temperature: --divergence sampled is estimated from",
+        ),
+        ({**ON_STUDENT, "divergence": "sampled", "top_k": 4}, "--top-k: --divergence sampled is"),
         ({**ON_STUDENT, "sft_weight": 1.0}, "--sft-weight: .* use it with --distill-on data"),
         ({"max_new_tokens": 4}, "--max-new-tokens: only works with completions of the student"),
         ({**ON_STUDENT, "teacher_cache": "off"}, "--teacher-cache: completions are new"),
@@ -507,12 +531,14 @@ TRAINED_HEAD = {"train": "embeddings,head"}
         ({"teacher": "nowhere"}, "--teacher nowhere: "),
         ({"teacher_prompt": "nope.txt"}, "nope.txt: cannot be read"),
         ({"teacher_prompt": "empty.txt"}, "--teacher-prompt empty.txt: is empty"),
+        ({"teacher_prompt": "binary"}, "--teacher-prompt binary: is not UTF-8 text"),
         ({"teacher": "", "teacher_prompt": "p.txt", **TRAINED_HEAD}, "name a --teacher"),
         (TRAINED_HEAD, "the head of this model is trained"),
     ],
 )  # fmt: skip
 def test_wrong_settings_are_one_line(distilled, own_folder, settings, text):
     (own_folder / "empty.txt").touch()
+    (own_folder / "binary").write_bytes(b"\xff\xfe")
     (own_folder / "p.txt").write_text(PROMPT)
     with pytest.raises(UserError, match=text) as refusal:
         train(distilled(**settings))

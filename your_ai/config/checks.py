@@ -409,6 +409,13 @@ def check_distill(config: TrainConfig) -> None:
             )
         if not has_default(config, "temperature_distill"):
             raise UserError("--temperature-distill: --divergence sampled does not use it")
+        for name in ("temperature", "top_p", "top_k"):
+            if not has_default(config, name):
+                raise UserError(
+                    f"{flag(name)}: --divergence sampled is estimated from tokens with the "
+                    "probabilities that the student gives them; leave it out, or use --divergence "
+                    "reverse"
+                )
     if config.sft_weight and share:
         raise UserError(
             "--sft-weight: completions of the student have no expected tokens; use it with "

@@ -183,7 +183,10 @@ def compare(
     if named is not None and config.teacher_prompt:
         seen = seen_by_teacher(path, config, encoder, tokenized_by, rows.trained.examples)
     longest = 0 if seen is None else int(seen.lengths.max())
-    asked = None if named is None else open_teacher(named, opened, tokenizer)
+    asked = None
+    if named is not None:
+        most = longest or int(rows.trained.examples.lengths.max())
+        asked = open_teacher(named, opened, tokenizer, most)
     most = max(len(rows.trained.examples), len(rows.answers.examples))
     request = replace(request, batch_size=min(request.batch_size, most))
     yield EvaluationProgress("checking whether the rows are in the training data")

@@ -240,8 +240,12 @@ MOST_PROMPT_BYTES = 4 << 20  # of --teacher-prompt
 def teacher_prompt_of(config: TrainConfig) -> str:
     """The text of --teacher-prompt. Raises UserError if it cannot be read, or is empty."""
     place = Path(config.teacher_prompt).expanduser()
-    with named_errors(place, "read"):
-        prompt = read_text(place, MOST_PROMPT_BYTES).strip()
+    try:
+        with named_errors(place, "read"):
+            text = read_text(place, MOST_PROMPT_BYTES)
+    except UnicodeDecodeError as error:
+        raise UserError(f"--teacher-prompt {config.teacher_prompt}: is not UTF-8 text") from error
+    prompt = text.removeprefix("\ufeff").strip()  # a byte order mark
     if not prompt:
         raise UserError(f"--teacher-prompt {config.teacher_prompt}: is empty")
     return prompt

@@ -28,7 +28,7 @@ from your_ai.config.divergences import (
     DivergenceKind,
     divergence_of,
 )
-from your_ai.data.batches import Batch, by_length
+from your_ai.data.batches import MULTIPLE, Batch, by_length, round_up
 from your_ai.data.examples import Examples
 from your_ai.engine.build import build_engine
 from your_ai.engine.prefix import DiskStore, Store, check_room, digest_of
@@ -37,6 +37,7 @@ from your_ai.engine.staged import groups, texts_of
 from your_ai.engine.weights import Opened, open_model
 from your_ai.errors import UserError, named_errors
 from your_ai.files import sha256
+from your_ai.gates.text import counted
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.hub.find import find_model, fingerprint
 from your_ai.memory import allocator
@@ -47,7 +48,7 @@ from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.nets import losses, saved_adapter
 from your_ai.nets.head import FirstRows, LinearHead, SomeTrained, TargetHead
 from your_ai.nets.mlx_types import Arrays
-from your_ai.nets.model import DropoutKeys
+from your_ai.nets.model import DropoutKeys, learned_positions
 from your_ai.nets.parts import skeleton
 from your_ai.nets.saved_adapter import (
     Trained,
@@ -64,7 +65,8 @@ from your_ai.objectives.objective import Objective, Sums
 from your_ai.rewards.names import RUN
 from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS
 
-# Of the tokens of a student -> a row of examples that the teacher reads instead.
+# Of a text of the student, with its trained places -> a row of examples that the teacher reads
+# instead.
 Others = dict[bytes, tuple[Examples, int]]
 TOKENIZER = "tokenizer.json"
 STATES = "teacher"  # the folder of a teacher's hidden states, inside the run folder
@@ -164,11 +166,15 @@ def find_teacher(name: str) -> Path | Trained:
         raise UserError(f"--teacher {name}: {reason}") from error
 
 
-def open_teacher(teacher: TeacherModel, student: Opened, tokenizer: Any) -> tuple[Opened, int]:
+def open_teacher(
+    teacher: TeacherModel, student: Opened, tokenizer: Any, longest: int
+) -> tuple[Opened, int]:
     """The network of a teacher, with its adapter, and the tokens that both know. No weight is read.
 
     student: before it gets adapters, so that its weights can be shared. tokenizer: the student's.
-    Raises UserError if the teacher has other tokens, or weights that cannot be streamed.
+    longest: tokens of the longest text that the teacher reads.
+    Raises UserError if the teacher has other tokens, too few positions, or weights that cannot be
+    streamed.
     """
     most = vocabulary_of(student.network) or LARGEST
     known = 1 + max(spelled(tokenizer, most).values())
@@ -191,10 +197,27 @@ def open_teacher(teacher: TeacherModel, student: Opened, tokenizer: Any) -> tupl
                 f"{teacher.label}: its tokenizer differs from the student's: {difference}; use a "
                 "teacher with the same tokens"
             )
+    places = learned_positions(opened.network)
+    if places is not None and round_up(longest - 1, MULTIPLE) > places:
+        raise UserError(
+            f"{teacher.label}: the longest text that it reads has {counted(longest, 'token')}, but "
+            f"it has {counted(places, 'position embedding')}; use shorter rows, or a shorter "
+            "--teacher-prompt"
+        )
     if teacher.trained is not None:
         saved_adapter.put_adapter(opened.network, teacher.trained.adapter)
     opened.network.freeze()
     return opened, known
+
+
+def longest_text(texts: Iterable[Examples], config: TrainConfig) -> int:
+    """Tokens of the longest text that the teacher of a run reads, at most; 0 if there is none.
+
+    texts: the rows as it reads them, or their prompts.
+    """
+    longest = max((int(found.lengths.max()) for found in texts), default=0)
+    # Completions are read instead of the answers, or after the prompts.
+    return longest + config.max_new_tokens if longest and config.samples_completions else longest
 
 
 def shared_tokens(ours: Any, theirs: Any, most: int) -> tuple[int, str]:
@@ -263,7 +286,7 @@ class Teacher:
         `own`."""
         others = self.others_of_step if in_step else self.others
         for row in range(len(own)):
-            others[digest_of(own[row].tokens[:-1])] = seen, row
+            others[digest_of(Seen.of(own, row).key)] = seen, row
 
     def seen_in(self, batch: Batch) -> list[Seen]:
         """The texts of a micro-batch as the teacher reads them, in the order of their targets."""
@@ -274,14 +297,14 @@ class Teacher:
             own = at[(at >= start) & (at < start + len(span.tokens))] - start
             if not len(own):
                 continue
-            found.append(self.instead_of(span.tokens) or Seen(span.tokens, own))
+            found.append(self.instead_of(Seen(span.tokens, own)))
         return found
 
-    def instead_of(self, tokens: np.ndarray) -> Seen | None:
-        """The text that it reads instead of one of the student; None if it reads the same."""
-        digest = digest_of(tokens)
+    def instead_of(self, text: Seen) -> Seen:
+        """The text that it reads instead of one of the student, which may be the same."""
+        digest = digest_of(text.key)
         other = self.others_of_step.get(digest) or self.others.get(digest)
-        return None if other is None else Seen.of(*other)
+        return text if other is None else Seen.of(*other)
 
     def look(self, texts: Iterable[Seen]) -> None:
         """Compute the states of the texts that are not stored, block by block for many together.
@@ -308,8 +331,7 @@ class Teacher:
         """`look` at the texts of all examples; yields how many are done."""
         waiting: list[Seen] = []
         for done, row in enumerate(by_length(examples), 1):
-            text = Seen.of(examples, row)
-            waiting.append(self.instead_of(text.tokens) or text)
+            waiting.append(self.instead_of(Seen.of(examples, row)))
             if done == len(examples) or sum(len(t.tokens) for t in waiting) >= self.group_tokens:
                 self.look(waiting)
                 waiting = []

@@ -200,6 +200,6 @@ def first_difference(mine: dict[str, int], its: dict[str, int]) -> str:
         return ""
     by_id = sorted({*mine.items()} ^ {*its.items()}, key=lambda item: (item[1], item[0]))
     token, number = by_id[0]
-    other = {index: text for text, index in (its if token in mine else mine).items()}
+    other = {index: text for text, index in (its if mine.get(token) == number else mine).items()}
     has = shown(other[number]) if number in other else "nothing"
     return f"token {number} is {shown(token)} in one and {has} in the other"

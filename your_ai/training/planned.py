@@ -16,7 +16,7 @@ from your_ai.data.sources import with_reward_loss
 from your_ai.engine.measure_costs import measure_costs
 from your_ai.engine.weights import FileTensor, Opened, open_model
 from your_ai.errors import UserError
-from your_ai.evaluation.teacher import TeacherModel, teacher_of
+from your_ai.evaluation.teacher import TeacherModel, longest_text, teacher_of
 from your_ai.gates.text import size_text
 from your_ai.generation.generate import ANSWER_TOKENS
 from your_ai.hub.built_tensors import entries_in
@@ -245,11 +245,7 @@ def sizes_of_teacher(
     if teacher is None:
         return None
     found = in_steps(teacher.sizes(base, dtype.size), config, max(data.lengths))
-    seen = (data.seen or {}).values()
-    longest = max((int(examples.lengths.max()) for examples in seen), default=0)
-    if longest and config.samples_completions:  # instead of the answers, or after the prompts
-        longest += config.max_new_tokens
-    return replace(found, longest=longest)
+    return replace(found, longest=longest_text((data.seen or {}).values(), config))
 
 
 def planned_again(budget: Budget, engine: str, level: int, past: PriorPlans) -> Budget:

@@ -39,6 +39,7 @@ from your_ai.evaluation.teacher import (
     Teacher,
     build_teacher,
     is_sampled,
+    longest_text,
     open_teacher,
     taught,
 )
@@ -216,7 +217,8 @@ def networks_beside(job: Job, opened: Opened) -> Beside:
     """Open the other networks of a run, before its model has adapters. Raises UserError."""
     scored_by = [open_reward_model(run, opened) for run in job.reward_runs]
     if job.teacher is not None:
-        return Beside(scored_by, None, *open_teacher(job.teacher, opened, job.tokenizer))
+        longest = longest_text((job.data.seen or job.data.examples).values(), job.config)
+        return Beside(scored_by, None, *open_teacher(job.teacher, opened, job.tokenizer, longest))
     if job.config.objective != SOFT:
         return Beside(scored_by, None)
     reference = open_reference(opened) if job.config.kl_beta else None
