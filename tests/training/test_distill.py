@@ -325,6 +325,16 @@ def test_what_a_teacher_reads_instead_of_completions_is_dropped_with_them(distil
     assert max(found) <= ON_STUDENT["prompts_per_step"]
 
 
+def test_the_log_says_that_the_teacher_reads_before_it_does(distilled, monkeypatch):
+    def killed(self, texts):
+        raise Killed
+
+    monkeypatch.setattr(Teacher, "look", killed)
+    with pytest.raises(Killed):
+        train(distilled(run="r"))
+    assert events_of(find("r"), events.Stage)[-1].text == "the teacher reads the rows"
+
+
 def test_a_full_disk_names_the_cache_of_the_teacher(distilled, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -227,6 +227,11 @@ def test_other_objectives_have_plans_too(objective):
     assert planned(model="llama-1b", objective=objective).choice.option.needed_bytes > 0
 
 
+def test_a_distillation_without_a_teacher_is_refused(capsys):
+    assert call("plan", "--objective", "distill", "--model", "llama-8b") == 2
+    assert "error: --teacher is missing" in capsys.readouterr().err
+
+
 def test_an_8b_shape_with_its_whole_weights_fits_into_12_gb(config_json):
     """Its weights in bfloat16, their float32 masters, gradients and Adam's states on disk."""
     config = config_json(**SHAPES["llama-3.1-8b"])

@@ -439,6 +439,15 @@ def check_distill(config: TrainConfig) -> None:
         )
 
 
+def check_teacher_given(config: TrainConfig) -> None:
+    """Raise UserError if a distillation has no teacher."""
+    if config.objective == DISTILL and not (config.teacher or config.teacher_prompt):
+        raise UserError(
+            "--teacher is missing: the model whose predictions are learned, as an alias, a folder "
+            "or run:RUN; or give --teacher-prompt"
+        )
+
+
 def check_soft(config: TrainConfig) -> None:
     """Raise UserError for settings that do not fit training through sampled tokens."""
     kind, colon, name = config.reward_model.partition(":")

@@ -21,6 +21,7 @@ import mlx.core as mx
 import numpy as np
 
 from your_ai.config import DISTILL, TrainConfig
+from your_ai.config.checks import check_teacher_given
 from your_ai.config.divergences import (
     FORWARD,
     REVERSE,
@@ -112,12 +113,8 @@ def teacher_of(config: TrainConfig, base: Path, files: dict[str, str]) -> Teache
     """
     if config.objective != DISTILL:
         return None
+    check_teacher_given(config)
     if not config.teacher:
-        if not config.teacher_prompt:
-            raise UserError(
-                "--teacher is missing: the model whose predictions are learned, as an alias, a "
-                "folder or run:RUN; or give --teacher-prompt"
-            )
         if not keeps_weights(config):
             raise UserError(
                 "--teacher-prompt: the base model changes with --train, --add-tokens or --init; "

@@ -127,6 +127,7 @@ def fill_teacher(source: TaughtSource, step: int, stop: Stop) -> None:
     if not teacher.kept or trainer.ranks.size > 1 or trainer.config.generates:
         return
     log = source.log
+    log.write(events.Stage(text="the teacher reads the rows"))
     every = [source.data.batches_from(step, trainer.steps, trainer.rows_at)]
     if trainer.valid is not None:
         every.append(in_order_of_length(trainer.valid, trainer.rows_at))

@@ -18,6 +18,7 @@ import psutil
 
 from your_ai.config import DISTILL, ByLayer, TrainConfig, defaults, flag
 from your_ai.config.by_layer import OUTSIDE
+from your_ai.config.checks import check_teacher_given
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, nearest, shortened
 from your_ai.gates.untrusted import read_json
@@ -93,6 +94,7 @@ def planned_run(
     nothing fits.
     """
     target = Target(memory_here(), has_gpu()) if memory_gb is None else other_mac(memory_gb)
+    check_teacher_given(config)
     named = named_teacher(config)
     if memory_gb is None and all(is_here(name) for name in (config.model, named) if name):
         from your_ai.training.plan_again import remembered_budget  # loads mlx
