@@ -41,6 +41,10 @@ def test_preset_trains_one_step(own_folder, small_demo, preset):
         reward = ["--objective", "reward", "--data", small_demo / "pairs", "--run", "rm"]
         assert call("train", "--model", config.model, *reward, "--max-steps", 1) == 0
         less += ["--max-new-tokens", 4, "--prompts-per-step", 2]
+    elif config.objective == "distill":
+        teacher = known()[config.teacher]
+        make_model(own_folder / "models" / teacher.repo.split("/")[1], teacher.model_type, **TINY)
+        less += ["--max-new-tokens", 4, "--prompts-per-step", 2]
     elif config.row_kind == "prompts":
         less += ["--reward", "length:3", "--rollouts", 2, "--max-new-tokens", 4]
         less += ["--no-mask-truncated"]  # a random model ends nowhere
