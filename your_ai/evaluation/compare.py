@@ -224,7 +224,7 @@ def compare(
         teacher = build_teacher(named, *asked, plan, store, None)
         if seen is not None:
             teacher.reads(rows.trained.examples, seen)
-        reading = teacher.fill(rows.trained.examples)
+        reading = teacher.fill(teacher.seen_of(rows.trained.examples))
         yield from with_progress("teacher: predictions", reading, len(rows.trained.examples))
     start_vocabulary(opened, {})
     untrained = {} if whole else put_new_layers(network, run)

@@ -324,15 +324,24 @@ class Teacher:
             self.engine.drop()
             allocator.free(collect=False)
 
-    def fill(self, examples: Examples) -> Generator[int, None, None]:
-        """`look` at the texts of all examples; yields how many are done."""
+    def fill(self, texts: Iterable[Seen]) -> Generator[int, None, None]:
+        """`look` at texts in groups; yields how many are done."""
         waiting: list[Seen] = []
-        for done, row in enumerate(by_length(examples), 1):
-            waiting.append(self.instead_of(Seen.of(examples, row)))
-            if done == len(examples) or sum(len(t.tokens) for t in waiting) >= self.group_tokens:
+        done = tokens = 0
+        for done, text in enumerate(texts, 1):
+            waiting.append(text)
+            tokens += len(text.tokens)
+            if tokens >= self.group_tokens:
                 self.look(waiting)
-                waiting = []
+                waiting, tokens = [], 0
                 yield done
+        if waiting:
+            self.look(waiting)
+            yield done
+
+    def seen_of(self, examples: Examples) -> Iterator[Seen]:
+        """The texts of examples as it reads them, the longest first."""
+        return (self.instead_of(Seen.of(examples, row)) for row in by_length(examples))
 
     def begin_step(self) -> None:
         """Forget what is only needed in the step before."""

@@ -19,6 +19,7 @@ from your_ai.config.divergences import DivergenceKind
 from your_ai.data.batches import Batch
 from your_ai.nets.numerics import sum_in_blocks
 from your_ai.objectives.objective import Phase, Scores, Targets, Weighed
+from your_ai.objectives.sft import SUPERVISED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +35,11 @@ class Distillation:
     phases: ClassVar[tuple[Phase, ...]] = ("gradients",)
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
-        return Weighed(sum_in_blocks(-scores.current * targets.weights), targets.weights)
+        return SUPERVISED.weigh(scores, targets)  # of negative losses
 
     def denominator(self, batches: Sequence[Batch]) -> float:
         """The sum of the weights of the trained tokens."""
-        return sum(batch.weight for batch in batches)
+        return SUPERVISED.denominator(batches)
 
 
 @dataclass(frozen=True)
@@ -63,4 +64,4 @@ class SampledDivergence:
 
     def denominator(self, batches: Sequence[Batch]) -> float:
         """The sum of the weights of the trained tokens."""
-        return sum(batch.weight for batch in batches)
+        return SUPERVISED.denominator(batches)

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, takewhile
 
 import numpy as np
 
 from your_ai.data.batches import Batch, RowsAt, in_order_of_length, micro_batches
 from your_ai.data.examples import Examples
 from your_ai.evaluation.dataset_scores import MeanLoss, mean_loss
-from your_ai.evaluation.teacher import Seen, Teacher
+from your_ai.evaluation.teacher import Teacher
 from your_ai.gates.text import counted
 from your_ai.rng import derive_seed
 from your_ai.run import events
@@ -131,16 +132,6 @@ def fill_teacher(source: TaughtSource, step: int, stop: Stop) -> None:
     every = [source.data.batches_from(step, trainer.steps, trainer.rows_at)]
     if trainer.valid is not None:
         every.append(in_order_of_length(trainer.valid, trainer.rows_at))
-    waiting: list[Seen] = []
-    done = 0
-    for batches in every:
-        for batch in batches:
-            if stop:
-                return
-            waiting += teacher.seen_in(batch)
-            if sum(len(text.tokens) for text in waiting) >= teacher.group_tokens:
-                teacher.look(waiting)
-                done += len(waiting)
-                log.write(events.Stage(text=f"the teacher reads: {counted(done, 'text')}"))
-                waiting = []
-    teacher.look(waiting)
+    batches = takewhile(lambda _: not stop, chain.from_iterable(every))
+    for done in teacher.fill(text for batch in batches for text in teacher.seen_in(batch)):
+        log.write(events.Stage(text=f"the teacher reads: {counted(done, 'text')}"))

@@ -95,7 +95,7 @@ def planned_run(
     """
     target = Target(memory_here(), has_gpu()) if memory_gb is None else other_mac(memory_gb)
     check_teacher_given(config)
-    named = named_teacher(config)
+    named = model_of_teacher(config)
     if memory_gb is None and all(is_here(name) for name in (config.model, named) if name):
         from your_ai.training.plan_again import remembered_budget  # loads mlx
 
@@ -114,7 +114,7 @@ def planned_run(
     return budget
 
 
-def named_teacher(config: TrainConfig) -> str:
+def model_of_teacher(config: TrainConfig) -> str:
     """The model that is the teacher of a run; "" if there is none, or a run is."""
     is_model = config.objective == DISTILL and not config.teacher.startswith("run:")
     return config.teacher if is_model else ""
