@@ -1,4 +1,4 @@
-"""`your_ai serve`."""
+"""`your_ai serve`, `your_ai tinker` and `your_ai mcp`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from your_ai.commands.options import echo_note, opened, with_options
-from your_ai.config.requests import ServeRequest
+from your_ai.config.requests import ServeRequest, TinkerRequest
 from your_ai.errors import UserError
 from your_ai.gates.console import echo, echo_error
 from your_ai.gates.text import quoted
@@ -52,6 +52,42 @@ def serve(request: ServeRequest) -> None:
     if not ended:  # a thread that generates would delay the exit; one inside MLX would crash it
         sys.stdout.flush()
         os._exit(0)
+
+
+TINKER_MISSING = (
+    "tinker: needs the Python packages protobuf and zstandard: in the checkout of your_ai, run: "
+    "pip install '.[tinker]'"
+)
+
+
+@with_options
+def tinker(request: TinkerRequest) -> None:
+    """Serve Tinker's training API to other people's training loops (docs/tinker.md)."""
+    if not all(map(is_installed, ("google.protobuf", "zstandard"))):
+        raise UserError(TINKER_MISSING)
+    from your_ai.run.folder import RUNS
+    from your_ai.run.stopping import recorded_signals
+    from your_ai.serving import server as serving
+    from your_ai.serving import tinker_server, web
+    from your_ai.training.outside import Outside, outside_config
+
+    log_to_stderr(request.log_level)
+    with recorded_signals() as received, serving.listen(request.host, request.port) as listener:
+        if not web.is_local(listener) and not request.token:
+            raise UserError(f"--host {request.host}: other machines could use it; give --token")
+        outside = Outside(outside_config(request), echo_note)
+        url = web.url_of(listener)
+        echo(f"serving {request.model} to loops at {url}; Ctrl-C stops it")
+        echo(f"use it: TINKER_BASE_URL={url} TINKER_API_KEY=tml-local python YOUR_LOOP.py")
+        sys.stdout.flush()
+        tinker_server.serve(listener, outside, request.token, RUNS, received)
+
+
+def is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package around it
+        return False
 
 
 def log_to_stderr(level: str) -> None:

@@ -14,7 +14,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from your_ai.config.names import ALL_LINEAR, flag
+from your_ai.config.names import ALL_LINEAR, DEMO, flag
 from your_ai.config.setting import About, Bounds, Tool, check_bounds, known, setting
 from your_ai.config.settings import ABOUT, FIELDS, TrainConfig
 from your_ai.errors import UserError
@@ -277,6 +277,30 @@ class ServeRequest:
     model: str | None = setting(None, MODEL)
     log_level: Literal["debug", "info", "warning", "error"] = setting(
         "warning", "info logs each request; debug also logs its contents."
+    )
+
+
+@dataclass(frozen=True)
+class TinkerRequest:
+    """A model that training loops of other people use over Tinker's API, and the largest of what
+    they may ask for, for which its memory is planned."""
+
+    _: KW_ONLY
+    model: str = setting(DEMO, "The base model: an alias, an id of the hub, or a folder.")
+    host: str = setting("127.0.0.1", "Address to listen on; others than this machine need --token.")
+    port: int = setting(8000, "Port; 0 = any free one.", bounds=Bounds(0, 65535))
+    token: str = setting("", "What clients must send as TINKER_API_KEY; without: anything.")
+    max_memory: float | None = setting(None, MAX_MEMORY)
+    max_seq_length: int = setting(2048, "Tokens of the longest text.", bounds=Bounds(32, 1 << 20))
+    rank: int = setting(32, "The highest rank of LoRA.", bounds=Bounds(1, 512))
+    batch_size: int = setting(8, "Texts whose gradients are computed together.", bounds=Bounds(1))
+    samples: int = setting(32, "Completions generated together.", bounds=Bounds(1, 4096))
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "Data type of the computation; auto is bfloat16 on a GPU, else float32."
+    )
+    plan: Literal["auto", "fused", "staged", "streamed"] = setting("auto", ABOUT["plan"].help)
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "warning", "info logs each request; debug also shows tracebacks."
     )
 
 

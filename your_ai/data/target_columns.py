@@ -13,7 +13,10 @@ from typing import Literal
 
 import numpy as np
 
-ColumnName = Literal["labels", "ratings", "reference", "advantages", "old", "given", "baseline"]
+ColumnName = Literal[
+    "labels", "ratings", "reference", "advantages", "old", "given", "baseline",
+    "loss", "clip_low", "clip_high", "slot",
+]  # fmt: skip
 Columns = Mapping[ColumnName, np.ndarray]
 
 
@@ -48,5 +51,11 @@ COLUMNS: dict[ColumnName, Column] = {
     # what the other texts of the groups say in this step, the same for all targets, which are those
     # of first texts
     "baseline": Column(np.float32, "target"),
+    # of a loop of other people: the number of the token's loss, and its thresholds
+    "loss": Column(np.int32, "target"),
+    "clip_low": Column(np.float32, "target"),
+    "clip_high": Column(np.float32, "target"),
+    # the place of a target whose log-probability is to be known by itself
+    "slot": Column(np.int32, "target", -1),
 }
 CACHED = {name: column for name, column in COLUMNS.items() if column.is_cached}

@@ -37,6 +37,8 @@ class RolloutPrompt:
     """Each from 0 to 2^64 - 1."""
     max_new_tokens: int | None = None
     """Of each of its completions, at least one, if it has a smaller limit than the others."""
+    ends: Callable[[Sequence[int]], bool] | None = None
+    """Says whether a completion ends with these tokens, instead of the stop tokens of all."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,11 @@ def complete(
     """
     rows = [(p, s) for p, prompt in enumerate(prompts) for s in range(len(prompt.seeds))]
     prefilled: dict[int, list[Any]] = {}
+    stops = frozenset(stop_tokens)
+
+    def by_default(tokens: Sequence[int]) -> bool:
+        return tokens[-1] in stops
+
     batchable = all(hasattr(cache, "merge") for cache in make_prompt_cache(model))
     rows_at_once = max(1, rows_at_once) if batchable else 1
     with last_position_only(model):
@@ -130,9 +137,8 @@ def complete(
             keys = seed_keys([prompts[p].seeds[s] for p, s in wave])
             own = [prompts[p].max_new_tokens or max_new_tokens for p, _ in wave]
             most = [min(max_new_tokens, limit) for limit in own]
-            yield from run_wave(
-                model, cache, wave, last, keys, sampler, frozenset(stop_tokens), most, step
-            )
+            ends = [prompts[p].ends or by_default for p, _ in wave]
+            yield from run_wave(model, cache, wave, last, keys, sampler, ends, most, step)
             del cache
 
 
@@ -186,14 +192,14 @@ def run_wave(
     last: list[int],
     keys: mx.array,
     sampler: Sampler,
-    stop_tokens: frozenset[int],
+    ends: Sequence[Callable[[Sequence[int]], bool]],
     most: Sequence[int],
     step: Callable[[int], None],
 ) -> Iterator[Completion]:
     """Generate the rows of a wave; rows leave it when they are finished.
 
-    last: the last token of each prompt, which the cache does not have. most: the maximum number
-    of tokens of each row.
+    last: the last token of each prompt, which the cache does not have. ends: for each row, as of
+    `RolloutPrompt`. most: the maximum number of tokens of each row.
 
     While the tokens of a step are looked at, those of the next are being computed.
     """
@@ -219,7 +225,7 @@ def run_wave(
         keep = []
         for place, (row, token) in enumerate(zip(active, np.array(tokens).tolist(), strict=True)):
             found[row].append(token)
-            stopped = token in stop_tokens
+            stopped = ends[row](found[row])
             if stopped or position == most[row]:
                 yield Completion(*wave[row], tuple(found[row]), stopped)
             else:

@@ -83,7 +83,8 @@ class Scores(NamedTuple):
 
 
 ROUNDING = 1e-6  # of sums in float32, relative
-# name -> (the sum of a value over some targets, the count to divide it by), both of shape ().
+# name -> (the sum of a value over some targets, the count to divide it by), both of shape (). Values
+# of (S,) targets, if they are to be known one by one, are joined and not added.
 Metrics = dict[str, tuple[mx.array, mx.array]]
 
 
@@ -98,8 +99,11 @@ class Sums(NamedTuple):
         metrics: Metrics = {}
         for part in parts:
             for name, (value, count) in part.metrics.items():
-                before = metrics.get(name, (0, 0))
-                metrics[name] = (before[0] + value, before[1] + count)
+                if name not in metrics:
+                    metrics[name] = (value, count)
+                    continue
+                before, add = metrics[name], mx.concatenate if value.ndim else sum
+                metrics[name] = (add([before[0], value]), add([before[1], count]))
         return Sums(mx.stack([part.loss for part in parts]).sum(), metrics)
 
 

@@ -109,7 +109,7 @@ def save(folder: Path, checkpoint: SavedCheckpoint) -> Path:
     with contextlib.suppress(OSError):  # writing into it below gives a better error
         folder.mkdir(exist_ok=True)
     state = {"state": dataclasses.asdict(checkpoint.state), "depends_on": checkpoint.depends_on}
-    _write_folder(
+    write_folder(
         target,
         arrays={
             **files_of(checkpoint.adapters),
@@ -126,7 +126,7 @@ def save_adapter(
 ) -> None:
     """Write an adapter folder for mlx-lm; an existing folder is replaced atomically."""
     texts = {ADAPTER_CONFIG: {**config, "step": step}}
-    _write_folder(target, arrays=files_of(adapters), texts=texts)
+    write_folder(target, arrays=files_of(adapters), texts=texts)
 
 
 def files_of(adapters: Mapping[str, mx.array]) -> dict[str, dict[str, mx.array]]:
@@ -154,7 +154,7 @@ def adapter_step(folder: Path) -> int | None:
         return None
 
 
-def _write_folder(
+def write_folder(
     target: Path, arrays: Mapping[str, ArraysOrWriter], texts: Mapping[str, Any]
 ) -> None:
     try:

@@ -1,0 +1,619 @@
+"""Serves Tinker's training API on this machine: other people's loops, under our memory plan.
+
+See docs/tinker.md for what is supported. `tinker_jobs` orders the work, `tinker_wire` reads and
+writes bytes, `training.outside` computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from your_ai.data.target_columns import COLUMNS
+from your_ai.errors import UserError, first_line
+from your_ai.gates.text import counted, shortened
+from your_ai.gates.token_ids import check_ids
+from your_ai.generation.rollouts import RolloutPrompt, sampler_of
+from your_ai.rng import derive_seed
+from your_ai.serving import admission, tinker_wire, web
+from your_ai.serving.tinker_jobs import Full, Job, Jobs, Result
+from your_ai.serving.tinker_wire import Fields, GradientsAsked, Sampled
+from your_ai.serving.web import Gate, Origins, RequestRefused, WebServer
+from your_ai.training.outside import Adam, Model, Outside, Shape, Text, about_of
+
+SCHEME = "tinker://"
+WEIGHTS, SAMPLERS = "weights", "sampler_weights"  # kinds of saved models
+PATH = re.compile(
+    rf"{SCHEME}([A-Za-z0-9._-]+):train:([0-9]+)/({WEIGHTS}|{SAMPLERS})/([A-Za-z0-9][A-Za-z0-9._-]*)"
+)
+SAVED_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+POLL_S = 20.0  # that a request for a result waits
+MOST_RANK = 512
+MOST_SAMPLES = 1024  # of a request
+MOST_PROMPT_BYTES = 1 << 20
+KEPT_SNAPSHOTS = 8  # of samplers without a name, of a model
+CLIENT = {
+    "proto_compress_fwdbwd": True,
+    "parallel_fwdbwd_chunks": False,
+    "use_pyqwest_transport": False,
+    "sample_max_concurrent_requests": 32,
+    "sample_enable_stuck_detection": False,
+}
+
+
+@dataclass(frozen=True)
+class SampleAsked:
+    """A request for completions."""
+
+    prompt: np.ndarray
+    seeds: tuple[int, ...]
+    most: int
+    stops: tuple[Any, ...] | None
+    """Tokens or texts; None for the tokens that end an answer."""
+    with_prompt: bool
+    """Whether the log-probabilities of the prompt are asked for."""
+
+
+@dataclass
+class Session:
+    """A client."""
+
+    models: list[str] = field(default_factory=list)
+    samplers: list[str] = field(default_factory=list)
+
+
+class Service:
+    """What the routes do."""
+
+    def __init__(self, outside: Outside, jobs: Jobs, folder: Path) -> None:
+        self.outside, self.jobs, self.folder = outside, jobs, folder
+        self.sessions: dict[str, Session] = {}
+        self.models: dict[str, Model] = {}
+        self.samplers: dict[str, Path | None] = {}
+        self.paths: dict[str, str] = {}
+        """sampling session -> the path that it was made from."""
+
+    # -- sessions and models
+
+    def create_session(self, body: Fields) -> object:
+        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        name = f"tinker-{stamp}-{secrets.token_hex(3)}"
+        self.sessions[name] = Session()
+        return {"type": "create_session", "session_id": name}
+
+    def session(self, body: Fields) -> tuple[str, Session]:
+        name = body.text("session_id")
+        found = self.sessions.get(name)
+        if found is None:
+            raise Missing(f"session {shortened(name)}: is not here; this server was restarted")
+        return name, found
+
+    def model(self, name: str) -> Model:
+        found = self.models.get(name)
+        if found is None:
+            raise UserError(f"model {shortened(name)}: is not here, or was unloaded")
+        return found
+
+    def model_name(self, body: Fields) -> str:
+        session, found = self.session(body)
+        name = f"{session}:train:{body.whole('model_seq_id', 0, 1 << 30)}"
+        if name not in found.models:
+            found.models.append(name)
+        return name
+
+    def create_model(self, body: Fields) -> Job:
+        name = self.model_name(body)
+        self.check_base(body.text("base_model"))
+        if body.body.get("optimizer_config", {}).get("type", "adamw") != "adamw":
+            raise ValueError("optimizer_config: only adamw is here")
+        lora = body.fields("lora_config")
+        rank = lora.whole("rank", 1, MOST_RANK)
+        seed = lora.whole("seed", 0, 2**63 - 1, derive_seed(0, name) >> 1)
+        mlp, attention = lora.truth("train_mlp", True), lora.truth("train_attn", True)
+        shape = Shape(rank, seed, mlp, attention)
+        self.check_rank(rank)
+
+        def work(_: Any) -> Result:
+            self.models[name] = self.outside.create(shape, self.folder_of(name))
+            return Result.of({"type": "create_model", "model_id": name})
+
+        return self.add(f"{name}:0", None, alone(work))
+
+    def check_base(self, name: str) -> None:
+        own = self.outside.config.model
+        if name not in (own, Path(own).name):
+            raise ValueError(f"base_model {shortened(name)}: this server has {own}")
+
+    def check_rank(self, rank: int) -> None:
+        most = int(self.outside.config.lora_rank)
+        if rank > most:
+            raise ValueError(
+                f"rank {rank}: this server was planned for rank {most}; start it with --rank {rank}"
+            )
+
+    def folder_of(self, model: str) -> Path:
+        return self.folder / model.replace(":", "-")
+
+    def unload(self, body: Fields) -> Job:
+        name = body.text("model_id")
+
+        def work(_: Any) -> Result:
+            self.outside.forget(self.model(name))
+            del self.models[name]
+            return Result.of({"type": "unload_model", "model_id": name})
+
+        return self.add(f"{name}:unload", None, alone(work))
+
+    def info(self, body: Fields) -> object:
+        name = body.text("model_id")
+        shape, own = self.model(name).shape, self.outside.config.model
+        about = {
+            "arch": self.outside.architecture,
+            "model_name": own,
+            "tokenizer_id": str(self.outside.base),
+        }
+        return {
+            "type": "get_info",
+            "model_id": name,
+            "model_data": about,
+            "is_lora": True,
+            "lora_rank": shape.rank,
+            "model_name": own,
+        }
+
+    # -- training
+
+    def gradients(self, asked: GradientsAsked) -> Job:
+        texts = asked.texts
+
+        def work(_: Any) -> Result:
+            model = self.model(asked.model_id)
+            loss, found = self.outside.add_gradients(
+                model, texts, asked.loss, gradients=not asked.forward_only
+            )
+            metrics = {"loss:sum": loss}
+            body = tinker_wire.gradients_answer(metrics, found, asked.shapes)
+            return Result(body, is_proto=True)
+
+        self.outside.check(texts)
+        return self.add(f"{asked.model_id}:{asked.seq_id}", None, alone(work), asked.model_id)
+
+    def update(self, body: Fields) -> Job:
+        given = body.fields("adam_params")
+        adam = Adam(
+            learning_rate=given.number("learning_rate", 0, 1e3, 1e-4),
+            beta1=given.number("beta1", 0, 0.999999, 0.9),
+            beta2=given.number("beta2", 0, 0.99999999, 0.95),
+            eps=given.number("eps", 0, 1, 1e-12),
+            weight_decay=given.number("weight_decay", 0, 1e3, 0.0),
+            grad_clip_norm=given.number("grad_clip_norm", 0, 1e30, 0.0),
+        )
+
+        def work(model: Model) -> Result:
+            return Result.of({"metrics": self.outside.update(model, adam)})
+
+        return self.in_turn(body, work)
+
+    def in_turn(self, body: Fields, work: Callable[[Model], Result]) -> Job:
+        """A job of a model, in the order of its numbers."""
+        name, number = body.text("model_id"), body.whole("seq_id", 1, 1 << 40)
+        return self.add(
+            f"{name}:{number}", None, alone(lambda _: work(self.model(name))), name, number
+        )
+
+    def add(
+        self,
+        id: str,
+        asked: Any,
+        work: Callable[[Sequence[Any]], Sequence[Result]],
+        model: str | None = None,
+        number: int | None = None,
+        together: Any = None,
+    ) -> Job:
+        if model is not None and number is None:
+            number = int(id.rpartition(":")[2])
+        return self.jobs.add(Job(id, asked, work, together), model, number or 0)
+
+    # -- saved models
+
+    def save(self, body: Fields) -> Job:
+        name = body.text("path", "state")
+        target = self.target(body.text("model_id"), WEIGHTS, name)
+
+        def work(model: Model) -> Result:
+            self.outside.save(model, target)
+            path = f"{SCHEME}{body.text('model_id')}/{WEIGHTS}/{name}"
+            return Result.of({"type": "save_weights", "path": path})
+
+        return self.in_turn(body, work)
+
+    def save_sampler(self, body: Fields) -> Job:
+        model_id, number = body.text("model_id"), body.body.get("sampling_session_seq_id")
+        name = body.text("path", "") or f"snapshot-{body.whole('seq_id', 1, 1 << 40)}"
+        target = self.target(model_id, SAMPLERS, name)
+
+        def work(model: Model) -> Result:
+            self.outside.save(model, target, with_optimizer=False)
+            path = f"{SCHEME}{model_id}/{SAMPLERS}/{name}"
+            answer = {"type": "save_weights_for_sampler", "path": path}
+            if isinstance(number, int):
+                del answer["path"]
+                session = model_id.partition(":")[0]
+                answer["sampling_session_id"] = self.new_sampler(session, number, target, path)
+            return Result.of(answer)
+
+        return self.in_turn(body, work)
+
+    def target(self, model: str, kind: str, name: str) -> Path:
+        if not SAVED_NAME.fullmatch(name):
+            raise ValueError(f"path {shortened(name)}: give letters, digits, `.`, `_` and `-`")
+        return self.folder_of(model) / kind / name
+
+    def saved(self, path: str) -> Path:
+        """The folder of a saved model. Raises UserError."""
+        found = PATH.fullmatch(path)
+        if found is None:
+            raise UserError(f"path {shortened(path)}: give {SCHEME}MODEL/{WEIGHTS}/NAME")
+        session, number, kind, name = found.groups()
+        folder = self.folder_of(f"{session}:train:{number}") / kind / name
+        about_of(folder)
+        return folder
+
+    def load(self, body: Fields) -> Job:
+        path, with_optimizer = body.text("path"), body.truth("optimizer")
+        folder = self.saved(path)
+
+        def load(model: Model) -> None:
+            self.outside.load(model, folder, with_optimizer=with_optimizer)
+
+        if "session_id" not in body.body:
+
+            def again(model: Model) -> Result:
+                load(model)
+                return Result.of({"type": "load_weights", "path": path, "model_id": id})
+
+            id = body.text("model_id")
+            return self.in_turn(body, again)
+        name = self.model_name(body)
+
+        def work(_: Any) -> Result:
+            shape = Shape(**about_of(folder)["shape"])
+            self.check_rank(shape.rank)
+            self.models[name] = made = self.outside.create(shape, self.folder_of(name))
+            load(made)
+            return Result.of({"type": "load_weights", "path": path, "model_id": name})
+
+        return self.add(f"{name}:0", None, alone(work))
+
+    def weights_info(self, body: Fields) -> object:
+        folder = self.saved(body.text("tinker_path"))
+        shape = Shape(**about_of(folder)["shape"])
+        return {
+            "base_model": self.outside.config.model,
+            "is_lora": True,
+            "lora_rank": shape.rank,
+            "train_unembed": False,
+            "train_mlp": shape.train_mlp,
+            "train_attn": shape.train_attn,
+        }
+
+    # -- samples
+
+    def new_sampler(self, session: str, number: int, folder: Path | None, path: str) -> str:
+        name = f"{session}:sample:{number}"
+        self.samplers[name], self.paths[name] = folder, path
+        self.sessions.setdefault(session, Session()).samplers.append(name)
+        return name
+
+    def create_sampler(self, body: Fields) -> object:
+        session, _ = self.session(body)
+        number, path = body.whole("sampling_session_seq_id", 0, 1 << 40), body.text("model_path", "")
+        if not path:
+            self.check_base(body.text("base_model"))
+        folder = self.saved(path) if path else None
+        name = self.new_sampler(session, number, folder, path)
+        return {"type": "create_sampling_session", "sampling_session_id": name}
+
+    def sampler(self, name: str) -> object:
+        if name not in self.samplers:
+            raise Missing(f"sampler {shortened(name)}: is not here")
+        path = self.paths[name]
+        found = {"sampler_id": name, "base_model": self.outside.config.model}
+        return {**found, "model_path": path} if path else found
+
+    def sample(self, body: Fields) -> tuple[Job, list[str]]:
+        name, source = self.source(body)
+        asked, key = self.sample_asked(body)
+        number = body.whole("seq_id", 0, 2**63 - 1, time.monotonic_ns())
+        sampler = sampler_of(*key)
+
+        def work(every: Sequence[SampleAsked]) -> Sequence[Result]:
+            return self.completed(source, every, sampler)
+
+        id = f"{name}:{number}"
+        job = self.add(id, asked, work, together=("sample", source, key))
+        return job, [f"{id}:{each}" for each in range(len(asked.seeds))]
+
+    def source(self, body: Fields) -> tuple[str, Path | None]:
+        """The name of a sampler, and the folder of its adapters; None for the base."""
+        if "sampling_session_id" in body.body:
+            name = body.text("sampling_session_id")
+            if name not in self.samplers:
+                raise UserError(f"sampler {shortened(name)}: is not here; create it again")
+            return name, self.samplers[name]
+        if path := body.text("model_path", ""):
+            return path, self.saved(path)
+        self.check_base(body.text("base_model"))
+        return "base", None
+
+    def sample_asked(self, body: Fields) -> tuple[SampleAsked, tuple[float, float, int]]:
+        prompt = body.tokens("prompt")
+        given, outside = body.fields("sampling_params"), self.outside
+        for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+            if body.whole(name, 0, 1 << 20, 0):
+                raise ValueError(f"{name}: is not supported here")
+        if "target_prompt_logprobs" in body.body:
+            raise ValueError("target_prompt_logprobs: is not supported here")
+        check_ids(prompt, outside.vocabulary, outside.tokenizer, "prompt")
+        room = outside.longest + 1 - len(prompt)
+        most = given.whole("max_tokens", 1, 1 << 30, max(1, room))
+        if most > room:
+            raise ValueError(
+                f"the prompt has {counted(len(prompt), 'token')} and max_tokens is {most}; this "
+                f"server was planned for {outside.longest + 1} together (--max-seq-length)"
+            )
+        stop = given.body.get("stop")
+        stops = None if stop is None else tuple([stop] if isinstance(stop, str) else stop)
+        for each in stops or ():
+            if not isinstance(each, str | int) or isinstance(each, bool) or each == "":
+                raise ValueError("stop: give texts or token ids")
+        count = body.whole("num_samples", 1, MOST_SAMPLES, 1)
+        seed = given.whole("seed", 0, 2**64 - 1, secrets.randbits(63))
+        seeds = tuple(derive_seed(seed, "sample", number) for number in range(count))
+        key = (
+            given.number("temperature", 0, 100, 1.0),
+            given.number("top_p", 1e-6, 1, 1.0),
+            max(0, given.whole("top_k", -1, 1 << 30, -1)),
+        )
+        with_prompt = body.truth("prompt_logprobs")
+        return SampleAsked(prompt, seeds, most, stops, with_prompt), key
+
+    def completed(
+        self, source: Path | None, every: Sequence[SampleAsked], sampler: Any
+    ) -> Sequence[Result]:
+        """Completions for several requests at once, with their log-probabilities."""
+        outside = self.outside
+        prompts = [
+            RolloutPrompt(each.prompt, each.seeds, each.most, self.ends(each.stops))
+            for each in every
+        ]
+        most = max(each.most for each in every)
+        stops = outside.tokenizer.eos_token_ids
+        found = outside.sampled(source, prompts, sampler, stops, most)
+        texts = [text_to_score(every[c.prompt], c.tokens) for c in found]
+        scores = outside.log_probabilities(source, texts)
+        answers: list[dict[int, Sampled]] = [{} for _ in every]
+        of_prompts: list[np.ndarray | None] = [None] * len(every)
+        for completion, values in zip(found, scores, strict=True):
+            asked, count = every[completion.prompt], len(completion.tokens)
+            answers[completion.prompt][completion.sample] = Sampled(
+                completion.tokens, values[len(values) - count :], completion.stopped
+            )
+            if asked.with_prompt:
+                before = values[: len(values) - count]
+                of_prompts[completion.prompt] = np.append([np.nan], before)
+        return [
+            Result(tinker_wire.sample_answer([group[s] for s in sorted(group)], prompt), True)
+            for group, prompt in zip(answers, of_prompts, strict=True)
+        ]
+
+    def ends(self, stops: tuple[Any, ...] | None) -> Callable[[Sequence[int]], bool] | None:
+        """Whether a completion ends; None for the tokens that end an answer."""
+        if stops is None:
+            return None
+        tokens = frozenset(each for each in stops if isinstance(each, int))
+        texts = tuple(each for each in stops if isinstance(each, str))
+        longest = max((len(text.encode()) for text in texts), default=0)
+
+        def ends(found: Sequence[int]) -> bool:
+            if found[-1] in tokens:
+                return True
+            # A token has at least one byte, but for those that only complete a character.
+            last = list(found[-longest - 3 :]) if texts else []
+            return bool(texts) and any(t in self.outside.tokenizer.decode(last) for t in texts)
+
+        return ends
+
+    # -- results
+
+    async def result(self, body: Fields) -> Response:
+        id = body.text("request_id", most=4000)
+        job = self.jobs.find(id)
+        if job is None:
+            return JSONResponse({"detail": f"request {shortened(id)}: is not here"}, 410)
+        until = time.monotonic() + POLL_S
+        while not job.done.is_set():
+            if time.monotonic() > until:
+                again = {"type": "try_again", "request_id": id, "queue_state": "active"}
+                return JSONResponse(again)
+            await asyncio.sleep(0.005 if time.monotonic() < until - POLL_S + 1 else 0.05)
+        assert job.result is not None
+        kind = "application/x-protobuf" if job.result.is_proto else "application/json"
+        return Response(job.result.body, media_type=kind)
+
+
+class Missing(Exception):
+    """What a request names is not here."""
+
+
+def alone(work: Callable[[Any], Result]) -> Callable[[Sequence[Any]], Sequence[Result]]:
+    """The work of a job that is done by itself."""
+    return lambda every: [work(each) for each in every]
+
+
+def text_to_score(asked: SampleAsked, tokens: Sequence[int]) -> Text:
+    """The text of a completion. Its targets are its tokens, or with `with_prompt` all tokens but
+    the first."""
+    whole = np.append(asked.prompt, np.array(tokens, np.int32)).astype(np.int32)
+    start = 0 if asked.with_prompt else len(asked.prompt) - 1
+    positions = np.arange(start, len(whole) - 1, dtype=np.int32)
+    zeros = np.zeros(len(positions), np.float32)
+    names = ("advantages", "old", "clip_low", "clip_high")
+    assert all(name in COLUMNS for name in names)
+    columns = dict.fromkeys(names, zeros)
+    return Text(whole[:-1], positions, whole[positions + 1], columns, zeros == 0)
+
+
+# Routes
+
+
+def future(job: Job, model: str | None = None, sequences: list[str] | None = None) -> object:
+    found: dict[str, Any] = {"request_id": job.id}
+    if model is not None:
+        found["model_id"] = model
+    if sequences is not None:
+        found["sample_sequence_ids"] = sequences
+    return found
+
+
+def refused(status: int, message: str) -> Response:
+    return JSONResponse({"detail": message}, status)
+
+
+def routes_of(service: Service) -> list[Route]:
+    """The routes of the API."""
+
+    async def answered(request: Request, answer: Callable[[Fields], Any]) -> Response:
+        try:
+            found = answer(Fields(admission.parse(await request.body())))
+            if isinstance(found, Job):
+                found = future(found)
+            elif isinstance(found, tuple):
+                found = future(found[0], sequences=found[1])
+            return await found if asyncio.iscoroutine(found) else JSONResponse(found)
+        except (ValueError, UserError) as error:
+            return refused(422, shortened(first_line(error), 500))
+        except Missing as error:
+            return refused(404, str(error))
+        except Full:
+            return refused(429, "too many requests wait; ask again later")
+
+    def post(path: str, answer: Callable[[Fields], Any]) -> Route:
+        async def respond(request: Request) -> Response:
+            return await answered(request, answer)
+
+        return Route(f"/api/v1/{path}", respond, methods=["POST"])
+
+    def get(path: str, answer: Callable[[dict[str, Any]], object]) -> Route:
+        async def respond(request: Request) -> Response:
+            try:
+                return JSONResponse(answer(request.path_params))
+            except UserError as error:
+                return refused(422, shortened(first_line(error), 500))
+            except Missing as error:
+                return refused(404, str(error))
+
+        return Route(f"/api/v1/{path}", respond, methods=["GET"])
+
+    async def gradients(request: Request) -> Response:
+        try:
+            body = await request.body()
+            if request.headers.get("content-encoding") == "zstd":
+                body = tinker_wire.decompressed(body)
+            asked = tinker_wire.gradients_asked(body)
+            return JSONResponse(future(service.gradients(asked), asked.model_id))
+        except (ValueError, UserError) as error:
+            return refused(422, shortened(first_line(error), 500))
+        except Full:
+            return refused(429, "too many requests wait; ask again later")
+
+    def cancel(body: Fields) -> object:
+        service.jobs.cancel(body.text("request_id", most=4000))
+        return {}
+
+    own = service.outside
+    capabilities = {
+        "supported_models": [
+            {
+                "model_name": own.config.model,
+                "max_context_length": own.longest,
+                "trainable": True,
+                "sampleable": True,
+            }
+        ]
+    }
+    return [
+        get("healthz", lambda _: {"status": "ok"}),
+        get("get_server_capabilities", lambda _: capabilities),
+        get("samplers/{name:path}", lambda found: service.sampler(found["name"])),
+        post("client/config", lambda _: CLIENT),
+        post("client/dynamic_config", lambda _: {"sample_cancel_enabled": True}),
+        post("telemetry", lambda _: {"status": "accepted"}),
+        post("create_session", service.create_session),
+        post("session_heartbeat", lambda body: service.session(body) and HEARTBEAT),
+        post("create_model", service.create_model),
+        post("unload_model", service.unload),
+        post("get_info", service.info),
+        Route("/api/v1/forward_backward", gradients, methods=["POST"]),
+        post("optim_step", service.update),
+        post("save_weights", service.save),
+        post("save_weights_for_sampler", service.save_sampler),
+        post("load_weights", service.load),
+        post("weights_info", service.weights_info),
+        post("create_sampling_session", service.create_sampler),
+        post("asample", service.sample),
+        post("retrieve_future", service.result),
+        post("cancel_future", cancel),
+    ]
+
+
+HEARTBEAT = {"type": "session_heartbeat"}
+
+
+def gate_of(is_local: bool, token: str) -> Gate:
+    """The rule by which clients may use the server: on this machine all, else those with `token`,
+    which they send as their API key."""
+
+    def check(headers: Headers) -> None:
+        web.check_origin(headers, Origins())
+        host = headers.get("host")
+        if host is not None and is_local:
+            web.check_host(host, web.is_own)
+        given = headers.get("x-api-key", "")
+        if token and not secrets.compare_digest(given.encode(), token.encode()):
+            raise RequestRefused(401, "give the token of this server as TINKER_API_KEY")
+
+    def refusal(found: RequestRefused, _: Headers) -> Response:
+        return refused(found.status, found.message)
+
+    return Gate(("GET", "POST"), check, refusal)
+
+
+def serve(
+    listener: socket.socket, outside: Outside, token: str, folder: Path, received: Sequence[int]
+) -> None:
+    """Answer requests until there is a signal in `received`.
+
+    listener: from `server.listen`. folder: of the runs. Raises RunError if the work fails.
+    """
+    jobs = Jobs()
+    gate = gate_of(web.is_local(listener), token)
+    server = WebServer(listener, routes_of(Service(outside, jobs, folder)), gate)
+    try:
+        jobs.run(lambda: bool(received))  # in this thread, to which arrays of MLX belong
+    finally:
+        server.stop()

@@ -1,0 +1,358 @@
+"""The requests and answers of Tinker's training API, as bytes: one gate for each field.
+
+Gradients are asked for with protobuf, which may be compressed by zstd, and all else with JSON. The
+messages are described here by their field numbers. Everything that comes from a client is checked:
+what is wrong raises ValueError, whose text names the field.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import zstandard
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+
+from your_ai.gates.text import shortened
+from your_ai.objectives.outside import BETA, CLIP_HIGH, CLIP_LOW, LOSSES
+from your_ai.training.outside import Text
+
+PACKAGE = "tinker_public"
+MOST_BYTES = 1 << 26  # of a request that is decompressed
+MOST_TEXTS = 1 << 14
+MOST_TARGETS = 1 << 22  # of a request
+TYPES = {
+    "double": 1, "int64": 3, "int32": 5, "bool": 8, "string": 9, "bytes": 12, "uint32": 13,
+}  # fmt: skip
+# message -> its fields: number, name, type; `*` is repeated, `?` may be absent
+MESSAGES: dict[str, tuple[tuple[int, str, str], ...]] = {
+    "SparseCsr": ((1, "values", "bytes"), (2, "crow_indices", "bytes"), (3, "col_indices", "bytes")),
+    "Tensor": (
+        (1, "dense", "bytes?"), (2, "sparse_csr", "SparseCsr"), (3, "dtype", "int32"),
+        (4, "shape", "int64*"),
+    ),
+    "NamedTensor": ((1, "key", "string"), (2, "value", "Tensor")),
+    "EncodedText": ((1, "tokens", "bytes"),),
+    "Unread": (),
+    "Chunk": ((1, "encoded_text", "EncodedText"), (2, "image", "Unread"), (3, "dmel", "Unread")),
+    "Datum": ((1, "model_input", "Chunk*"), (2, "loss_fn_inputs", "NamedTensor*")),
+    "NamedNumber": ((1, "key", "string"), (2, "value", "double")),
+    "ForwardBackwardRequest": (
+        (1, "model_id", "string"), (2, "seq_id", "int32"), (3, "data", "Datum*"),
+        (4, "loss_fn", "string"), (5, "loss_fn_config", "NamedNumber*"), (6, "forward_only", "bool"),
+    ),
+    "BatchedTensor": (
+        (1, "data", "bytes"), (2, "offsets", "bytes"), (3, "dtype", "int32"),
+        (4, "trailing_shape", "int64*"),
+    ),
+    "NamedBatched": ((1, "key", "string"), (2, "value", "BatchedTensor")),
+    "ArrayRecord": (
+        (1, "type_tag", "string"), (2, "fields", "NamedBatched*"), (3, "num_datums", "int64"),
+    ),
+    "ForwardBackwardOutput": (
+        (1, "loss_fn_output_type", "string"), (2, "loss_fn_outputs", "ArrayRecord*"),
+        (3, "metrics", "NamedNumber*"),
+    ),
+    "TopkLogprobs": (
+        (1, "token_ids", "bytes"), (2, "logprobs", "bytes"), (3, "k", "uint32"),
+        (4, "length", "uint32"),
+    ),
+    "SampledSequence": (
+        (1, "stop_reason", "int32"), (2, "tokens", "bytes"), (3, "logprobs", "bytes?"),
+        (4, "topk_sampled_logprobs", "TopkLogprobs"),
+    ),
+    "SampleResponse": (
+        (1, "sequences", "SampledSequence*"), (2, "prompt_logprobs", "bytes?"),
+        (3, "topk_prompt_logprobs", "TopkLogprobs"), (4, "prompt_cache_hit_tokens", "int32"),
+        (5, "target_prompt_logprobs", "Tensor"),
+    ),
+}  # fmt: skip
+NUMBERS = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
+FLOAT32, INT64 = 1, 2
+STOP, LENGTH = 0, 1  # why a sequence ended
+
+
+@cache
+def message_class(name: str) -> Any:
+    """The class of a message of `MESSAGES`."""
+    file = descriptor_pb2.FileDescriptorProto(name="tinker.proto", package=PACKAGE, syntax="proto3")
+    for own, fields in MESSAGES.items():
+        made = file.message_type.add(name=own)
+        for number, field, kind in fields:
+            kind, many = kind.rstrip("?*"), kind.endswith("*")
+            added = made.field.add(name=field, number=number, label=3 if many else 1)
+            if kind in TYPES:
+                added.type = TYPES[kind]
+            else:
+                added.type, added.type_name = 11, f".{PACKAGE}.{kind}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.{name}"))
+
+
+@dataclass(frozen=True)
+class GradientsAsked:
+    """A request for gradients, or with `forward_only` for log-probabilities."""
+
+    model_id: str
+    seq_id: int
+    loss: str
+    texts: tuple[Text, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the targets of each text."""
+    forward_only: bool
+
+
+def decompressed(body: bytes) -> bytes:
+    """The content of a body that zstd compressed. Raises ValueError."""
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(body) as reader:
+            found = reader.read(MOST_BYTES + 1)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"the body is no zstd ({error})") from error
+    if len(found) > MOST_BYTES:
+        raise ValueError(f"the body has more than {MOST_BYTES} bytes")
+    return found
+
+
+def gradients_asked(body: bytes) -> GradientsAsked:
+    """Read a request for gradients. Raises ValueError."""
+    asked = message_class("ForwardBackwardRequest")()
+    try:
+        asked.ParseFromString(body)
+    except DecodeError as error:
+        raise ValueError("the body is no ForwardBackwardRequest") from error
+    loss = asked.loss_fn
+    if loss not in LOSSES:
+        raise ValueError(f"loss_fn {shortened(loss)}: give {', '.join(LOSSES)}")
+    config = {entry.key: entry.value for entry in asked.loss_fn_config}
+    if not 0 < len(asked.data) <= MOST_TEXTS:
+        raise ValueError(f"data: give 1 to {MOST_TEXTS} texts")
+    thresholds = thresholds_of(config, loss)
+    texts, shapes, room = [], [], MOST_TARGETS
+    for number, datum in enumerate(asked.data):
+        try:
+            text, shape = text_of(datum, loss, thresholds, room)
+        except ValueError as error:
+            raise ValueError(f"data[{number}]: {error}") from error
+        room -= len(text.targets)
+        texts.append(text)
+        shapes.append(shape)
+    return GradientsAsked(
+        asked.model_id, asked.seq_id, loss, tuple(texts), tuple(shapes), asked.forward_only
+    )
+
+
+def thresholds_of(config: Mapping[str, float], loss: str) -> tuple[float, float]:
+    """The thresholds of all tokens, where a text gives none."""
+    known = {"beta"} if loss == "dro" else {"clip_low_threshold", "clip_high_threshold"}
+    for name, value in config.items():
+        if name not in known:
+            raise ValueError(f"loss_fn_config: {loss} has no {shortened(name)}")
+        if not math.isfinite(value):
+            raise ValueError(f"loss_fn_config: {name} is not finite")
+    if loss == "dro":
+        return config.get("beta", BETA), CLIP_HIGH
+    low, high = config.get("clip_low_threshold"), config.get("clip_high_threshold")
+    return CLIP_LOW if low is None else low, CLIP_HIGH if high is None else high
+
+
+def text_of(
+    datum: Any, loss: str, thresholds: tuple[float, float], room: int
+) -> tuple[Text, tuple[int, ...]]:
+    """A text of a request, and the shape of its targets. room: targets that it may have."""
+    parts = []
+    for chunk in datum.model_input:
+        if not chunk.HasField("encoded_text"):
+            raise ValueError("model_input: only tokens can be trained here, no images or sounds")
+        parts.append(numbers(chunk.encoded_text.tokens, 3, "model_input"))
+    tokens = np.concatenate([*parts, np.zeros(0, np.int32)]).astype(np.int32)
+    inputs = {entry.key: entry.value for entry in datum.loss_fn_inputs}
+    if not len(tokens) or "target_tokens" not in inputs:
+        raise ValueError("give tokens in model_input, and target_tokens")
+    place, given, shape = cells(inputs["target_tokens"], "target_tokens", len(tokens), room)
+    if given.dtype.kind != "i" or (len(given) and not 0 <= given.min() <= given.max() < 2**31):
+        raise ValueError("target_tokens: give token ids")
+    width = shape[1] if len(shape) > 1 else 1
+
+    def values(name: str, default: float | None) -> np.ndarray:
+        """(m,) of the targets."""
+        if name not in inputs:
+            if default is None:
+                raise ValueError(f"{loss} needs {name}")
+            return np.full(len(given), default, np.float32)
+        at, found, own = cells(inputs[name], name, len(tokens), room)
+        if not np.isfinite(found).all():
+            raise ValueError(f"{name}: is not finite")
+        if own == shape and np.array_equal(at, place):
+            return found.astype(np.float32)
+        if len(own) > 1 and own != shape:
+            raise ValueError(f"{name}: has shape {own}, target_tokens {shape}")
+        dense = np.zeros(len(tokens) * (width if len(own) > 1 else 1), np.float32)
+        dense[at] = found
+        return dense[place] if len(own) > 1 else dense[place // width]
+
+    weighs = loss == "cross_entropy"
+    columns = {
+        "advantages": values("weights", 1.0) if weighs else values("advantages", None),
+        "old": values("logprobs", 0.0 if weighs else None),
+        "clip_low": values("clip_low_threshold", thresholds[0]),
+        "clip_high": values("clip_high_threshold", thresholds[1]),
+    }
+    if loss == "dro":
+        columns["clip_low"] = np.full(len(given), thresholds[0], np.float32)
+    counts = values("sequence_ratio_mask", 1.0) != 0 if loss == "gspo" else np.ones(len(given), bool)
+    positions = (place // width).astype(np.int32)
+    return Text(tokens, positions, given.astype(np.int32), columns, counts), shape
+
+
+def cells(
+    tensor: Any, name: str, rows: int, room: int
+) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+    """The places, (m,), of the values of a tensor, (m,), in the order of its rows; and its shape:
+    (rows,) or (rows, k)."""
+    if tensor.HasField("sparse_csr"):
+        values = numbers(tensor.sparse_csr.values, tensor.dtype, name)
+        starts = numbers(tensor.sparse_csr.crow_indices, INT64, name)
+        columns = numbers(tensor.sparse_csr.col_indices, INT64, name)
+        shape = tuple(tensor.shape)
+        if len(shape) != 2 or shape[0] != rows or not 0 < shape[1] <= 1 << 20:
+            raise ValueError(f"{name}: has shape {shape}, expected ({rows}, k)")
+        if len(values) > room:
+            raise ValueError(f"{name}: is too large")
+        right = len(starts) == rows + 1 and starts[0] == 0 and starts[-1] == len(values)
+        if not right or (np.diff(starts) < 0).any() or len(columns) != len(values):
+            raise ValueError(f"{name}: its CSR indices are wrong")
+        if len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]:
+            raise ValueError(f"{name}: its CSR columns are out of range")
+        row = np.repeat(np.arange(rows), np.diff(starts))
+        return row * shape[1] + columns, values, shape
+    values = numbers(tensor.dense, tensor.dtype, name)
+    if len(values) > room:
+        raise ValueError(f"{name}: is too large")
+    shape = tuple(tensor.shape) or (len(values),)
+    if shape[0] != rows or len(shape) > 2 or math.prod(shape) != len(values) or 0 in shape:
+        raise ValueError(f"{name}: has shape {shape}, expected ({rows},) or ({rows}, k)")
+    return np.arange(len(values)), values, shape
+
+
+def numbers(data: bytes, dtype: int, name: str) -> np.ndarray:
+    found = NUMBERS.get(dtype)
+    if found is None or len(data) % found.itemsize:
+        raise ValueError(f"{name}: its bytes are no numbers of its dtype")
+    return np.frombuffer(data, found)
+
+
+# Answers
+
+
+def gradients_answer(
+    metrics: Mapping[str, float], logprobs: Sequence[np.ndarray], shapes: Sequence[Sequence[int]]
+) -> bytes:
+    """The log-probabilities of the targets of each text, and metrics."""
+    answer = message_class("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
+    for values, shape in zip(logprobs, shapes, strict=True):
+        record = answer.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=1)
+        data = values.astype("<f4").tobytes()
+        field = record.fields.add(key="logprobs")
+        field.value.data, field.value.dtype = data, FLOAT32
+        field.value.offsets = np.array([0, len(data)], "<i8").tobytes()
+        # Of sparse targets, the values that were given.
+        if len(values) == math.prod(shape):
+            field.value.trailing_shape.extend(shape[1:])
+    for name, value in metrics.items():
+        answer.metrics.add(key=name, value=value)
+    return bytes(answer.SerializeToString())
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A completion, with the log-probability of each of its tokens."""
+
+    tokens: tuple[int, ...]
+    logprobs: np.ndarray
+    stopped: bool
+
+
+def sample_answer(sequences: Sequence[Sampled], prompt: np.ndarray | None) -> bytes:
+    """Completions. prompt: (n,) log-probabilities of its tokens, NaN where there are none."""
+    answer = message_class("SampleResponse")()
+    for sequence in sequences:
+        answer.sequences.add(
+            stop_reason=STOP if sequence.stopped else LENGTH,
+            tokens=np.array(sequence.tokens, "<i4").tobytes(),
+            logprobs=sequence.logprobs.astype("<f4").tobytes(),
+        )
+    if prompt is not None:
+        answer.prompt_logprobs = prompt.astype("<f4").tobytes()
+    return bytes(answer.SerializeToString())
+
+
+# Fields of JSON
+
+
+class Fields:
+    """The fields of a JSON object from a client. Each method raises ValueError."""
+
+    def __init__(self, body: Any, name: str = "the body") -> None:
+        if not isinstance(body, dict):
+            raise ValueError(f"{name} must be an object")
+        self.body, self.name = body, name
+
+    def text(self, name: str, default: str | None = None, most: int = 1000) -> str:
+        value = self.body.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str) or not 0 < len(value) <= most:
+            raise ValueError(f"{name}: give text of 1 to {most} characters")
+        return value
+
+    def whole(
+        self, name: str, least: int, most: int, default: int | None = None
+    ) -> int:
+        value = self.body.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise ValueError(f"{name}: give a whole number from {least} to {most}")
+        return value
+
+    def number(self, name: str, least: float, most: float, default: float) -> float:
+        value = self.body.get(name)
+        if value is None:
+            return default
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or not least <= value <= most:
+            raise ValueError(f"{name}: give a number from {least:g} to {most:g}")
+        return float(value)
+
+    def truth(self, name: str, default: bool = False) -> bool:
+        value = self.body.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}: give true or false")
+        return value
+
+    def fields(self, name: str) -> Fields:
+        return Fields(self.body.get(name), name)
+
+    def tokens(self, name: str) -> np.ndarray:
+        """(n,) int32 of the chunks of a prompt."""
+        chunks = self.fields(name).body.get("chunks")
+        if not isinstance(chunks, list) or len(chunks) > MOST_TEXTS:
+            raise ValueError(f"{name}: give chunks of tokens")
+        parts: list[int] = []
+        for chunk in chunks:
+            ids = chunk.get("tokens") if isinstance(chunk, dict) else None
+            if not isinstance(ids, list):
+                raise ValueError(f"{name}: only tokens can be read here, no images or sounds")
+            parts += ids
+        if not parts or not all(type(each) is int and 0 <= each < 2**31 for each in parts):
+            raise ValueError(f"{name}: give token ids")
+        return np.array(parts, np.int32)

@@ -1,0 +1,567 @@
+"""Models that a training loop of other people trains, step by step, under one memory plan.
+
+The loop says what is computed, and when: the gradients of a loss it names, an update, completions.
+All models share the weights of one base. Only one of them is in memory: the others are in files, so
+that the plan of one holds for any number.
+
+Shapes: n tokens of a text, m of its targets.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from your_ai.config import ALL_LINEAR, GRPO, TrainConfig
+from your_ai.config.requests import TinkerRequest
+from your_ai.data.batches import Batch, few_edges, pad, padded_targets
+from your_ai.data.target_columns import COLUMNS
+from your_ai.engine.build import Built, build_engine
+from your_ai.engine.gradients import Gradients, gradients_in
+from your_ai.engine.weights import Opened, open_model
+from your_ai.errors import UserError
+from your_ai.files import read_text
+from your_ai.gates.text import counted, size_text
+from your_ai.gates.token_ids import check_ids, vocabulary_of
+from your_ai.generation.rollouts import Completion, RolloutPrompt, Sampler, complete
+from your_ai.hub.find import find_model
+from your_ai.memory import allocator
+from your_ai.memory.plan import Budget, rows_of
+from your_ai.memory.budget import run_limit
+from your_ai.nets import model
+from your_ai.nets.mlx_types import load_arrays
+from your_ai.nets.numerics import compute_dtype
+from your_ai.objectives.outside import GSPO, LOGPROBS, OUTSIDE, TOKEN_LOSSES, gspo_weights
+from your_ai.run import checkpoint
+from your_ai.training import optimizer
+from your_ai.training.planned import budget_of_run
+from your_ai.training.run_data import rollouts_planned
+from your_ai.training.trainer import graphs_within
+
+OPTIMIZER, GRADIENTS = "optimizer.safetensors", "gradients.safetensors"
+SHAPE = "model.json"
+PARKED, ASIDE = "parked", "aside"  # folders in that of a run
+ALPHA = 32.0  # of LoRA, whatever the rank
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj")
+GIVEN = "given"
+
+
+def outside_config(request: TinkerRequest) -> TrainConfig:
+    """The settings for which the memory of a server is planned."""
+    new = request.max_seq_length // 2
+    return TrainConfig(
+        model=request.model,
+        objective=GRPO,  # its steps generate, score and train, as those of loops
+        max_memory=request.max_memory,
+        max_seq_length=request.max_seq_length,
+        max_new_tokens=new,
+        lora_rank=request.rank,
+        batch_size=request.batch_size,
+        rollouts=max(2, min(request.samples, 8)),
+        prompts_per_step=max(1, request.samples // min(request.samples, 8)),
+        dtype=request.dtype,
+        plan=request.plan,
+    )
+
+
+class Text(NamedTuple):
+    """A text with targets, and what the losses of these need."""
+
+    tokens: np.ndarray
+    """(n,) int32."""
+    positions: np.ndarray
+    """(m,) int32, the place of the token that predicts each target."""
+    targets: np.ndarray
+    """(m,) int32."""
+    columns: Mapping[str, np.ndarray]
+    """(m,) float32 each: advantages, old, clip_low and clip_high."""
+    counts: np.ndarray
+    """(m,) bool, the tokens of the ratio of a whole text."""
+
+
+@dataclass(frozen=True)
+class Adam:
+    """The update of one step: AdamW with bias correction, where weight decay is decoupled."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+    def config(self, config: TrainConfig) -> TrainConfig:
+        return replace(
+            config, optimizer="adamw", learning_rate=self.learning_rate, adam_beta1=self.beta1,
+            adam_beta2=self.beta2, adam_epsilon=self.eps, weight_decay=self.weight_decay,
+            adam_bias_correction=True,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides the arrays of a model."""
+
+    rank: int
+    seed: int
+    train_mlp: bool = True
+    train_attn: bool = True
+
+    def config(self, config: TrainConfig, network: Any) -> TrainConfig:
+        """The settings of its adapters. Raises UserError."""
+        targets: tuple[str, ...] = (ALL_LINEAR,)
+        if not (self.train_mlp and self.train_attn):
+            names = {path.rpartition(".")[2] for path, _ in linear_layers(network)}
+            kept = [name for name in names if (name in ATTENTION) == self.train_attn]
+            targets = tuple(sorted(kept))
+        if not targets or not (self.train_mlp or self.train_attn):
+            raise UserError("train_mlp, train_attn: at least one must be true")
+        return replace(
+            config, lora_rank=self.rank, lora_alpha=ALPHA, lora_targets=targets, seed=self.seed,
+            lora_layers="all",
+        )  # fmt: skip
+
+
+def linear_layers(network: Any) -> Iterator[tuple[str, Any]]:
+    for block in network.layers:
+        for name, module in block.named_modules():
+            if name and "weight" in module and module.weight.ndim == 2:
+                yield name, module
+
+
+@dataclass
+class Model:
+    """A model of a loop: its adapters, and the state of its optimizer."""
+
+    shape: Shape
+    folder: Path
+    """Its run."""
+    step: int = 0
+    has_gradients: bool = False
+
+
+@dataclass
+class Bench:
+    """The base in memory, with the adapters of one model."""
+
+    shape: Shape
+    opened: Opened
+    adapters: model.Adapters
+    built: Built
+    budget: Budget
+    optimizer: optimizer.StatefulOptimizer
+    gradients: Gradients
+    updates: dict[Adam, Callable[..., None]] = field(default_factory=dict)
+
+
+class Outside:
+    """Trains and asks the models of outside loops. All calls come from one thread."""
+
+    def __init__(self, config: TrainConfig, tell: Callable[[str], object]) -> None:
+        """config: the model, its limit, and the largest text and rank that are announced."""
+        self.config, self.tell = config, tell
+        self.base = find_model(config.model)
+        self.limit = run_limit(config)
+        self.bench: Bench | None = None
+        self.active: Model | None = None
+        self.sampler_of: Path | None = None
+        """The folder whose adapters are in place of those of the active model."""
+        opened = open_model(self.base, compute_dtype(config.dtype))
+        self.tokenizer = opened.tokenizer()
+        self.vocabulary = vocabulary_of(opened.network)
+        self.architecture = str(opened.config.get("model_type", ""))
+        self.budget = self.planned(Shape(int(config.lora_rank), 0), opened)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text."""
+        return self.config.max_seq_length
+
+    # -- the plan
+
+    def planned(self, shape: Shape, opened: Opened) -> Budget:
+        config = shape.config(self.config, opened.network)
+        data = rollouts_planned(config, config.max_seq_length)
+        return budget_of_run(
+            config, opened.folder, opened.dtype, data, self.limit, opened.can_stream
+        )
+
+    def rows_at(self, tokens: int) -> int:
+        assert self.bench is not None
+        budget = self.bench.budget
+        return rows_of(budget.workload, budget.choice.option.plan, tokens)
+
+    # -- models
+
+    def create(self, shape: Shape, folder: Path) -> Model:
+        """A new model whose run is in `folder`. Raises UserError."""
+        folder.mkdir(parents=True, exist_ok=True)
+        made = Model(shape, folder)
+        self.park()
+        self.put(shape)
+        self.active = made
+        return made
+
+    def put(self, shape: Shape) -> None:
+        """Give the base new adapters of this shape."""
+        if self.bench is not None and replace(self.bench.shape, seed=0) == replace(shape, seed=0):
+            self.renew(shape)
+            return
+        self.bench = None
+        allocator.free()
+        opened = open_model(self.base, compute_dtype(self.config.dtype))
+        budget = self.planned(shape, opened)
+        config = shape.config(self.config, opened.network)
+        adapters = model.add_adapters(opened.network, config)
+        plan, graphs = budget.choice.option.plan, graphs_within(budget)
+        built = build_engine(
+            opened.network, adapters.dropout_keys, plan.engine, tensors=opened.tensors,
+            objective=OUTSIDE, spill=None, graphs=graphs, kept=plan.kept, resident=plan.resident,
+            blocks_ahead=plan.blocks_ahead,
+        )  # fmt: skip
+        allocator.free()
+        trained = opened.network.trainable_parameters()
+        adam = Adam().config(config)
+        states = optimizer.build_optimizer(adam, trained)
+        self.bench = Bench(shape, opened, adapters, built, budget, states, gradients_in(None))
+
+    def renew(self, shape: Shape) -> None:
+        """Put first adapters and optimizer states where others were."""
+        assert self.bench is not None
+        fresh = open_model(self.base, compute_dtype(self.config.dtype)).network
+        model.add_adapters(fresh, shape.config(self.config, fresh))
+        network = self.bench.opened.network
+        model.set_adapters(network, model.adapter_arrays(fresh))
+        config = Adam().config(self.config)
+        self.bench.optimizer = optimizer.build_optimizer(config, network.trainable_parameters())
+        self.bench.updates.clear()
+        self.bench.gradients.clear()
+        self.bench.shape = shape
+
+    def park(self) -> None:
+        """Write the active model to its folder, so that another can take its place."""
+        self.restore_active()
+        if self.active is not None:
+            self.write(self.active, self.active.folder / PARKED, gradients=True)
+            self.active = None
+
+    def activate(self, wanted: Model) -> Bench:
+        """Let a model be the one in memory."""
+        self.restore_active()
+        if self.active is not wanted:
+            self.park()
+            self.put(wanted.shape)
+            self.active = wanted
+            self.read(wanted, wanted.folder / PARKED, with_optimizer=True)
+            shutil.rmtree(wanted.folder / PARKED, ignore_errors=True)
+        assert self.bench is not None
+        return self.bench
+
+    def restore_active(self) -> None:
+        """Put the adapters of the active model back, after those of a sampler."""
+        if self.sampler_of is None:
+            return
+        self.sampler_of = None
+        if self.active is not None and self.bench is not None:
+            aside = self.active.folder / ASIDE
+            model.set_adapters(self.bench.opened.network, checkpoint.load_adapters(aside))
+            shutil.rmtree(aside, ignore_errors=True)
+
+    # -- files
+
+    def write(
+        self, of: Model, folder: Path, *, gradients: bool = False, with_optimizer: bool = True
+    ) -> None:
+        """Write a model that is in memory: its adapters, for any reader, and its optimizer."""
+        assert self.bench is not None
+        bench = self.bench
+        states = optimizer.saved_states(bench.optimizer)
+        assert isinstance(states, dict)
+        arrays = checkpoint.files_of(model.adapter_arrays(bench.opened.network))
+        if with_optimizer:
+            arrays[OPTIMIZER] = states
+        if gradients and of.has_gradients:
+            arrays[GRADIENTS] = bench.gradients.take(list(bench.gradients.sizes()))
+        about = {"shape": asdict(of.shape), "step": of.step, "model": self.config.model}
+        config = {**bench.adapters.config, "step": of.step}
+        texts = {checkpoint.ADAPTER_CONFIG: config, SHAPE: about}
+        checkpoint.write_folder(folder, arrays=arrays, texts=texts)
+
+    def read(self, into: Model, folder: Path, *, with_optimizer: bool) -> None:
+        """Read what `write` wrote into the active model. Raises UserError."""
+        assert self.bench is not None
+        model.set_adapters(self.bench.opened.network, checkpoint.load_adapters(folder))
+        if with_optimizer:
+            arrays = dict(load_arrays(folder / OPTIMIZER))
+            optimizer.restore_states(self.bench.optimizer, arrays)
+            into.step = int(about_of(folder)["step"])
+        self.bench.gradients.clear()
+        if (held := folder / GRADIENTS).is_file():
+            self.bench.gradients.add(dict(load_arrays(held)))
+
+    def save(self, of: Model, target: Path, *, with_optimizer: bool = True) -> None:
+        """Save a model as it is now; `target` is replaced."""
+        self.activate(of)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self.write(of, target, with_optimizer=with_optimizer)
+
+    def load(self, into: Model, folder: Path, *, with_optimizer: bool) -> None:
+        """Give a model what was saved in `folder`. Raises UserError if it has another shape."""
+        files = (checkpoint.ADAPTERS, checkpoint.ADAPTER_CONFIG, SHAPE)
+        if (fault := checkpoint.fault(folder, files)) is not None:
+            raise UserError(fault)
+        if with_optimizer and not (folder / OPTIMIZER).is_file():
+            raise UserError(f"{folder}: was saved for samplers, without an optimizer")
+        self.activate(into)
+        self.read(into, folder, with_optimizer=with_optimizer)
+        into.has_gradients = False
+
+    def forget(self, model: Model) -> None:
+        """Free a model; what it saved stays."""
+        self.restore_active()
+        if self.active is model:
+            self.active = None
+        shutil.rmtree(model.folder / PARKED, ignore_errors=True)
+
+    # -- what loops ask for
+
+    def log_probabilities(
+        self, of: Model | Path | None, texts: Sequence[Text]
+    ) -> list[np.ndarray]:
+        """(m,) float32 of the targets of each text. of: as in `sampled`."""
+        bench = self.asked(of)
+        found = [np.zeros(len(text.targets), np.float32) for text in texts]
+        for batch, places in batches_of(texts, self.rows_at, 0):
+            values = np.array(bench.built.engine.log_probabilities(batch))
+            scatter(found, texts, places, values[: batch.trained_tokens])
+        return found
+
+    def add_gradients(
+        self, of: Model, texts: Sequence[Text], loss: str, *, gradients: bool = True
+    ) -> tuple[float, list[np.ndarray]]:
+        """Add the gradients of the sum of a loss to those of the model.
+
+        Returns the loss, and (m,) float32 log-probabilities of the targets of each text.
+        Raises UserError.
+        """
+        self.check(texts)
+        bench = self.activate(of)
+        if loss == GSPO:
+            return self.weighed_by_text(of, texts, gradients)
+        if not gradients:
+            found = self.log_probabilities(of, texts)
+            return loss_of(texts, found, loss), found
+        total = 0.0
+        found = [np.zeros(len(text.targets), np.float32) for text in texts]
+        for batch, places in batches_of(texts, self.rows_at, TOKEN_LOSSES.index(loss)):
+            sums = bench.built.engine.add_gradients(batch, 1.0, 0, bench.gradients)
+            values, slots = sums.metrics[LOGPROBS]
+            mx.eval(sums.loss, values, slots)
+            total += float(sums.loss)
+            at = np.array(slots)
+            ordered = np.zeros(batch.trained_tokens, np.float32)
+            ordered[at[at >= 0]] = np.array(values)[at >= 0]
+            scatter(found, texts, places, ordered)
+        of.has_gradients = True
+        return total, found
+
+    def weighed_by_text(
+        self, of: Model, texts: Sequence[Text], gradients: bool
+    ) -> tuple[float, list[np.ndarray]]:
+        found = self.log_probabilities(of, texts)
+        total, weighed = 0.0, []
+        for text, values in zip(texts, found, strict=True):
+            loss, weights = gspo_weights(values, text.columns, text.counts)
+            total += loss
+            columns = {**text.columns, "advantages": weights}
+            weighed.append(text._replace(columns=columns))
+        if gradients:
+            self.add_gradients(of, weighed, TOKEN_LOSSES[0])
+        return total, found
+
+    def update(self, of: Model, adam: Adam) -> dict[str, float]:
+        """One step of the optimizer with the gradients since the last; returns metrics.
+
+        Raises UserError if there are no gradients, or if they are not finite; then nothing changes.
+        """
+        bench = self.activate(of)
+        if not of.has_gradients:
+            raise UserError("optim_step: there are no gradients; call forward_backward first")
+        norm = float(optimizer.global_norm(bench.gradients))
+        of.has_gradients = False
+        if not np.isfinite(norm):
+            bench.gradients.clear()
+            raise UserError(f"optim_step: the gradient norm is {norm}; the step changed nothing")
+        update = self.update_of(bench, adam)
+        update(bench.gradients, optimizer.clip_factor(norm, adam.grad_clip_norm), adam.learning_rate)
+        bench.gradients.clear()
+        mx.synchronize()
+        of.step += 1
+        return {"grad_norm": norm}
+
+    def update_of(self, bench: Bench, adam: Adam) -> Callable[..., None]:
+        """The compiled update of these settings, whatever the learning rate."""
+        key = replace(adam, learning_rate=0.0, grad_clip_norm=0.0)
+        if key not in bench.updates:
+            bench.updates.clear()
+            network, config = bench.opened.network, adam.config(self.config)
+            fresh = optimizer.build_optimizer(config, {})
+            fresh.rule.state["step"] = bench.optimizer.rule.state["step"]
+            bench.optimizer = replace(bench.optimizer, rule=fresh.rule)
+            bench.updates[key] = optimizer.make_update(network, bench.optimizer)
+        return bench.updates[key]
+
+    def sampled(
+        self,
+        of: Model | Path | None,
+        prompts: Sequence[RolloutPrompt],
+        sampler: Sampler,
+        stop_tokens: Sequence[int],
+        most: int,
+    ) -> list[Completion]:
+        """Completions of prompts, in waves. of: a model as it is now, the folder of adapters that
+        were saved, or None for the base."""
+        bench = self.asked(of)
+        wave = bench.budget.choice.option.plan.wave or 1
+        network = bench.opened.network
+        network.eval()
+        found = list(complete(network, prompts, sampler, stop_tokens, most, wave))
+        allocator.free(collect=False)
+        return found
+
+    def asked(self, of: Model | Path | None) -> Bench:
+        """The bench with the adapters that are to be asked."""
+        if isinstance(of, Model):
+            return self.activate(of)
+        where = of or Path()
+        if self.bench is not None and self.sampler_of == where:
+            return self.bench
+        shape = shape_in(of) if of is not None else None
+        if self.bench is None or (
+            shape is not None and replace(self.bench.shape, seed=0) != replace(shape, seed=0)
+        ):
+            self.park()
+            self.put(shape or Shape(int(self.config.lora_rank), 0))
+        assert self.bench is not None
+        network = self.bench.opened.network
+        if self.active is not None and self.sampler_of is None:
+            config = self.bench.adapters.config
+            aside = self.active.folder / ASIDE
+            checkpoint.save_adapter(aside, model.adapter_arrays(network), config, self.active.step)
+        arrays = checkpoint.load_adapters(of) if of is not None else without_effect(network)
+        model.set_adapters(network, arrays)
+        self.sampler_of = where
+        return self.bench
+
+    def check(self, texts: Sequence[Text]) -> None:
+        """Raise UserError for a text that is too long, or tokens that the model has not."""
+        for number, text in enumerate(texts, 1):
+            if len(text.tokens) > self.longest:
+                raise UserError(
+                    f"text {number} has {counted(len(text.tokens), 'token')}; this server was "
+                    f"planned for {self.longest:,}: start it with a larger --max-seq-length, whose "
+                    f"plan needs more than {size_text(self.budget.choice.option.needed_bytes)}"
+                )
+            for ids in (text.tokens, text.targets):
+                check_ids(ids, self.vocabulary, self.tokenizer, f"text {number}")
+
+
+def without_effect(network: Any) -> dict[str, mx.array]:
+    """Adapters that add nothing."""
+    arrays = model.adapter_arrays(network)
+    return {n: mx.zeros_like(a) if n.endswith("lora_b") else a for n, a in arrays.items()}
+
+
+def about_of(folder: Path) -> dict[str, Any]:
+    """What was written beside adapters. Raises UserError if it is missing or damaged."""
+    try:
+        found = json.loads(read_text(folder / SHAPE, 1 << 16))
+        Shape(**found["shape"]), int(found["step"])
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise UserError(f"{folder}: is no saved model, or damaged") from error
+    return dict(found)
+
+
+def shape_in(folder: Path) -> Shape:
+    return Shape(**about_of(folder)["shape"])
+
+
+def loss_of(texts: Sequence[Text], found: Sequence[np.ndarray], loss: str) -> float:
+    """The sum of a loss of tokens, of known log-probabilities."""
+    from your_ai.objectives.objective import Scores, Targets
+
+    if not texts:
+        return 0.0
+    current = np.concatenate(found)
+    columns = {n: mx.array(np.concatenate([t.columns[n] for t in texts])) for n in texts[0].columns}
+    columns["loss"] = mx.full(current.shape, TOKEN_LOSSES.index(loss), mx.int32)
+    columns["slot"] = mx.arange(len(current))
+    unused = mx.zeros(current.shape, mx.int32)
+    targets = Targets(unused, unused, mx.ones(current.shape), unused, columns)
+    return float(OUTSIDE.weigh(Scores(mx.array(current)), targets).loss)
+
+
+def batches_of(
+    texts: Sequence[Text], rows_at: Callable[[int], int], loss: int
+) -> Iterator[tuple[Batch, list[int]]]:
+    """Padded micro-batches of texts, the longest first, and the texts of each.
+
+    loss: the number of the loss of all targets.
+    """
+    order = sorted(range(len(texts)), key=lambda place: -len(texts[place].tokens))
+    longest = max((len(text.tokens) for text in texts), default=0)
+    edges, start = few_edges(longest), 0
+    while start < len(order):
+        length = int(edges[np.searchsorted(edges, len(texts[order[start]].tokens))])
+        places = order[start : start + max(1, rows_at(length))]
+        start += len(places)
+        yield batch_of([texts[place] for place in places], length, loss), places
+
+
+def batch_of(texts: Sequence[Text], length: int, loss: int) -> Batch:
+    """A micro-batch of texts padded to `length` tokens."""
+    count = len(texts)
+    tokens = np.zeros((count, length), np.int32)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text.tokens)] = text.tokens
+    trained = sum(len(text.targets) for text in texts)
+    slots = padded_targets(trained, tokens.size)
+    positions = [row * length + text.positions for row, text in enumerate(texts)]
+    owners = [np.full(len(text.targets), row) for row, text in enumerate(texts)]
+    columns: dict[Any, np.ndarray] = {
+        name: np.concatenate([text.columns[name] for text in texts]) for name in texts[0].columns
+    }
+    columns["loss"], columns["slot"] = np.full(trained, loss), np.arange(trained)
+    return Batch(
+        tokens=tokens,
+        positions=pad(np.concatenate(positions), slots, np.int32),
+        targets=pad(np.concatenate([text.targets for text in texts]), slots, np.int32),
+        weights=pad(np.ones(trained), slots, np.float32),
+        texts=pad(np.concatenate(owners), slots, np.int32),
+        rows=np.arange(count, dtype=np.uint32)[:, None],
+        places=np.arange(length, dtype=np.uint32)[None],
+        lengths=np.array([len(text.tokens) for text in texts]),
+        trained_tokens=trained,
+        columns={
+            name: pad(values, slots, COLUMNS[name].dtype, COLUMNS[name].padding)
+            for name, values in columns.items()
+        },
+    )
+
+
+def scatter(
+    found: Sequence[np.ndarray], texts: Sequence[Text], places: Sequence[int], values: np.ndarray
+) -> None:
+    """Put the values of the targets of a micro-batch where their texts are."""
+    start = 0
+    for place in places:
+        count = len(texts[place].targets)
+        found[place][:] = values[start : start + count]
+        start += count
