@@ -69,18 +69,20 @@ def tinker(request: TinkerRequest) -> None:
     from your_ai.run.stopping import recorded_signals
     from your_ai.serving import server as serving
     from your_ai.serving import tinker_server, web
+    from your_ai.serving.tinker_jobs import Jobs
     from your_ai.training.outside import Outside, outside_config
 
     log_to_stderr(request.log_level)
     with recorded_signals() as received, serving.listen(request.host, request.port) as listener:
         if not web.is_local(listener) and not request.token:
             raise UserError(f"--host {request.host}: other machines could use it; give --token")
-        outside = Outside(outside_config(request), echo_note)
+        outside = Outside(outside_config(request))
+        service = tinker_server.Service(outside, Jobs(), RUNS, request.name)
         url = web.url_of(listener)
-        echo(f"serving {request.model} to loops at {url}; Ctrl-C stops it")
+        echo(f"serving {service.name} to loops at {url}; Ctrl-C stops it")
         echo(f"use it: TINKER_BASE_URL={url} TINKER_API_KEY=tml-local python YOUR_LOOP.py")
         sys.stdout.flush()
-        tinker_server.serve(listener, outside, request.token, RUNS, received)
+        tinker_server.serve(listener, service, request.token, received)
 
 
 def is_installed(module: str) -> bool:

@@ -287,6 +287,7 @@ class TinkerRequest:
 
     _: KW_ONLY
     model: str = setting(DEMO, "The base model: an alias, an id of the hub, or a folder.")
+    name: str = setting("", "What loops call it, such as Qwen/Qwen3-8B; default: as --model.")
     host: str = setting("127.0.0.1", "Address to listen on; others than this machine need --token.")
     port: int = setting(8000, "Port; 0 = any free one.", bounds=Bounds(0, 65535))
     token: str = setting("", "What clients must send as TINKER_API_KEY; without: anything.")

@@ -102,9 +102,13 @@ class Sums(NamedTuple):
                 if name not in metrics:
                     metrics[name] = (value, count)
                     continue
-                before, add = metrics[name], mx.concatenate if value.ndim else sum
-                metrics[name] = (add([before[0], value]), add([before[1], count]))
+                before, add = metrics[name], joined if value.ndim else mx.add
+                metrics[name] = (add(before[0], value), add(before[1], count))
         return Sums(mx.stack([part.loss for part in parts]).sum(), metrics)
+
+
+def joined(first: mx.array, second: mx.array) -> mx.array:
+    return mx.concatenate([first, second])
 
 
 @dataclass

@@ -17,7 +17,7 @@ arXiv:2405.19107; GSPO, Zheng et al. 2025, arXiv:2507.18071.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,6 +25,7 @@ import mlx.core as mx
 import numpy as np
 
 from your_ai.data.batches import Batch
+from your_ai.data.target_columns import Columns
 from your_ai.objectives.grpo import exp
 from your_ai.objectives.objective import Phase, Scores, Targets, Weighed
 
@@ -65,7 +66,9 @@ class OutsideLosses:
             losses = mx.where(kind == number, loss, losses)
             weights = mx.where(kind == number, weight, weights)
         losses, weights = mx.where(real, losses, 0), mx.where(real, weights, 0)
-        return Weighed(losses.sum(), weights, {LOGPROBS: (current, mx.where(real, columns["slot"], -1))})
+        return Weighed(
+            losses.sum(), weights, {LOGPROBS: (current, mx.where(real, columns["slot"], -1))}
+        )
 
     def denominator(self, batches: Sequence[Batch]) -> float:
         return 1.0
@@ -75,7 +78,7 @@ OUTSIDE = OutsideLosses()
 
 
 def gspo_weights(
-    current: np.ndarray, columns: Mapping[str, np.ndarray], counts: np.ndarray
+    current: np.ndarray, columns: Columns, counts: np.ndarray
 ) -> tuple[float, np.ndarray]:
     """The loss of a text, and (m,) the weight of each of its tokens, -d loss / dx.
 

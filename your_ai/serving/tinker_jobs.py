@@ -150,4 +150,3 @@ class Jobs:
             if each.result is not None and each is not job:
                 kept -= len(each.result.body)
                 del self.known[id]
-

@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from your_ai.data.target_columns import COLUMNS
+from your_ai.data.target_columns import Columns
 from your_ai.errors import UserError, first_line
 from your_ai.gates.text import counted, shortened
 from your_ai.gates.token_ids import check_ids
@@ -79,8 +79,10 @@ class Session:
 class Service:
     """What the routes do."""
 
-    def __init__(self, outside: Outside, jobs: Jobs, folder: Path) -> None:
+    def __init__(self, outside: Outside, jobs: Jobs, folder: Path, name: str = "") -> None:
+        """folder: of the runs. name: what loops call the base; by default as its user does."""
         self.outside, self.jobs, self.folder = outside, jobs, folder
+        self.name = name or outside.config.model
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Path | None] = {}
@@ -134,9 +136,8 @@ class Service:
         return self.add(f"{name}:0", None, alone(work))
 
     def check_base(self, name: str) -> None:
-        own = self.outside.config.model
-        if name not in (own, Path(own).name):
-            raise ValueError(f"base_model {shortened(name)}: this server has {own}")
+        if name not in (self.name, self.outside.config.model):
+            raise ValueError(f"base_model {shortened(name)}: this server has {self.name}")
 
     def check_rank(self, rank: int) -> None:
         most = int(self.outside.config.lora_rank)
@@ -160,10 +161,10 @@ class Service:
 
     def info(self, body: Fields) -> object:
         name = body.text("model_id")
-        shape, own = self.model(name).shape, self.outside.config.model
+        shape = self.model(name).shape
         about = {
             "arch": self.outside.architecture,
-            "model_name": own,
+            "model_name": self.name,
             "tokenizer_id": str(self.outside.base),
         }
         return {
@@ -172,7 +173,7 @@ class Service:
             "model_data": about,
             "is_lora": True,
             "lora_rank": shape.rank,
-            "model_name": own,
+            "model_name": self.name,
         }
 
     # -- training
@@ -303,7 +304,7 @@ class Service:
         folder = self.saved(body.text("tinker_path"))
         shape = Shape(**about_of(folder)["shape"])
         return {
-            "base_model": self.outside.config.model,
+            "base_model": self.name,
             "is_lora": True,
             "lora_rank": shape.rank,
             "train_unembed": False,
@@ -321,7 +322,10 @@ class Service:
 
     def create_sampler(self, body: Fields) -> object:
         session, _ = self.session(body)
-        number, path = body.whole("sampling_session_seq_id", 0, 1 << 40), body.text("model_path", "")
+        number, path = (
+            body.whole("sampling_session_seq_id", 0, 1 << 40),
+            body.text("model_path", ""),
+        )
         if not path:
             self.check_base(body.text("base_model"))
         folder = self.saved(path) if path else None
@@ -332,7 +336,7 @@ class Service:
         if name not in self.samplers:
             raise Missing(f"sampler {shortened(name)}: is not here")
         path = self.paths[name]
-        found = {"sampler_id": name, "base_model": self.outside.config.model}
+        found = {"sampler_id": name, "base_model": self.name}
         return {**found, "model_path": path} if path else found
 
     def sample(self, body: Fields) -> tuple[Job, list[str]]:
@@ -472,9 +476,7 @@ def text_to_score(asked: SampleAsked, tokens: Sequence[int]) -> Text:
     start = 0 if asked.with_prompt else len(asked.prompt) - 1
     positions = np.arange(start, len(whole) - 1, dtype=np.int32)
     zeros = np.zeros(len(positions), np.float32)
-    names = ("advantages", "old", "clip_low", "clip_high")
-    assert all(name in COLUMNS for name in names)
-    columns = dict.fromkeys(names, zeros)
+    columns: Columns = dict.fromkeys(("advantages", "old", "clip_low", "clip_high"), zeros)
     return Text(whole[:-1], positions, whole[positions + 1], columns, zeros == 0)
 
 
@@ -549,7 +551,7 @@ def routes_of(service: Service) -> list[Route]:
     capabilities = {
         "supported_models": [
             {
-                "model_name": own.config.model,
+                "model_name": service.name,
                 "max_context_length": own.longest,
                 "trainable": True,
                 "sampleable": True,
@@ -603,17 +605,14 @@ def gate_of(is_local: bool, token: str) -> Gate:
     return Gate(("GET", "POST"), check, refusal)
 
 
-def serve(
-    listener: socket.socket, outside: Outside, token: str, folder: Path, received: Sequence[int]
-) -> None:
+def serve(listener: socket.socket, service: Service, token: str, received: Sequence[int]) -> None:
     """Answer requests until there is a signal in `received`.
 
-    listener: from `server.listen`. folder: of the runs. Raises RunError if the work fails.
+    listener: from `server.listen`. Raises RunError if the work fails.
     """
-    jobs = Jobs()
     gate = gate_of(web.is_local(listener), token)
-    server = WebServer(listener, routes_of(Service(outside, jobs, folder)), gate)
+    server = WebServer(listener, routes_of(service), gate)
     try:
-        jobs.run(lambda: bool(received))  # in this thread, to which arrays of MLX belong
+        service.jobs.run(lambda: bool(received))  # in this thread, to which arrays of MLX belong
     finally:
         server.stop()

@@ -18,6 +18,7 @@ import zstandard
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
+from your_ai.data.target_columns import ColumnName
 from your_ai.gates.text import shortened
 from your_ai.objectives.outside import BETA, CLIP_HIGH, CLIP_LOW, LOSSES
 from your_ai.training.outside import Text
@@ -72,7 +73,7 @@ MESSAGES: dict[str, tuple[tuple[int, str, str], ...]] = {
         (5, "target_prompt_logprobs", "Tensor"),
     ),
 }  # fmt: skip
-NUMBERS = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
+NUMBERS: dict[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 FLOAT32, INT64 = 1, 2
 STOP, LENGTH = 0, 1  # why a sequence ended
 
@@ -195,10 +196,10 @@ def text_of(
             raise ValueError(f"{name}: has shape {own}, target_tokens {shape}")
         dense = np.zeros(len(tokens) * (width if len(own) > 1 else 1), np.float32)
         dense[at] = found
-        return dense[place] if len(own) > 1 else dense[place // width]
+        return np.asarray(dense[place if len(own) > 1 else place // width])
 
     weighs = loss == "cross_entropy"
-    columns = {
+    columns: dict[ColumnName, np.ndarray] = {
         "advantages": values("weights", 1.0) if weighs else values("advantages", None),
         "old": values("logprobs", 0.0 if weighs else None),
         "clip_low": values("clip_low_threshold", thresholds[0]),
@@ -206,7 +207,7 @@ def text_of(
     }
     if loss == "dro":
         columns["clip_low"] = np.full(len(given), thresholds[0], np.float32)
-    counts = values("sequence_ratio_mask", 1.0) != 0 if loss == "gspo" else np.ones(len(given), bool)
+    counts = values("sequence_ratio_mask", 1.0) != 0
     positions = (place // width).astype(np.int32)
     return Text(tokens, positions, given.astype(np.int32), columns, counts), shape
 
@@ -245,7 +246,7 @@ def numbers(data: bytes, dtype: int, name: str) -> np.ndarray:
     found = NUMBERS.get(dtype)
     if found is None or len(data) % found.itemsize:
         raise ValueError(f"{name}: its bytes are no numbers of its dtype")
-    return np.frombuffer(data, found)
+    return np.asarray(np.frombuffer(data, found))
 
 
 # Answers
@@ -312,9 +313,7 @@ class Fields:
             raise ValueError(f"{name}: give text of 1 to {most} characters")
         return value
 
-    def whole(
-        self, name: str, least: int, most: int, default: int | None = None
-    ) -> int:
+    def whole(self, name: str, least: int, most: int, default: int | None = None) -> int:
         value = self.body.get(name)
         if value is None and default is not None:
             return default

@@ -10,19 +10,22 @@ Shapes: n tokens of a text, m of its targets.
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
-from your_ai.config import ALL_LINEAR, GRPO, TrainConfig
+from your_ai.config import ALL_LINEAR, TrainConfig
 from your_ai.config.requests import TinkerRequest
 from your_ai.data.batches import Batch, few_edges, pad, padded_targets
-from your_ai.data.target_columns import COLUMNS
+from your_ai.data.target_columns import COLUMNS, Columns
 from your_ai.engine.build import Built, build_engine
 from your_ai.engine.gradients import Gradients, gradients_in
 from your_ai.engine.weights import Opened, open_model
@@ -32,16 +35,18 @@ from your_ai.gates.text import counted, size_text
 from your_ai.gates.token_ids import check_ids, vocabulary_of
 from your_ai.generation.rollouts import Completion, RolloutPrompt, Sampler, complete
 from your_ai.hub.find import find_model
-from your_ai.memory import allocator
-from your_ai.memory.plan import Budget, rows_of
+from your_ai.memory import allocator, probe
 from your_ai.memory.budget import run_limit
+from your_ai.memory.plan import Budget, rows_of
 from your_ai.nets import model
 from your_ai.nets.mlx_types import load_arrays
 from your_ai.nets.numerics import compute_dtype
+from your_ai.objectives.objective import Scores, Targets
 from your_ai.objectives.outside import GSPO, LOGPROBS, OUTSIDE, TOKEN_LOSSES, gspo_weights
-from your_ai.run import checkpoint
+from your_ai.run import checkpoint, events
+from your_ai.run.folder import RunFolder, creating
 from your_ai.training import optimizer
-from your_ai.training.planned import budget_of_run
+from your_ai.training.planned import budget_of_run, write_plan
 from your_ai.training.run_data import rollouts_planned
 from your_ai.training.trainer import graphs_within
 
@@ -49,8 +54,7 @@ OPTIMIZER, GRADIENTS = "optimizer.safetensors", "gradients.safetensors"
 SHAPE = "model.json"
 PARKED, ASIDE = "parked", "aside"  # folders in that of a run
 ALPHA = 32.0  # of LoRA, whatever the rank
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj")
-GIVEN = "given"
+MIXER = re.compile("attn|attention|mixer|mamba|conv")  # in the name of what mixes tokens
 
 
 def outside_config(request: TinkerRequest) -> TrainConfig:
@@ -58,7 +62,7 @@ def outside_config(request: TinkerRequest) -> TrainConfig:
     new = request.max_seq_length // 2
     return TrainConfig(
         model=request.model,
-        objective=GRPO,  # its steps generate, score and train, as those of loops
+        objective="grpo",  # its steps generate, score and train, as those of loops
         max_memory=request.max_memory,
         max_seq_length=request.max_seq_length,
         max_new_tokens=new,
@@ -80,7 +84,7 @@ class Text(NamedTuple):
     """(m,) int32, the place of the token that predicts each target."""
     targets: np.ndarray
     """(m,) int32."""
-    columns: Mapping[str, np.ndarray]
+    columns: Columns
     """(m,) float32 each: advantages, old, clip_low and clip_high."""
     counts: np.ndarray
     """(m,) bool, the tokens of the ratio of a whole text."""
@@ -118,33 +122,47 @@ class Shape:
         """The settings of its adapters. Raises UserError."""
         targets: tuple[str, ...] = (ALL_LINEAR,)
         if not (self.train_mlp and self.train_attn):
-            names = {path.rpartition(".")[2] for path, _ in linear_layers(network)}
-            kept = [name for name in names if (name in ATTENTION) == self.train_attn]
-            targets = tuple(sorted(kept))
+            paths = {path for block in network.layers for path in linear_paths(block)}
+            mixes = {path for path in paths if MIXER.search(path.partition(".")[0])}
+            targets = tuple(sorted(mixes if self.train_attn else paths - mixes))
         if not targets or not (self.train_mlp or self.train_attn):
-            raise UserError("train_mlp, train_attn: at least one must be true")
+            raise UserError("train_mlp, train_attn: nothing would be trained; let one be true")
         return replace(
             config, lora_rank=self.rank, lora_alpha=ALPHA, lora_targets=targets, seed=self.seed,
             lora_layers="all",
         )  # fmt: skip
 
 
-def linear_layers(network: Any) -> Iterator[tuple[str, Any]]:
-    for block in network.layers:
-        for name, module in block.named_modules():
-            if name and "weight" in module and module.weight.ndim == 2:
-                yield name, module
+def linear_paths(block: Any) -> Iterator[str]:
+    """The paths of the linear layers in a block."""
+    for path, module in block.named_modules():
+        if isinstance(module, nn.Linear | nn.QuantizedLinear):
+            yield path
+
+
+@dataclass
+class Done:
+    """What a model did since its last update."""
+
+    loss: float = 0.0
+    tokens: int = 0
+    padded_tokens: int = 0
+    targets: int = 0
+    seconds: float = 0.0
 
 
 @dataclass
 class Model:
-    """A model of a loop: its adapters, and the state of its optimizer."""
+    """A model of a loop: its adapters, and the state of its optimizer. It is a run, too, whose
+    events other commands show."""
 
     shape: Shape
     folder: Path
     """Its run."""
+    log: events.EventLog
     step: int = 0
     has_gradients: bool = False
+    done: Done = field(default_factory=Done)
 
 
 @dataclass
@@ -152,6 +170,8 @@ class Bench:
     """The base in memory, with the adapters of one model."""
 
     shape: Shape
+    config: TrainConfig
+    """With the settings of the shape."""
     opened: Opened
     adapters: model.Adapters
     built: Built
@@ -164,9 +184,9 @@ class Bench:
 class Outside:
     """Trains and asks the models of outside loops. All calls come from one thread."""
 
-    def __init__(self, config: TrainConfig, tell: Callable[[str], object]) -> None:
+    def __init__(self, config: TrainConfig) -> None:
         """config: the model, its limit, and the largest text and rank that are announced."""
-        self.config, self.tell = config, tell
+        self.config = config
         self.base = find_model(config.model)
         self.limit = run_limit(config)
         self.bench: Bench | None = None
@@ -202,22 +222,49 @@ class Outside:
 
     def create(self, shape: Shape, folder: Path) -> Model:
         """A new model whose run is in `folder`. Raises UserError."""
-        folder.mkdir(parents=True, exist_ok=True)
-        made = Model(shape, folder)
         self.park()
-        self.put(shape)
-        self.active = made
-        return made
+        bench = self.put(shape)
+        config = replace(bench.config, run=folder.name, seed=shape.seed)
+        with creating(folder.name, config) as made:
+            log = events.EventLog(made.events)
+        self.active = found = Model(shape, folder, log)
+        write_plan(bench.budget, config, log)
+        arrays = model.adapter_arrays(bench.opened.network)
+        log.write(
+            events.Started(
+                step=0, steps=0, steps_per_epoch=0, model=config.model, rows=0,
+                trainable_parameters=sum(array.size for array in arrays.values()),
+                dtype=str(bench.opened.dtype).removeprefix("mlx.core."), plan=bench.built.plan,
+                has_answers=False,
+            )
+        )  # fmt: skip
+        return found
 
-    def put(self, shape: Shape) -> None:
+    def end(self, of: Model) -> None:
+        """Write the adapter of a model as the result of its run."""
+        bench = self.activate(of)
+        folder = RunFolder(of.folder)
+        arrays = model.adapter_arrays(bench.opened.network)
+        checkpoint.save_adapter(folder.adapter, arrays, bench.adapters.config, of.step)
+        of.log.write(
+            events.Finished(
+                step=of.step, reason="done", adapter=str(folder.adapter), seconds=0.0,
+                adapter_step=of.step,
+            )
+        )  # fmt: skip
+
+    def put(self, shape: Shape) -> Bench:
         """Give the base new adapters of this shape."""
         if self.bench is not None and replace(self.bench.shape, seed=0) == replace(shape, seed=0):
-            self.renew(shape)
-            return
+            return self.renew(shape)
         self.bench = None
         allocator.free()
         opened = open_model(self.base, compute_dtype(self.config.dtype))
         budget = self.planned(shape, opened)
+        chosen = budget.choice.option
+        allocator.set_limits(
+            self.limit.limit_bytes, chosen.needed_bytes, chosen.estimate.beside_bytes
+        )
         config = shape.config(self.config, opened.network)
         adapters = model.add_adapters(opened.network, config)
         plan, graphs = budget.choice.option.plan, graphs_within(budget)
@@ -230,13 +277,16 @@ class Outside:
         trained = opened.network.trainable_parameters()
         adam = Adam().config(config)
         states = optimizer.build_optimizer(adam, trained)
-        self.bench = Bench(shape, opened, adapters, built, budget, states, gradients_in(None))
+        self.bench = Bench(
+            shape, config, opened, adapters, built, budget, states, gradients_in(None)
+        )
+        return self.bench
 
-    def renew(self, shape: Shape) -> None:
+    def renew(self, shape: Shape) -> Bench:
         """Put first adapters and optimizer states where others were."""
         assert self.bench is not None
         fresh = open_model(self.base, compute_dtype(self.config.dtype)).network
-        model.add_adapters(fresh, shape.config(self.config, fresh))
+        model.add_adapters(fresh, replace(self.bench.config, seed=shape.seed))
         network = self.bench.opened.network
         model.set_adapters(network, model.adapter_arrays(fresh))
         config = Adam().config(self.config)
@@ -244,6 +294,7 @@ class Outside:
         self.bench.updates.clear()
         self.bench.gradients.clear()
         self.bench.shape = shape
+        return self.bench
 
     def park(self) -> None:
         """Write the active model to its folder, so that another can take its place."""
@@ -332,9 +383,7 @@ class Outside:
 
     # -- what loops ask for
 
-    def log_probabilities(
-        self, of: Model | Path | None, texts: Sequence[Text]
-    ) -> list[np.ndarray]:
+    def log_probabilities(self, of: Model | Path | None, texts: Sequence[Text]) -> list[np.ndarray]:
         """(m,) float32 of the targets of each text. of: as in `sampled`."""
         bench = self.asked(of)
         found = [np.zeros(len(text.targets), np.float32) for text in texts]
@@ -358,7 +407,7 @@ class Outside:
         if not gradients:
             found = self.log_probabilities(of, texts)
             return loss_of(texts, found, loss), found
-        total = 0.0
+        total, began, done = 0.0, time.perf_counter(), of.done
         found = [np.zeros(len(text.targets), np.float32) for text in texts]
         for batch, places in batches_of(texts, self.rows_at, TOKEN_LOSSES.index(loss)):
             sums = bench.built.engine.add_gradients(batch, 1.0, 0, bench.gradients)
@@ -369,6 +418,11 @@ class Outside:
             ordered = np.zeros(batch.trained_tokens, np.float32)
             ordered[at[at >= 0]] = np.array(values)[at >= 0]
             scatter(found, texts, places, ordered)
+            done.tokens += batch.real_tokens
+            done.padded_tokens += batch.tokens.size
+            done.targets += batch.trained_tokens
+        done.loss += total
+        done.seconds += time.perf_counter() - began
         of.has_gradients = True
         return total, found
 
@@ -391,7 +445,7 @@ class Outside:
 
         Raises UserError if there are no gradients, or if they are not finite; then nothing changes.
         """
-        bench = self.activate(of)
+        began, bench = time.perf_counter(), self.activate(of)
         if not of.has_gradients:
             raise UserError("optim_step: there are no gradients; call forward_backward first")
         norm = float(optimizer.global_norm(bench.gradients))
@@ -400,11 +454,27 @@ class Outside:
             bench.gradients.clear()
             raise UserError(f"optim_step: the gradient norm is {norm}; the step changed nothing")
         update = self.update_of(bench, adam)
-        update(bench.gradients, optimizer.clip_factor(norm, adam.grad_clip_norm), adam.learning_rate)
+        update(
+            bench.gradients, optimizer.clip_factor(norm, adam.grad_clip_norm), adam.learning_rate
+        )
         bench.gradients.clear()
         mx.synchronize()
         of.step += 1
+        self.write_step(of, adam, norm, time.perf_counter() - began)
         return {"grad_norm": norm}
+
+    def write_step(self, of: Model, adam: Adam, norm: float, seconds: float) -> None:
+        done, of.done = of.done, Done()
+        sample = probe.read()
+        mx.reset_peak_memory()
+        of.log.write(
+            events.Step(
+                step=of.step, steps=0, epoch=1, loss=done.loss / max(1, done.targets),
+                grad_norm=norm, learning_rate=adam.learning_rate, tokens=done.tokens,
+                padded_tokens=done.padded_tokens, trained_tokens=done.targets,
+                seconds=done.seconds + seconds, **asdict(sample),
+            )
+        )  # fmt: skip
 
     def update_of(self, bench: Bench, adam: Adam) -> Callable[..., None]:
         """The compiled update of these settings, whatever the learning rate."""
@@ -495,8 +565,6 @@ def shape_in(folder: Path) -> Shape:
 
 def loss_of(texts: Sequence[Text], found: Sequence[np.ndarray], loss: str) -> float:
     """The sum of a loss of tokens, of known log-probabilities."""
-    from your_ai.objectives.objective import Scores, Targets
-
     if not texts:
         return 0.0
     current = np.concatenate(found)

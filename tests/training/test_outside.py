@@ -1,0 +1,313 @@
+"""Models that an outside loop trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.conftest import events_of, train
+from your_ai.config.requests import TinkerRequest
+from your_ai.errors import UserError
+from your_ai.generation.rollouts import RolloutPrompt, sampler_of
+from your_ai.nets import model as nets
+from your_ai.objectives.outside import LOSSES
+from your_ai.run import checkpoint, events
+from your_ai.run.folder import RUNS, RunFolder
+from your_ai.training import train as recipe
+from your_ai.training.outside import Adam, Outside, Shape, Text, outside_config
+
+SHAPE = Shape(4, 1)
+FAST = Adam(learning_rate=1e-2)
+
+
+def text(count: int, seed: int = 0, **columns: float) -> Text:
+    """A text of random tokens, each with the next one as its target."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(3, 60, count + 1).astype(np.int32)
+    given = {"advantages": 1.0, "old": -3.0, "clip_low": 0.8, "clip_high": 1.2, **columns}
+    arrays = {name: np.full(count, value, np.float32) for name, value in given.items()}
+    return Text(
+        tokens[:-1], np.arange(count, dtype=np.int32), tokens[1:], arrays, np.ones(count, bool)
+    )
+
+
+TEXTS = [text(9, 1), text(40, 2), text(23, 3), text(70, 4)]
+
+
+@pytest.fixture
+def outside(tiny_model, own_folder) -> Callable[..., Outside]:
+    def make(**request: Any) -> Outside:
+        asked = {"max_seq_length": 128, "rank": 8, "batch_size": 2, **request}
+        return Outside(outside_config(TinkerRequest(model=str(tiny_model), **asked)))
+
+    return make
+
+
+def adapters(outside: Outside) -> dict[str, np.ndarray]:
+    assert outside.bench is not None
+    return {n: np.array(a) for n, a in nets.adapter_arrays(outside.bench.opened.network).items()}
+
+
+def distance(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> float:
+    """The relative distance of all arrays together."""
+    assert first.keys() == second.keys()
+    apart = sum(float(np.square(first[n] - second[n]).sum()) for n in first)
+    return float(np.sqrt(apart / sum(float(np.square(a).sum()) for a in first.values())))
+
+
+def test_the_same_rows_train_the_same_adapter_as_a_run(outside, configure, monkeypatch):
+    steps: list[list[Text]] = []
+    losses: list[float] = []
+    step_of = recipe.train_step
+
+    def noted(loop, state):
+        schedule = loop.trainer.schedule
+        batches = schedule.batches_of(state.step)
+        share = 1 / sum(batch.weight for batch in batches)
+        found = []
+        for row in schedule.rows_of(state.step):
+            example = schedule.examples[row]
+            made = text(len(example.tokens) - 1)
+            weights = example.trained[1:].astype(np.float32) * np.float32(share)
+            columns = {**made.columns, "advantages": weights}
+            found.append(
+                made._replace(
+                    tokens=example.tokens[:-1], targets=example.tokens[1:], columns=columns
+                )
+            )
+        steps.append(found)
+        return step_of(loop, state)
+
+    monkeypatch.setattr(recipe, "train_step", noted)
+    config = configure(
+        max_steps=5, lora_targets=["all-linear"], lora_layers="all", lora_rank=4, lora_alpha=32.0,
+        seed=1, learning_rate=1e-2, lr_schedule="constant", warmup_steps=0, weight_decay=0.0,
+        adam_beta2=0.95, adam_epsilon=1e-12, adam_bias_correction=True, max_grad_norm=0.0,
+        valid="none",
+    )  # fmt: skip
+    run = train(config)
+    losses = [step.loss for step in events_of(run, events.Step)]
+    loops = outside(max_seq_length=256)
+    made = loops.create(SHAPE, RUNS / "loop")
+    for texts, loss in zip(steps, losses, strict=True):
+        found, _ = loops.add_gradients(made, texts, "cross_entropy")
+        assert found == pytest.approx(loss, rel=1e-6)
+        loops.update(made, FAST)
+    trained = {n: np.array(a) for n, a in checkpoint.load_adapters(run.adapter).items()}
+    assert distance(trained, adapters(loops)) < 1e-6
+
+
+def plain(loss: str, x: np.ndarray, columns: dict[str, np.ndarray]) -> tuple[float, np.ndarray]:
+    """The sum of a loss, and its derivative, by central differences in float64."""
+    a, y, low, high = (columns[n].astype(float) for n in ("advantages", "old", "clip_low", "clip_high"))
+    constant = np.clip(np.exp(x - y), low, high)
+
+    def value(x: np.ndarray) -> float:
+        r = np.exp(x - y)
+        if loss == "gspo":
+            r = np.exp(np.mean(x - y)) * np.ones_like(x)
+        clipped = np.clip(r, low, high)
+        of_kind = {
+            "cross_entropy": -a * x,
+            "importance_sampling": -a * r,
+            "ppo": -np.minimum(a * r, a * clipped),
+            "gspo": -np.minimum(a * r, a * clipped),
+            "cispo": -a * constant * x,
+            "dro": -a * x + low / 2 * (x - y) ** 2,
+        }
+        return float(of_kind[loss].sum())
+
+    slopes = np.zeros_like(x)
+    for place in range(len(x)):
+        step = np.zeros_like(x)
+        step[place] = 1e-6
+        slopes[place] = (value(x + step) - value(x - step)) / 2e-6
+    return value(x), slopes
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_each_loss_has_the_gradients_of_its_formula(outside, loss):
+    loops = outside()
+    made = loops.create(SHAPE, RUNS / "a")
+    given = text(30, 5)
+    before = loops.log_probabilities(made, [given])[0].astype(np.float64)
+    rng = np.random.default_rng(0)
+    columns = {
+        "advantages": rng.normal(size=30).astype(np.float32),
+        "old": (before + rng.normal(0, 0.4, 30)).astype(np.float32),
+        "clip_low": np.full(30, 0.8, np.float32),
+        "clip_high": rng.uniform(1.1, 1.3, 30).astype(np.float32),
+    }
+    value, slopes = plain(loss, before, columns)
+    found, _ = loops.add_gradients(made, [given._replace(columns=columns)], loss)
+    assert found == pytest.approx(value, rel=1e-5)
+    grads = dict(loops.bench.gradients.arrays)
+    loops.bench.gradients.clear()
+    weights = {**columns, "advantages": (-slopes).astype(np.float32)}
+    loops.add_gradients(made, [given._replace(columns=weights)], "cross_entropy")
+    wanted = loops.bench.gradients.arrays
+    first, second = ({n: np.array(a) for n, a in g.items()} for g in (wanted, grads))
+    assert distance(first, second) < 2e-4
+
+
+@pytest.mark.parametrize("plan", ["fused", "staged", "streamed"])
+def test_each_plan_gives_the_same_log_probabilities_and_gradients(outside, plan):
+    results = []
+    for name in ("fused", plan):
+        loops = outside(plan=name)
+        made = loops.create(SHAPE, RUNS / f"{name}-{len(results)}")
+        loops.add_gradients(made, TEXTS, "ppo")
+        loops.update(made, FAST)
+        loss, found = loops.add_gradients(made, TEXTS, "importance_sampling")
+        scores = loops.log_probabilities(made, TEXTS)
+        assert np.concatenate(found) == pytest.approx(np.concatenate(scores), abs=1e-5)
+        grads = {n: np.array(a) for n, a in loops.bench.gradients.arrays.items()}
+        results.append((loss, np.concatenate(found), grads))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
+    assert results[0][1] == pytest.approx(results[1][1], abs=1e-5)
+    assert distance(results[0][2], results[1][2]) < 1e-5
+
+
+def test_models_take_turns_and_keep_gradients_and_optimizers(outside):
+    """Of equal and of other ranks, as if each were alone."""
+    shapes = {"a": SHAPE, "b": Shape(4, 2), "c": Shape(2, 3, train_mlp=False)}
+    alone = {}
+    for name, shape in shapes.items():
+        loops = outside()
+        made = loops.create(shape, RUNS / f"alone-{name}")
+        for _ in range(2):
+            loops.add_gradients(made, TEXTS[:2], "cross_entropy")
+            loops.add_gradients(made, TEXTS[2:], "cross_entropy")
+            loops.update(made, FAST)
+        alone[name] = adapters(loops)
+    loops = outside()
+    made = {name: loops.create(shape, RUNS / name) for name, shape in shapes.items()}
+    for _ in range(2):
+        for part in (TEXTS[:2], TEXTS[2:]):
+            for each in made.values():
+                loops.add_gradients(each, part, "cross_entropy")
+        for each in made.values():
+            loops.update(each, FAST)
+    for name, each in made.items():
+        loops.activate(each)
+        assert distance(alone[name], adapters(loops)) < 1e-6
+
+
+def test_a_sampler_asks_what_was_saved_and_training_goes_on_unchanged(outside):
+    loops = outside()
+    made = loops.create(SHAPE, RUNS / "a")
+    loops.add_gradients(made, TEXTS, "cross_entropy")
+    loops.update(made, FAST)
+    saved = RUNS / "a" / "sampler_weights" / "one"
+    loops.save(made, saved, with_optimizer=False)
+    before = np.concatenate(loops.log_probabilities(made, TEXTS))
+    base = np.concatenate(loops.log_probabilities(None, TEXTS))
+    loops.add_gradients(made, TEXTS, "cross_entropy")
+    loops.update(made, FAST)
+    after = np.concatenate(loops.log_probabilities(made, TEXTS))
+    assert np.array_equal(np.concatenate(loops.log_probabilities(saved, TEXTS)), before)
+    assert np.array_equal(np.concatenate(loops.log_probabilities(None, TEXTS)), base)
+    assert np.array_equal(np.concatenate(loops.log_probabilities(made, TEXTS)), after)
+    assert not np.array_equal(before, after)
+
+
+def test_what_was_saved_goes_on_with_the_same_bytes(outside):
+    loops = outside()
+    made = loops.create(SHAPE, RUNS / "a")
+    loops.add_gradients(made, TEXTS, "cross_entropy")
+    loops.update(made, FAST)
+    saved = RUNS / "a" / "weights" / "one"
+    loops.save(made, saved)
+    loops.add_gradients(made, TEXTS, "cross_entropy")
+    loops.update(made, FAST)
+    wanted = adapters(loops)
+    again = outside()
+    other = again.create(SHAPE, RUNS / "b")
+    again.load(other, saved, with_optimizer=True)
+    again.add_gradients(other, TEXTS, "cross_entropy")
+    again.update(other, FAST)
+    found = adapters(again)
+    assert all(np.array_equal(wanted[name], found[name]) for name in wanted)
+
+
+def test_completions_have_the_log_probabilities_of_their_texts(outside):
+    loops = outside()
+    made = loops.create(SHAPE, RUNS / "a")
+    prompts = [RolloutPrompt(np.arange(3, 9), (1, 2)), RolloutPrompt(np.arange(5, 30), (3,), 5)]
+    ends = RolloutPrompt(np.arange(3, 9), (1,), ends=lambda found: len(found) == 3)
+    found = loops.sampled(made, [*prompts, ends], sampler_of(1.0), (), 8)
+    lengths = {(c.prompt, c.sample): (len(c.tokens), c.stopped) for c in found}
+    assert lengths == {(0, 0): (8, False), (0, 1): (8, False), (1, 0): (5, False), (2, 0): (3, True)}
+
+
+def test_events_show_a_loop_as_a_run(outside):
+    loops = outside()
+    made = loops.create(SHAPE, RUNS / "a")
+    loops.add_gradients(made, TEXTS, "cross_entropy")
+    loops.update(made, FAST)
+    loops.end(made)
+    (step,) = events_of(RunFolder(RUNS / "a"), events.Step)
+    assert step.trained_tokens == sum(len(t.targets) for t in TEXTS)
+    assert (RUNS / "a" / "adapter" / checkpoint.ADAPTERS).is_file()
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (text(129), "128"),
+        (text(5)._replace(tokens=np.full(5, 10**6, np.int32)), "token id 1000000"),
+        (text(5)._replace(targets=np.full(5, -1, np.int32)), "token id -1"),
+    ],
+)
+def test_a_text_that_cannot_be_trained_is_refused_before_any_gradient(outside, given, reason):
+    loops = outside()
+    made = loops.create(SHAPE, RUNS / "a")
+    with pytest.raises(UserError, match=reason):
+        loops.add_gradients(made, [text(5), given], "cross_entropy")
+    with pytest.raises(UserError, match="no gradients"):
+        loops.update(made, FAST)
+
+
+def test_gradients_that_are_not_finite_change_nothing(outside):
+    loops = outside()
+    made = loops.create(SHAPE, RUNS / "a")
+    before = adapters(loops)
+    loops.add_gradients(made, [text(5, advantages=1e38, old=-80.0)], "importance_sampling")
+    with pytest.raises(UserError, match="gradient norm"):
+        loops.update(made, FAST)
+    after = adapters(loops)
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_damage_of_what_was_saved_is_noticed(outside):
+    loops = outside()
+    made = loops.create(SHAPE, RUNS / "a")
+    saved = RUNS / "a" / "weights" / "one"
+    loops.save(made, saved)
+    path = saved / checkpoint.ADAPTERS
+    path.write_bytes(path.read_bytes()[:-8] + bytes(8 * [255]))
+    with pytest.raises(UserError, match=str(path.name)):
+        loops.load(made, saved, with_optimizer=True)
+
+
+def test_several_targets_of_a_token_are_separate(outside):
+    """As in targets of shape (T, K)."""
+    loops = outside()
+    made = loops.create(SHAPE, RUNS / "a")
+    one = text(12)
+    twice = one._replace(
+        positions=np.repeat(one.positions, 2),
+        targets=np.stack([one.targets, one.tokens], axis=1).reshape(-1),
+        columns={name: np.repeat(array, 2) for name, array in one.columns.items()},
+        counts=np.ones(24, bool),
+    )
+    _, found = loops.add_gradients(made, [twice], "cross_entropy")
+    wanted = loops.log_probabilities(made, [one])[0]
+    assert found[0][::2] == pytest.approx(wanted, abs=1e-5)
+    assert mx.array(found[0]).shape == (24,)
+    assert isinstance(RUNS, Path)
