@@ -122,3 +122,16 @@ def test_a_reward_model_tells_pairs_apart_and_moves_a_policy_through_its_tokens(
     first, *_, last = events_of(find("softly"), events.Step)
     assert first.metrics["kl"] < 1e-6 < last.metrics["kl"]
     assert any(name.startswith("rewards/regex") for name in last.metrics)
+
+
+def test_a_student_comes_nearer_to_its_teacher_on_its_own_answers(small_demo):
+    """Fewer steps than in the demo, and a teacher that was trained for less."""
+    less = ["--eval-every", 0, "--samples", 0, "--no-exact-match"]
+    teacher = ["--model", "demo", "--data", "demo", "--from", "demo", "--learning-rate", 3e-3]
+    longer = ["--max-steps", 8, "--batch-size", 4]
+    assert call("train", *teacher, *longer, "--run", "orders", *less) == 0
+    few = ["--max-steps", 6, "--prompts-per-step", 4]
+    assert call("train", "--config", "demo-distill-student", "--run", "s", *few, *less) == 0
+    first, *_ = events_of(find("s"), events.Step)
+    (end,) = events_of(find("s"), events.Validation)
+    assert end.metrics["divergence"] < 0.7 * first.metrics["divergence"]
