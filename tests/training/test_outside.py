@@ -104,7 +104,9 @@ def test_the_same_rows_train_the_same_adapter_as_a_run(outside, configure, monke
 
 def plain(loss: str, x: np.ndarray, columns: dict[str, np.ndarray]) -> tuple[float, np.ndarray]:
     """The sum of a loss, and its derivative, by central differences in float64."""
-    a, y, low, high = (columns[n].astype(float) for n in ("advantages", "old", "clip_low", "clip_high"))
+    a, y, low, high = (
+        columns[n].astype(float) for n in ("advantages", "old", "clip_low", "clip_high")
+    )
     constant = np.clip(np.exp(x - y), low, high)
 
     def value(x: np.ndarray) -> float:
@@ -242,7 +244,12 @@ def test_completions_have_the_log_probabilities_of_their_texts(outside):
     ends = RolloutPrompt(np.arange(3, 9), (1,), ends=lambda found: len(found) == 3)
     found = loops.sampled(made, [*prompts, ends], sampler_of(1.0), (), 8)
     lengths = {(c.prompt, c.sample): (len(c.tokens), c.stopped) for c in found}
-    assert lengths == {(0, 0): (8, False), (0, 1): (8, False), (1, 0): (5, False), (2, 0): (3, True)}
+    assert lengths == {
+        (0, 0): (8, False),
+        (0, 1): (8, False),
+        (1, 0): (5, False),
+        (2, 0): (3, True),
+    }
 
 
 def test_events_show_a_loop_as_a_run(outside):

@@ -83,8 +83,8 @@ class Scores(NamedTuple):
 
 
 ROUNDING = 1e-6  # of sums in float32, relative
-# name -> (the sum of a value over some targets, the count to divide it by), both of shape (). Values
-# of (S,) targets, if they are to be known one by one, are joined and not added.
+# name -> (the sum of a value over some targets, the count to divide it by), both of shape (). Pairs
+# of (S,) arrays, of targets that are to be known one by one, are joined and not added.
 Metrics = dict[str, tuple[mx.array, mx.array]]
 
 

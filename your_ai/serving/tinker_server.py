@@ -7,11 +7,10 @@ writes bytes, `training.outside` computes.
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,21 +30,14 @@ from your_ai.generation.rollouts import RolloutPrompt, sampler_of
 from your_ai.rng import derive_seed
 from your_ai.serving import admission, tinker_wire, web
 from your_ai.serving.tinker_jobs import Full, Job, Jobs, Result
+from your_ai.serving.tinker_saved import SAMPLERS, WEIGHTS, Saved, SavedModels
 from your_ai.serving.tinker_wire import Fields, GradientsAsked, Sampled
 from your_ai.serving.web import Gate, Origins, RequestRefused, WebServer
-from your_ai.training.outside import Adam, Model, Outside, Shape, Text, about_of
+from your_ai.training.outside import Adam, Model, Outside, Shape, Text, shape_in
 
-SCHEME = "tinker://"
-WEIGHTS, SAMPLERS = "weights", "sampler_weights"  # kinds of saved models
-PATH = re.compile(
-    rf"{SCHEME}([A-Za-z0-9._-]+):train:([0-9]+)/({WEIGHTS}|{SAMPLERS})/([A-Za-z0-9][A-Za-z0-9._-]*)"
-)
-SAVED_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 POLL_S = 20.0  # that a request for a result waits
 MOST_RANK = 512
 MOST_SAMPLES = 1024  # of a request
-MOST_PROMPT_BYTES = 1 << 20
-KEPT_SNAPSHOTS = 8  # of samplers without a name, of a model
 CLIENT = {
     "proto_compress_fwdbwd": True,
     "parallel_fwdbwd_chunks": False,
@@ -81,13 +73,12 @@ class Service:
 
     def __init__(self, outside: Outside, jobs: Jobs, folder: Path, name: str = "") -> None:
         """folder: of the runs. name: what loops call the base; by default as its user does."""
-        self.outside, self.jobs, self.folder = outside, jobs, folder
+        self.outside, self.jobs, self.saved = outside, jobs, SavedModels(folder)
         self.name = name or outside.config.model
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, Model] = {}
-        self.samplers: dict[str, Path | None] = {}
-        self.paths: dict[str, str] = {}
-        """sampling session -> the path that it was made from."""
+        self.samplers: dict[str, Saved | None] = {}
+        """By the id of a sampling session; None for the base."""
 
     # -- sessions and models
 
@@ -130,7 +121,7 @@ class Service:
         self.check_rank(rank)
 
         def work(_: Any) -> Result:
-            self.models[name] = self.outside.create(shape, self.folder_of(name))
+            self.models[name] = self.outside.create(shape, self.saved.folder_of(name))
             return Result.of({"type": "create_model", "model_id": name})
 
         return self.add(f"{name}:0", None, alone(work))
@@ -146,8 +137,44 @@ class Service:
                 f"rank {rank}: this server was planned for rank {most}; start it with --rank {rank}"
             )
 
-    def folder_of(self, model: str) -> Path:
-        return self.folder / model.replace(":", "-")
+    def finish(self, name: str) -> object:
+        """End a session: the adapters of its models become the results of their runs."""
+        found = self.sessions.get(name, Session())
+        own = [each for each in found.models if each in self.models]
+
+        def work(_: Any) -> Result:
+            self.end(own)
+            return Result.of({})
+
+        if own:
+            self.add(f"{name}:finish", None, alone(work))
+        return {}
+
+    def end(self, models: Iterable[str]) -> None:
+        for name in models:
+            if (model := self.models.pop(name, None)) is not None:
+                self.outside.end(model)
+                self.outside.forget(model)
+
+    def end_all(self) -> None:
+        self.end(list(self.models))
+
+    def session_facts(self, name: str) -> object:
+        found = self.sessions.get(name)
+        if found is None:
+            raise Missing(f"session {shortened(name)}: is not here")
+        return {"training_run_ids": found.models, "sampler_ids": found.samplers}
+
+    def runs(self, first: int, most: int) -> object:
+        every = list(self.saved.models())
+        part = [self.saved.run_facts(name, self.name) for name in every[first : first + most]]
+        cursor = {"offset": first, "limit": most, "total_count": len(every)}
+        return {"training_runs": part, "cursor": cursor}
+
+    def copy(self, body: Fields) -> object:
+        return {
+            "tinker_path": self.saved.copy(body.text("source_path"), self.model_name(body)).path
+        }
 
     def unload(self, body: Fields) -> Job:
         name = body.text("model_id")
@@ -232,51 +259,33 @@ class Service:
     # -- saved models
 
     def save(self, body: Fields) -> Job:
-        name = body.text("path", "state")
-        target = self.target(body.text("model_id"), WEIGHTS, name)
+        target = self.saved.target(body.text("model_id"), WEIGHTS, body.text("path", "state"))
 
         def work(model: Model) -> Result:
-            self.outside.save(model, target)
-            path = f"{SCHEME}{body.text('model_id')}/{WEIGHTS}/{name}"
-            return Result.of({"type": "save_weights", "path": path})
+            self.outside.save(model, target.folder)
+            return Result.of({"type": "save_weights", "path": target.path})
 
         return self.in_turn(body, work)
 
     def save_sampler(self, body: Fields) -> Job:
         model_id, number = body.text("model_id"), body.body.get("sampling_session_seq_id")
         name = body.text("path", "") or f"snapshot-{body.whole('seq_id', 1, 1 << 40)}"
-        target = self.target(model_id, SAMPLERS, name)
+        target = self.saved.target(model_id, SAMPLERS, name)
 
         def work(model: Model) -> Result:
-            self.outside.save(model, target, with_optimizer=False)
-            path = f"{SCHEME}{model_id}/{SAMPLERS}/{name}"
-            answer = {"type": "save_weights_for_sampler", "path": path}
+            self.outside.save(model, target.folder, with_optimizer=False)
+            answer = {"type": "save_weights_for_sampler", "path": target.path}
             if isinstance(number, int):
                 del answer["path"]
                 session = model_id.partition(":")[0]
-                answer["sampling_session_id"] = self.new_sampler(session, number, target, path)
+                answer["sampling_session_id"] = self.new_sampler(session, number, target)
             return Result.of(answer)
 
         return self.in_turn(body, work)
 
-    def target(self, model: str, kind: str, name: str) -> Path:
-        if not SAVED_NAME.fullmatch(name):
-            raise ValueError(f"path {shortened(name)}: give letters, digits, `.`, `_` and `-`")
-        return self.folder_of(model) / kind / name
-
-    def saved(self, path: str) -> Path:
-        """The folder of a saved model. Raises UserError."""
-        found = PATH.fullmatch(path)
-        if found is None:
-            raise UserError(f"path {shortened(path)}: give {SCHEME}MODEL/{WEIGHTS}/NAME")
-        session, number, kind, name = found.groups()
-        folder = self.folder_of(f"{session}:train:{number}") / kind / name
-        about_of(folder)
-        return folder
-
     def load(self, body: Fields) -> Job:
         path, with_optimizer = body.text("path"), body.truth("optimizer")
-        folder = self.saved(path)
+        folder = self.saved.find(path).folder
 
         def load(model: Model) -> None:
             self.outside.load(model, folder, with_optimizer=with_optimizer)
@@ -292,17 +301,16 @@ class Service:
         name = self.model_name(body)
 
         def work(_: Any) -> Result:
-            shape = Shape(**about_of(folder)["shape"])
+            shape = shape_in(folder)
             self.check_rank(shape.rank)
-            self.models[name] = made = self.outside.create(shape, self.folder_of(name))
+            self.models[name] = made = self.outside.create(shape, self.saved.folder_of(name))
             load(made)
             return Result.of({"type": "load_weights", "path": path, "model_id": name})
 
         return self.add(f"{name}:0", None, alone(work))
 
     def weights_info(self, body: Fields) -> object:
-        folder = self.saved(body.text("tinker_path"))
-        shape = Shape(**about_of(folder)["shape"])
+        shape = self.saved.shape(body.text("tinker_path"))
         return {
             "base_model": self.name,
             "is_lora": True,
@@ -314,9 +322,9 @@ class Service:
 
     # -- samples
 
-    def new_sampler(self, session: str, number: int, folder: Path | None, path: str) -> str:
+    def new_sampler(self, session: str, number: int, saved: Saved | None) -> str:
         name = f"{session}:sample:{number}"
-        self.samplers[name], self.paths[name] = folder, path
+        self.samplers[name] = saved
         self.sessions.setdefault(session, Session()).samplers.append(name)
         return name
 
@@ -328,16 +336,14 @@ class Service:
         )
         if not path:
             self.check_base(body.text("base_model"))
-        folder = self.saved(path) if path else None
-        name = self.new_sampler(session, number, folder, path)
+        name = self.new_sampler(session, number, self.saved.find(path) if path else None)
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
     def sampler(self, name: str) -> object:
         if name not in self.samplers:
             raise Missing(f"sampler {shortened(name)}: is not here")
-        path = self.paths[name]
-        found = {"sampler_id": name, "base_model": self.name}
-        return {**found, "model_path": path} if path else found
+        saved, found = self.samplers[name], {"sampler_id": name, "base_model": self.name}
+        return found if saved is None else {**found, "model_path": saved.path}
 
     def sample(self, body: Fields) -> tuple[Job, list[str]]:
         name, source = self.source(body)
@@ -358,9 +364,10 @@ class Service:
             name = body.text("sampling_session_id")
             if name not in self.samplers:
                 raise UserError(f"sampler {shortened(name)}: is not here; create it again")
-            return name, self.samplers[name]
+            saved = self.samplers[name]
+            return name, None if saved is None else saved.folder
         if path := body.text("model_path", ""):
-            return path, self.saved(path)
+            return path, self.saved.find(path).folder
         self.check_base(body.text("base_model"))
         return "base", None
 
@@ -520,16 +527,16 @@ def routes_of(service: Service) -> list[Route]:
 
         return Route(f"/api/v1/{path}", respond, methods=["POST"])
 
-    def get(path: str, answer: Callable[[dict[str, Any]], object]) -> Route:
+    def get(path: str, answer: Callable[[dict[str, Any]], object], method: str = "GET") -> Route:
         async def respond(request: Request) -> Response:
             try:
-                return JSONResponse(answer(request.path_params))
+                return JSONResponse(answer({**request.query_params, **request.path_params}))
             except UserError as error:
                 return refused(422, shortened(first_line(error), 500))
             except Missing as error:
                 return refused(404, str(error))
 
-        return Route(f"/api/v1/{path}", respond, methods=["GET"])
+        return Route(f"/api/v1/{path}", respond, methods=[method])
 
     async def gradients(request: Request) -> Response:
         try:
@@ -547,7 +554,7 @@ def routes_of(service: Service) -> list[Route]:
         service.jobs.cancel(body.text("request_id", most=4000))
         return {}
 
-    own = service.outside
+    own, saved = service.outside, service.saved
     capabilities = {
         "supported_models": [
             {
@@ -561,6 +568,18 @@ def routes_of(service: Service) -> list[Route]:
     return [
         get("healthz", lambda _: {"status": "ok"}),
         get("get_server_capabilities", lambda _: capabilities),
+        get("sessions/{name}", lambda asked: service.session_facts(asked["name"])),
+        get("sessions/{name}/finish", lambda asked: service.finish(asked["name"]), "POST"),
+        get("training_runs", lambda asked: service.runs(*page_of(asked))),
+        get("training_runs/{id}", lambda asked: saved.run_facts(asked["id"], service.name)),
+        get("training_runs/{id}/checkpoints", lambda asked: checkpoints(saved, [asked["id"]])),
+        get("checkpoints", lambda asked: checkpoints(saved, saved.models(), *page_of(asked))),
+        get(
+            "training_runs/{id}/checkpoints/{name:path}",
+            lambda asked: saved.delete(asked["id"], asked["name"]),
+            "DELETE",
+        ),
+        post("copy_weights", service.copy),
         get("samplers/{name:path}", lambda found: service.sampler(found["name"])),
         post("client/config", lambda _: CLIENT),
         post("client/dynamic_config", lambda _: {"sample_cancel_enabled": True}),
@@ -583,6 +602,25 @@ def routes_of(service: Service) -> list[Route]:
     ]
 
 
+def checkpoints(
+    saved: SavedModels, models: Iterable[str], first: int = 0, most: int = 1 << 20
+) -> object:
+    """The saved models of some models, on a page."""
+    every = [each for model in models for each in saved.of_model(model)]
+    part = [each.facts for each in every[first : first + most]]
+    cursor = {"offset": first, "limit": most, "total_count": len(every)}
+    return {"checkpoints": part, "cursor": cursor}
+
+
+def page_of(asked: dict[str, Any]) -> tuple[int, int]:
+    """(offset, limit) of a request. Raises UserError."""
+    try:
+        first, most = int(asked.get("offset", 0)), int(asked.get("limit", 20))
+    except ValueError as error:
+        raise UserError("offset, limit: give whole numbers") from error
+    return max(0, first), max(0, min(most, 1000))
+
+
 HEARTBEAT = {"type": "session_heartbeat"}
 
 
@@ -602,7 +640,7 @@ def gate_of(is_local: bool, token: str) -> Gate:
     def refusal(found: RequestRefused, _: Headers) -> Response:
         return refused(found.status, found.message)
 
-    return Gate(("GET", "POST"), check, refusal)
+    return Gate(("GET", "POST", "DELETE"), check, refusal)
 
 
 def serve(listener: socket.socket, service: Service, token: str, received: Sequence[int]) -> None:
@@ -616,3 +654,4 @@ def serve(listener: socket.socket, service: Service, token: str, received: Seque
         service.jobs.run(lambda: bool(received))  # in this thread, to which arrays of MLX belong
     finally:
         server.stop()
+    service.end_all()

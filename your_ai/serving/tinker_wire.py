@@ -27,12 +27,21 @@ PACKAGE = "tinker_public"
 MOST_BYTES = 1 << 26  # of a request that is decompressed
 MOST_TEXTS = 1 << 14
 MOST_TARGETS = 1 << 22  # of a request
+Described = descriptor_pb2.FieldDescriptorProto
 TYPES = {
-    "double": 1, "int64": 3, "int32": 5, "bool": 8, "string": 9, "bytes": 12, "uint32": 13,
-}  # fmt: skip
+    "double": Described.TYPE_DOUBLE,
+    "int64": Described.TYPE_INT64,
+    "int32": Described.TYPE_INT32,
+    "bool": Described.TYPE_BOOL,
+    "string": Described.TYPE_STRING,
+    "bytes": Described.TYPE_BYTES,
+    "uint32": Described.TYPE_UINT32,
+}
 # message -> its fields: number, name, type; `*` is repeated, `?` may be absent
 MESSAGES: dict[str, tuple[tuple[int, str, str], ...]] = {
-    "SparseCsr": ((1, "values", "bytes"), (2, "crow_indices", "bytes"), (3, "col_indices", "bytes")),
+    "SparseCsr": (
+        (1, "values", "bytes"), (2, "crow_indices", "bytes"), (3, "col_indices", "bytes"),
+    ),
     "Tensor": (
         (1, "dense", "bytes?"), (2, "sparse_csr", "SparseCsr"), (3, "dtype", "int32"),
         (4, "shape", "int64*"),
@@ -45,7 +54,8 @@ MESSAGES: dict[str, tuple[tuple[int, str, str], ...]] = {
     "NamedNumber": ((1, "key", "string"), (2, "value", "double")),
     "ForwardBackwardRequest": (
         (1, "model_id", "string"), (2, "seq_id", "int32"), (3, "data", "Datum*"),
-        (4, "loss_fn", "string"), (5, "loss_fn_config", "NamedNumber*"), (6, "forward_only", "bool"),
+        (4, "loss_fn", "string"), (5, "loss_fn_config", "NamedNumber*"),
+        (6, "forward_only", "bool"),
     ),
     "BatchedTensor": (
         (1, "data", "bytes"), (2, "offsets", "bytes"), (3, "dtype", "int32"),
@@ -86,11 +96,11 @@ def message_class(name: str) -> Any:
         made = file.message_type.add(name=own)
         for number, field, kind in fields:
             kind, many = kind.rstrip("?*"), kind.endswith("*")
-            added = made.field.add(name=field, number=number, label=3 if many else 1)
-            if kind in TYPES:
-                added.type = TYPES[kind]
-            else:
-                added.type, added.type_name = 11, f".{PACKAGE}.{kind}"
+            added = made.field.add(name=field, number=number)
+            added.label = Described.LABEL_REPEATED if many else Described.LABEL_OPTIONAL
+            added.type = TYPES.get(kind, Described.TYPE_MESSAGE)
+            if kind not in TYPES:
+                added.type_name = f".{PACKAGE}.{kind}"
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.{name}"))

@@ -1,0 +1,141 @@
+"""The saved models of outside loops, by their paths: those of earlier servers, too.
+
+That of tinker://SESSION:train:N/KIND/NAME is in the folder runs/SESSION-train-N/KIND/NAME.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from your_ai.errors import UserError
+from your_ai.files import atomic_folder
+from your_ai.gates.text import shortened
+from your_ai.training.outside import Shape, about_of, shape_in
+
+SCHEME = "tinker://"
+WEIGHTS, SAMPLERS = "weights", "sampler_weights"
+KINDS = {WEIGHTS: "training", SAMPLERS: "sampler"}
+PATH = re.compile(
+    rf"{SCHEME}([A-Za-z0-9._-]+:train:[0-9]+)/({WEIGHTS}|{SAMPLERS})/([A-Za-z0-9][A-Za-z0-9._-]*)"
+)
+MODEL = re.compile(r"[A-Za-z0-9._-]{1,80}:train:[0-9]{1,9}")
+RUN = re.compile(r"([A-Za-z0-9._-]+)-train-([0-9]+)")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A saved model."""
+
+    model: str
+    kind: str
+    name: str
+    folder: Path
+
+    @property
+    def path(self) -> str:
+        return f"{SCHEME}{self.model}/{self.kind}/{self.name}"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """It as an entry of lists."""
+        size = sum(file.stat().st_size for file in self.folder.iterdir() if file.is_file())
+        return {
+            "checkpoint_id": f"{self.kind}/{self.name}",
+            "checkpoint_type": KINDS[self.kind],
+            "time": time_of(self.folder),
+            "tinker_path": self.path,
+            "size_bytes": size,
+        }
+
+
+@dataclass(frozen=True)
+class SavedModels:
+    """Those in the folder of all runs."""
+
+    runs: Path
+
+    def folder_of(self, model: str) -> Path:
+        """The run of a model. Raises UserError if it is no id of one."""
+        if not MODEL.fullmatch(model) or ".." in model:
+            raise UserError(f"model {shortened(model)}: is no id of a model")
+        return self.runs / model.replace(":", "-")
+
+    def target(self, model: str, kind: str, name: str) -> Saved:
+        """The place of a saved model that is to be. Raises UserError."""
+        if not NAME.fullmatch(name):
+            raise UserError(f"path {shortened(name)}: give letters, digits, `.`, `_` and `-`")
+        return Saved(model, kind, name, self.folder_of(model) / kind / name)
+
+    def find(self, path: str) -> Saved:
+        """A saved model by its path. Raises UserError if it is not there, or damaged."""
+        found = PATH.fullmatch(path)
+        if found is None:
+            raise UserError(f"path {shortened(path)}: give {SCHEME}MODEL/{WEIGHTS}/NAME")
+        saved = self.target(*found.groups())
+        about_of(saved.folder)
+        return saved
+
+    def of_model(self, model: str) -> list[Saved]:
+        """Those of a model, the oldest first."""
+        run = self.folder_of(model)
+        found = [
+            Saved(model, kind, folder.name, folder)
+            for kind in KINDS
+            for folder in (run / kind).glob("*")
+            if NAME.fullmatch(folder.name) and folder.is_dir()
+        ]
+        return sorted(found, key=lambda saved: (saved.folder.stat().st_mtime, saved.path))
+
+    def models(self) -> Iterator[str]:
+        """The ids of all models that were ever here, the newest first."""
+        folders = [path for path in self.runs.glob("*-train-*") if path.is_dir()]
+        for folder in sorted(folders, key=lambda path: -path.stat().st_mtime):
+            if found := RUN.fullmatch(folder.name):
+                yield f"{found[1]}:train:{found[2]}"
+
+    def delete(self, model: str, checkpoint: str) -> object:
+        """Delete one by its id, KIND/NAME. Raises UserError."""
+        shutil.rmtree(self.find(f"{SCHEME}{model}/{checkpoint}").folder)
+        return {}
+
+    def copy(self, path: str, model: str) -> Saved:
+        """Copy a saved model to another, which cannot be trained. Raises UserError."""
+        source = self.find(path)
+        target = self.target(model, source.kind, source.name)
+        target.folder.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_folder(target.folder) as folder:
+            shutil.copytree(source.folder, folder, dirs_exist_ok=True)
+        return target
+
+    def run_facts(self, model: str, base: str) -> dict[str, object]:
+        """A model as an entry of lists. Raises UserError if it is not here."""
+        folder = self.folder_of(model)
+        if not folder.is_dir():
+            raise UserError(f"model {shortened(model)}: is not here")
+        every = self.of_model(model)
+        last = {saved.kind: saved for saved in every}
+        found: dict[str, object] = {
+            "training_run_id": model,
+            "base_model": base,
+            "model_owner": "local",
+            "is_lora": True,
+            "lora_rank": shape_in(every[-1].folder).rank if every else None,
+            "last_request_time": time_of(folder),
+        }
+        for kind, key in ((WEIGHTS, "last_checkpoint"), (SAMPLERS, "last_sampler_checkpoint")):
+            if kind in last:
+                found[key] = last[kind].facts
+        return found
+
+    def shape(self, path: str) -> Shape:
+        return shape_in(self.find(path).folder)
+
+
+def time_of(folder: Path) -> str:
+    return datetime.fromtimestamp(folder.stat().st_mtime, UTC).isoformat()
