@@ -194,8 +194,9 @@ def test_gradients_of_a_high_rank_are_in_memory_once(monkeypatch):
 
 
 @pytest.mark.parametrize("bits", [4, "mxfp4"])
-def test_slices_of_quantized_weights_are_arrays_of_their_own(bits):
+def test_slices_of_quantized_weights_are_arrays_of_their_own_on_cuda(bits, monkeypatch):
     """CUDA's products take no columns of a larger array: "No implementation for problem shape"."""
+    monkeypatch.setattr(mlp, "device", lambda: "cuda")
     network, _ = adapted(bits, False, 0.0)
     found = cut(arrays_of(network), slice(128, 256), INNER)
     packed = {path: np.asarray(array) for path, array in found.items() if "linear" in path}
@@ -243,6 +244,16 @@ def test_slices_lower_the_peak_memory_of_the_forward_pass(monkeypatch):
     found = forward_peak(sliced, x)
     monkeypatch.setattr(mlp, "forward_features", lambda hidden: 8192)
     assert found < forward_peak(sliced, x) / 2
+
+
+@pytest.mark.memory
+def test_slices_of_quantized_weights_are_not_all_copied_at_once(monkeypatch):
+    monkeypatch.setattr(dequantized, "DEQUANTIZED_SLICE_BYTES", 1 << 18)
+    monkeypatch.setattr(mlp, "forward_features", lambda hidden: 1 << 14)
+    network, keys = adapted(8, False, 0.0, inner=1 << 16)
+    x = mx.random.normal((1, 5, HIDDEN))
+    down_bytes = network.down_proj.linear.weight.nbytes
+    assert forward_peak(SlicedMLP.from_base(network, keys), x) < down_bytes
 
 
 def forward_peak(network: nn.Module, x: mx.array) -> int:

@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+from mlx_lm.utils import load_tokenizer
 
 from tests.conftest import DEMO_FOLDER, TOKENIZER_FILES, change_json
 from your_ai.nets.tokenizer import end_notes, first_difference, open_tokenizer, turn_end_of
@@ -120,3 +121,37 @@ def test_additional_templates_are_opened_too(folder):
 def test_the_first_difference_of_vocabularies_names_both_tokens_of_its_id():
     mine, its = {"a": 0, "c": 1, "b": 2}, {"a": 0, "b": 1, "c": 2}
     assert first_difference(mine, its) == "token 1 is b in one and c in the other"
+
+
+def streamed(tokenizer, tokens):
+    """The segments of the text of tokens as they come."""
+    detokenizer, found = tokenizer.detokenizer, []
+    for token in tokens:
+        detokenizer.add_token(token)
+        found.append(detokenizer.last_segment)
+    detokenizer.finalize()
+    return [*found, detokenizer.last_segment]
+
+
+def test_text_is_streamed_as_by_mlx_lm(folder):
+    ours, theirs = open_tokenizer(folder), load_tokenizer(folder)
+    tokens = [*ours.encode("Ein Käse, 3 €, please"), END, len(ours), len(ours) + 5]
+    assert streamed(ours, tokens) == streamed(theirs, tokens)
+
+
+def test_no_copy_of_the_vocabulary_is_kept_beside_the_one_that_encodes(folder):
+    tokenizer = open_tokenizer(folder)
+    parts = vars(tokenizer)["_tokenizer"], vars(tokenizer)["_detokenizer"]
+    kept = [name for part in parts for name, value in vars(part).items()
+            if isinstance(value, dict | list) and len(value) > len(tokenizer) // 2]  # fmt: skip
+    assert kept == []
+
+
+def test_a_tokenizer_is_saved_whole(folder, tmp_path):
+    tokenizer = open_tokenizer(folder)
+    tokenizer.save_pretrained(tmp_path / "saved")
+    saved = load_tokenizer(tmp_path / "saved")
+    assert saved.get_vocab() == tokenizer.get_vocab()
+    assert saved.encode("please send 9 red jackets") == tokenizer.encode(
+        "please send 9 red jackets"
+    )

@@ -266,6 +266,21 @@ def test_no_more_states_are_in_memory_than_the_plan_counts(
     assert 0 < max(held) <= sizes.step_tokens * sizes.facts.hidden * sizes.facts.float_bytes
 
 
+def test_the_weights_of_a_teacher_in_memory_stay_there(distilled, budgets, monkeypatch):
+    left: list[int] = []
+    look = Teacher.look
+
+    def noted(self, texts):
+        look(self, texts)
+        left.append(self.engine.forget())
+
+    monkeypatch.setattr(Teacher, "look", noted)
+    train(distilled("wide", **ON_STUDENT))
+    plan, facts = budgets[0].choice.option.plan, budgets[0].workload.teacher.facts
+    assert plan.teacher_blocks == facts.blocks
+    assert left[0] == facts.blocks_bytes
+
+
 def test_the_plan_of_a_mixture_counts_completions(distilled, data_folder, budgets):
     """Whose prompts are shorter than the longest row, and which are longer than any."""
     row = chat("Ask me", "Answer " * 20)

@@ -25,6 +25,7 @@ from your_ai.memory.facts import backward_features, forward_features, slice_widt
 from your_ai.nets.adapter_kinds import ADAPTED, NORMED, NORMS
 from your_ai.nets.mlx_types import Arrays, custom_function
 from your_ai.nets.model import DropoutKeys, KeyedDropout
+from your_ai.nets.numerics import device
 from your_ai.nets.parts import arrays_of, put, skeleton
 
 INWARD = ("gate_proj", "up_proj")
@@ -214,9 +215,10 @@ def cut(arrays: Arrays, part: slice, inner: int) -> Arrays:
             continue
         here = of_features(array.shape[axis], part, inner)
         cut_out = array[(slice(None),) * axis + (here,)]
-        # CUDA's products with quantized weights take no columns of a larger array.
+        # CUDA's products with quantized weights take no columns of a larger array. Elsewhere MLX
+        # would copy those of all slices at once.
         is_packed = f"{path.rpartition('.')[0]}.scales" in arrays
-        found[path] = mx.contiguous(cut_out) if is_packed else cut_out
+        found[path] = mx.contiguous(cut_out) if is_packed and device() == "cuda" else cut_out
     return found
 
 

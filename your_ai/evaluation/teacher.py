@@ -320,7 +320,6 @@ class Teacher:
                 self.store.put(text.key, states[mx.array(text.positions.astype(np.int32))])
                 done += 1
         if waiting:
-            self.engine.forget()
             self.engine.drop()
             allocator.free(collect=False)
 
