@@ -76,7 +76,7 @@ def tinker(request: TinkerRequest) -> None:
     with recorded_signals() as received, serving.listen(request.host, request.port) as listener:
         if not web.is_local(listener) and not request.token:
             raise UserError(f"--host {request.host}: other machines could use it; give --token")
-        outside = Outside(outside_config(request))
+        outside = Outside(outside_config(request), tinker_server.HELD_BYTES)
         service = tinker_server.Service(outside, Jobs(), RUNS, request.name)
         url = web.url_of(listener)
         echo(f"serving {service.name} to loops at {url}; Ctrl-C stops it")

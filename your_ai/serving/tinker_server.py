@@ -38,6 +38,7 @@ from your_ai.training.outside import Adam, Model, Outside, Shape, Text, shape_in
 POLL_S = 20.0  # that a request for a result waits
 MOST_RANK = 512
 MOST_SAMPLES = 1024  # of a request
+HELD_BYTES = 1 << 27  # of requests and answers, which the plan counts
 CLIENT = {
     "proto_compress_fwdbwd": True,
     "parallel_fwdbwd_chunks": False,
@@ -117,7 +118,7 @@ class Service:
         rank = lora.whole("rank", 1, MOST_RANK)
         seed = lora.whole("seed", 0, 2**63 - 1, derive_seed(0, name) >> 1)
         mlp, attention = lora.truth("train_mlp", True), lora.truth("train_attn", True)
-        shape = Shape(rank, seed, mlp, attention)
+        shape = Shape(rank, seed, mlp, attention, lora.truth("train_unembed", True))
         self.check_rank(rank)
 
         def work(_: Any) -> Result:
@@ -315,7 +316,7 @@ class Service:
             "base_model": self.name,
             "is_lora": True,
             "lora_rank": shape.rank,
-            "train_unembed": False,
+            "train_unembed": shape.train_unembed,
             "train_mlp": shape.train_mlp,
             "train_attn": shape.train_attn,
         }

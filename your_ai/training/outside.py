@@ -28,7 +28,7 @@ from your_ai.data.batches import Batch, few_edges, pad, padded_targets
 from your_ai.data.target_columns import COLUMNS, Columns
 from your_ai.engine.build import Built, build_engine
 from your_ai.engine.gradients import Gradients, gradients_in
-from your_ai.engine.weights import Opened, open_model
+from your_ai.engine.weights import Opened, open_model, start_vocabulary
 from your_ai.errors import UserError
 from your_ai.files import read_text
 from your_ai.gates.text import counted, size_text
@@ -41,6 +41,7 @@ from your_ai.memory.plan import Budget, rows_of
 from your_ai.nets import model
 from your_ai.nets.mlx_types import load_arrays
 from your_ai.nets.numerics import compute_dtype
+from your_ai.nets.vocabulary import vocabulary_layers
 from your_ai.objectives.objective import Scores, Targets
 from your_ai.objectives.outside import GSPO, LOGPROBS, OUTSIDE, TOKEN_LOSSES, gspo_weights
 from your_ai.run import checkpoint, events
@@ -117,6 +118,8 @@ class Shape:
     seed: int
     train_mlp: bool = True
     train_attn: bool = True
+    train_unembed: bool = True
+    """The head, unless it is tied to the embedding, which LoRA on one of them would untie."""
 
     def config(self, config: TrainConfig, network: Any) -> TrainConfig:
         """The settings of its adapters. Raises UserError."""
@@ -124,9 +127,12 @@ class Shape:
         if not (self.train_mlp and self.train_attn):
             paths = {path for block in network.layers for path in linear_paths(block)}
             mixes = {path for path in paths if MIXER.search(path.partition(".")[0])}
-            targets = tuple(sorted(mixes if self.train_attn else paths - mixes))
-        if not targets or not (self.train_mlp or self.train_attn):
-            raise UserError("train_mlp, train_attn: nothing would be trained; let one be true")
+            kept = mixes if self.train_attn else paths - mixes if self.train_mlp else ()
+            targets = tuple(sorted(kept))
+        if self.train_unembed and (head := vocabulary_layers(network)[1]) is not None:
+            targets = (*targets, head.rpartition(".")[2])
+        if not targets:
+            raise UserError("train_mlp, train_attn, train_unembed: nothing would be trained")
         return replace(
             config, lora_rank=self.rank, lora_alpha=ALPHA, lora_targets=targets, seed=self.seed,
             lora_layers="all",
@@ -184,9 +190,10 @@ class Bench:
 class Outside:
     """Trains and asks the models of outside loops. All calls come from one thread."""
 
-    def __init__(self, config: TrainConfig) -> None:
-        """config: the model, its limit, and the largest text and rank that are announced."""
-        self.config = config
+    def __init__(self, config: TrainConfig, server_bytes: int = 0) -> None:
+        """config: the model, its limit, and the largest text and rank that are announced.
+        server_bytes: as of `budget_of_run`. Raises UserError if nothing fits."""
+        self.config, self.server_bytes = config, server_bytes
         self.base = find_model(config.model)
         self.limit = run_limit(config)
         self.bench: Bench | None = None
@@ -210,8 +217,10 @@ class Outside:
         config = shape.config(self.config, opened.network)
         data = rollouts_planned(config, config.max_seq_length)
         return budget_of_run(
-            config, opened.folder, opened.dtype, data, self.limit, opened.can_stream
-        )
+            config, opened.folder, opened.dtype, data, self.limit, opened.can_stream,
+            server_bytes=self.server_bytes,
+            vocabulary=model.vocabulary_sizes(opened.network, config),
+        )  # fmt: skip
 
     def rows_at(self, tokens: int) -> int:
         assert self.bench is not None
@@ -267,6 +276,7 @@ class Outside:
         )
         config = shape.config(self.config, opened.network)
         adapters = model.add_adapters(opened.network, config)
+        start_vocabulary(opened, {})
         plan, graphs = budget.choice.option.plan, graphs_within(budget)
         built = build_engine(
             opened.network, adapters.dropout_keys, plan.engine, tensors=opened.tensors,
@@ -285,10 +295,11 @@ class Outside:
     def renew(self, shape: Shape) -> Bench:
         """Put first adapters and optimizer states where others were."""
         assert self.bench is not None
-        fresh = open_model(self.base, compute_dtype(self.config.dtype)).network
-        model.add_adapters(fresh, replace(self.bench.config, seed=shape.seed))
+        fresh = open_model(self.base, compute_dtype(self.config.dtype))
+        model.add_adapters(fresh.network, replace(self.bench.config, seed=shape.seed))
+        start_vocabulary(fresh, {})
         network = self.bench.opened.network
-        model.set_adapters(network, model.adapter_arrays(fresh))
+        model.set_adapters(network, model.adapter_arrays(fresh.network))
         config = Adam().config(self.config)
         self.bench.optimizer = optimizer.build_optimizer(config, network.trainable_parameters())
         self.bench.updates.clear()
@@ -546,7 +557,7 @@ class Outside:
 def without_effect(network: Any) -> dict[str, mx.array]:
     """Adapters that add nothing."""
     arrays = model.adapter_arrays(network)
-    return {n: mx.zeros_like(a) if n.endswith("lora_b") else a for n, a in arrays.items()}
+    return {n: mx.zeros_like(a) if "lora_b" in n else a for n, a in arrays.items()}
 
 
 def about_of(folder: Path) -> dict[str, Any]:
