@@ -19,14 +19,20 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
 from your_ai.data.target_columns import ColumnName
-from your_ai.gates.text import shortened
+from your_ai.gates.text import shown
 from your_ai.objectives.outside import BETA, CLIP_HIGH, CLIP_LOW, LOSSES
 from your_ai.training.outside import Text
 
 PACKAGE = "tinker_public"
-MOST_BYTES = 1 << 26  # of a request that is decompressed
+MOST_BYTES = 1 << 25  # of a request that is decompressed
+MOST_FIELDS = 1 << 19  # of a request, since an empty one takes 50 times the memory of its 2 bytes
 MOST_TEXTS = 1 << 14
-MOST_TARGETS = 1 << 22  # of a request
+MOST_TARGETS = 1 << 21  # of a request
+NO_REQUEST = "the body is no ForwardBackwardRequest"
+INPUTS = (
+    *("target_tokens", "weights", "advantages", "logprobs", "sequence_ratio_mask"),
+    *("clip_low_threshold", "clip_high_threshold"),
+)
 Described = descriptor_pb2.FieldDescriptorProto
 TYPES = {
     "double": Described.TYPE_DOUBLE,
@@ -55,8 +61,10 @@ MESSAGES: dict[str, tuple[tuple[int, str, str], ...]] = {
     "ForwardBackwardRequest": (
         (1, "model_id", "string"), (2, "seq_id", "int32"), (3, "data", "Datum*"),
         (4, "loss_fn", "string"), (5, "loss_fn_config", "NamedNumber*"),
-        (6, "forward_only", "bool"),
+        (6, "forward_only", "bool"), (7, "loss_fn_config_v2", "NamedValue*"),
     ),
+    "NamedValue": ((1, "key", "string"), (2, "value", "ConfigValue")),
+    "ConfigValue": ((1, "number", "double"), (2, "text", "string")),
     "BatchedTensor": (
         (1, "data", "bytes"), (2, "offsets", "bytes"), (3, "dtype", "int32"),
         (4, "trailing_shape", "int64*"),
@@ -120,28 +128,75 @@ class GradientsAsked:
 
 
 def decompressed(body: bytes) -> bytes:
-    """The content of a body that zstd compressed. Raises ValueError."""
+    """The content of a body that zstd compressed, of one frame. Raises ValueError."""
     try:
-        with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(body) as reader:
-            found = reader.read(MOST_BYTES + 1)
+        size = zstandard.get_frame_parameters(body).content_size
+        if MOST_BYTES < size < zstandard.CONTENTSIZE_UNKNOWN:
+            raise ValueError(f"the body has more than {MOST_BYTES} bytes")
+        opened = zstandard.ZstdDecompressor(max_window_size=MOST_BYTES)
+        return opened.decompress(body, max_output_size=MOST_BYTES, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise ValueError(f"the body is no zstd ({error})") from error
-    if len(found) > MOST_BYTES:
-        raise ValueError(f"the body has more than {MOST_BYTES} bytes")
-    return found
+        raise ValueError(f"the body is no zstd of at most {MOST_BYTES} bytes ({error})") from error
+
+
+def check_fields(body: memoryview, message: str, room: int) -> int:
+    """How many fields are left of `room` after those of a message. Raises ValueError if none are.
+
+    Numbers that are packed count as one field for each byte.
+    """
+    kinds = {number: kind.rstrip("?*") for number, _, kind in MESSAGES[message]}
+    at = 0
+    while at < len(body):
+        key, at = varint(body, at)
+        room -= 1
+        size = {1: 8, 5: 4}.get(key & 7, 0)
+        if key & 7 in (0, 2):
+            number, at = varint(body, at)
+            size = number if key & 7 == 2 else 0
+        elif not size:
+            raise ValueError(NO_REQUEST)
+        kind = kinds.get(key >> 3, "bytes")
+        if key & 7 == 2 and kind in MESSAGES:
+            room = check_fields(body[at : at + size], kind, room)
+        elif key & 7 == 2 and kind not in ("bytes", "string"):
+            room -= size
+        at += size
+        if room < 0:
+            raise ValueError(f"the body has more than {MOST_FIELDS} fields")
+    return room
+
+
+def varint(body: memoryview, at: int) -> tuple[int, int]:
+    """A number of protobuf, and the place after it. Raises ValueError."""
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(body):
+            break
+        value |= (body[at] & 127) << shift
+        at += 1
+        if body[at - 1] < 128:
+            return value, at
+    raise ValueError(NO_REQUEST)
 
 
 def gradients_asked(body: bytes) -> GradientsAsked:
     """Read a request for gradients. Raises ValueError."""
+    check_fields(memoryview(body), "ForwardBackwardRequest", MOST_FIELDS)
     asked = message_class("ForwardBackwardRequest")()
     try:
         asked.ParseFromString(body)
     except DecodeError as error:
-        raise ValueError("the body is no ForwardBackwardRequest") from error
+        raise ValueError(NO_REQUEST) from error
+    if asked.seq_id < 1:
+        raise ValueError("seq_id: give a whole number from 1 on")
     loss = asked.loss_fn
     if loss not in LOSSES:
-        raise ValueError(f"loss_fn {shortened(loss)}: give {', '.join(LOSSES)}")
+        raise ValueError(f"loss_fn {shown(loss)}: give {', '.join(LOSSES)}")
     config = {entry.key: entry.value for entry in asked.loss_fn_config}
+    for entry in asked.loss_fn_config_v2:
+        if entry.value.text:
+            raise ValueError(f"loss_fn_config: {shown(entry.key)} must be a number")
+        config[entry.key] = entry.value.number
     if not 0 < len(asked.data) <= MOST_TEXTS:
         raise ValueError(f"data: give 1 to {MOST_TEXTS} texts")
     thresholds = thresholds_of(config, loss)
@@ -164,7 +219,7 @@ def thresholds_of(config: Mapping[str, float], loss: str) -> tuple[float, float]
     known = {"beta"} if loss == "dro" else {"clip_low_threshold", "clip_high_threshold"}
     for name, value in config.items():
         if name not in known:
-            raise ValueError(f"loss_fn_config: {loss} has no {shortened(name)}")
+            raise ValueError(f"loss_fn_config: {loss} has no {shown(name)}")
         if not math.isfinite(value):
             raise ValueError(f"loss_fn_config: {name} is not finite")
     if loss == "dro":
@@ -186,6 +241,9 @@ def text_of(
     inputs = {entry.key: entry.value for entry in datum.loss_fn_inputs}
     if not len(tokens) or "target_tokens" not in inputs:
         raise ValueError("give tokens in model_input, and target_tokens")
+    for name in inputs:
+        if name not in INPUTS:
+            raise ValueError(f"loss_fn_inputs: there is no {shown(name)}; give {', '.join(INPUTS)}")
     place, given, shape = cells(inputs["target_tokens"], "target_tokens", len(tokens), room)
     if given.dtype.kind != "i" or (len(given) and not 0 <= given.min() <= given.max() < 2**31):
         raise ValueError("target_tokens: give token ids")
@@ -200,13 +258,17 @@ def text_of(
         at, found, own = cells(inputs[name], name, len(tokens), room)
         if not np.isfinite(found).all():
             raise ValueError(f"{name}: is not finite")
-        if own == shape and np.array_equal(at, place):
-            return found.astype(np.float32)
         if len(own) > 1 and own != shape:
             raise ValueError(f"{name}: has shape {own}, target_tokens {shape}")
-        dense = np.zeros(len(tokens) * (width if len(own) > 1 else 1), np.float32)
-        dense[at] = found
-        return np.asarray(dense[place if len(own) > 1 else place // width])
+        if own == shape and np.array_equal(at, place):
+            return found.astype(np.float32)
+        # What a tensor does not list is 0; not spread out, as few cells may have huge shapes.
+        wanted, order = place if len(own) > 1 else place // width, np.argsort(at)
+        spots = np.minimum(np.searchsorted(at, wanted, sorter=order), max(0, len(at) - 1))
+        if not len(at):
+            return np.zeros(len(given), np.float32)
+        near = order[spots]
+        return np.where(at[near] == wanted, found[near], 0).astype(np.float32)
 
     weighs = loss == "cross_entropy"
     columns: dict[ColumnName, np.ndarray] = {
@@ -237,12 +299,15 @@ def cells(
         if len(values) > room:
             raise ValueError(f"{name}: is too large")
         right = len(starts) == rows + 1 and starts[0] == 0 and starts[-1] == len(values)
-        if not right or (np.diff(starts) < 0).any() or len(columns) != len(values):
+        # Not by differences, which may be beyond int64.
+        if not right or (starts[1:] < starts[:-1]).any() or len(columns) != len(values):
             raise ValueError(f"{name}: its CSR indices are wrong")
         if len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]:
             raise ValueError(f"{name}: its CSR columns are out of range")
-        row = np.repeat(np.arange(rows), np.diff(starts))
-        return row * shape[1] + columns, values, shape
+        places = np.repeat(np.arange(rows), np.diff(starts)) * shape[1] + columns
+        if len(np.unique(places)) < len(places):
+            raise ValueError(f"{name}: its CSR gives a cell twice")
+        return places, values, shape
     values = numbers(tensor.dense, tensor.dtype, name)
     if len(values) > room:
         raise ValueError(f"{name}: is too large")
@@ -336,7 +401,7 @@ class Fields:
         if value is None:
             return default
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not least <= value <= most:
+        if not is_number or not least <= value <= most:  # so it is finite
             raise ValueError(f"{name}: give a number from {least:g} to {most:g}")
         return float(value)
 
