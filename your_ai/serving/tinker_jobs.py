@@ -8,18 +8,22 @@ wait are made together. A job that is asked for again, under the same id, is the
 from __future__ import annotations
 
 import json
+import logging
 import threading
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from your_ai.errors import RunError, UserError, first_line
+from your_ai.errors import RunError, UserError, explain, first_line, is_memory_error
 from your_ai.gates.text import shortened
 
 MOST_WAITING = 2048
+MOST_WAITING_BYTES = 1 << 25  # of their requests
 POLL_S = 0.2  # between two looks at whether it is over
-MOST_KEPT_BYTES = 1 << 27  # of results that were not fetched, or may be asked for again
+MOST_KEPT_BYTES = 1 << 25  # of results that were not fetched, or may be asked for again
+JOB_BYTES = 2000  # of a job that is done, beside its result
+MOST_TOGETHER = 1 << 20  # tokens that the jobs of one call may make
 Category = Literal["user", "server"]
 
 
@@ -51,6 +55,10 @@ class Job:
     work: Callable[[Sequence[Any]], Sequence[Result]]
     """The requests of jobs -> their results."""
     together: Any = None
+    size_bytes: int = 0
+    """Of what is asked."""
+    tokens: int = 0
+    """That it may make, at most."""
     done: threading.Event = field(default_factory=threading.Event)
     result: Result | None = None
 
@@ -64,7 +72,11 @@ class Jobs:
 
     def __init__(self) -> None:
         self.lock = threading.Condition()
-        self.known: OrderedDict[str, Job] = OrderedDict()
+        self.known: dict[str, Job] = {}
+        self.finished: deque[Job] = deque()
+        """Those of `known` that have results, the oldest first."""
+        self.kept_bytes = 0
+        """Of `finished`."""
         self.ready: list[Job] = []
         self.early: dict[str, dict[int, Job]] = {}
         """By model, those whose turn has not come."""
@@ -79,18 +91,33 @@ class Jobs:
         with self.lock:
             if job.id in self.known:
                 return self.known[job.id]
-            if len(self.ready) + sum(map(len, self.early.values())) >= MOST_WAITING:
+            if model is not None and number < self.next.get(model, 1):
+                raise ValueError(f"seq_id {number}: was done, and its result is forgotten")
+            # Where nothing is ready, those that wait may wait for this one.
+            is_next = not self.ready and (model is None or number == self.next.get(model, 1))
+            if not is_next and self.is_full(job):
                 raise Full
             if model is None:
                 self.ready.append(job)
             else:
-                if number < self.next.setdefault(model, 1):
-                    raise ValueError(f"seq_id {number}: was done, and its result is forgotten")
+                self.next.setdefault(model, 1)
                 self.early.setdefault(model, {})[number] = job
                 self.in_turn(model)
             self.known[job.id] = job
             self.lock.notify_all()
             return job
+
+    def is_full(self, job: Job) -> bool:
+        waiting = [*self.ready, *(each for early in self.early.values() for each in early.values())]
+        size_bytes = job.size_bytes + sum(each.size_bytes for each in waiting)
+        return len(waiting) >= MOST_WAITING or size_bytes > MOST_WAITING_BYTES
+
+    def forget(self, model: str) -> None:
+        """Fail the jobs of a model whose turn will not come."""
+        with self.lock:
+            self.next.pop(model, None)
+            for job in self.early.pop(model, {}).values():
+                self.finish(job, Result.failed("its model was unloaded", "user"))
 
     def in_turn(self, model: str) -> None:
         """Make the jobs of a model ready whose turn has come."""
@@ -124,9 +151,15 @@ class Jobs:
             if is_over():
                 return None
             first = self.ready[0]
-            together = first.together
-            same = [j for j in self.ready if j is first or (together and j.together == together)]
-            self.ready = [job for job in self.ready if job not in same]
+            same, others, tokens = [], [], 0
+            for job in self.ready:
+                fits = first.together is not None and tokens + job.tokens <= MOST_TOGETHER
+                if job is first or (fits and job.together == first.together):
+                    same.append(job)
+                    tokens += job.tokens
+                else:
+                    others.append(job)
+            self.ready = others
             return same
 
     def work(self, jobs: list[Job]) -> None:
@@ -136,17 +169,27 @@ class Jobs:
             results = [Result.failed(shortened(first_line(error), 500), "user")] * len(jobs)
         except RunError as error:
             results = [Result.failed(shortened(first_line(error), 500), "server")] * len(jobs)
+        except Exception as error:  # MLX and models may raise anything; other jobs go on
+            reason = shortened(first_line(error), 400)
+            reason = explain(reason) if is_memory_error(error) else f"failed ({reason})"
+            logging.exception("%s: %s", shortened(jobs[0].id), reason)
+            results = [Result.failed(reason, "server")] * len(jobs)
         with self.lock:
             for job, result in zip(jobs, results, strict=True):
                 self.finish(job, result)
 
     def finish(self, job: Job, result: Result) -> None:
-        job.result, job.asked = result, None
+        job.result, job.asked, job.work = result, None, nothing  # which hold what was asked
         job.done.set()
-        kept = sum(len(each.result.body) for each in self.known.values() if each.result)
-        for id, each in list(self.known.items()):
-            if kept <= MOST_KEPT_BYTES:
-                break
-            if each.result is not None and each is not job:
-                kept -= len(each.result.body)
-                del self.known[id]
+        self.finished.append(job)
+        self.kept_bytes += JOB_BYTES + len(result.body)
+        while self.kept_bytes > MOST_KEPT_BYTES and len(self.finished) > 1:
+            old = self.finished.popleft()
+            assert old.result is not None
+            self.kept_bytes -= JOB_BYTES + len(old.result.body)
+            del self.known[old.id]
+
+
+def nothing(_: Sequence[Any]) -> Sequence[Result]:
+    """The work of a job that is done."""
+    return []
