@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conftest import events_of, make_model, train
+from tests.conftest import events_of, flip, make_model, train
 from your_ai.config.requests import TinkerRequest
-from your_ai.errors import UserError
+from your_ai.errors import RunError, UserError
 from your_ai.generation.rollouts import RolloutPrompt, sampler_of
 from your_ai.nets import model as nets
 from your_ai.objectives.outside import LOSSES
 from your_ai.run import checkpoint, events
 from your_ai.run.folder import RUNS, RunFolder
+from your_ai.training import outside as outside_module
 from your_ai.training import train as recipe
-from your_ai.training.outside import Adam, Outside, Shape, Text, outside_config
+from your_ai.training.outside import Adam, Outside, Shape, Text, batches_of, outside_config
 
 SHAPE = Shape(4, 1)
 FAST = Adam(learning_rate=1e-2)
@@ -324,3 +325,131 @@ def test_several_targets_of_a_token_are_separate(outside):
     wanted = loops.log_probabilities(made, [one])[0]
     assert found[0][::2] == pytest.approx(wanted, abs=1e-5)
     assert found[0].shape == (24,)
+
+
+def table(count: int, width: int, seed: int) -> Text:
+    """A text with `width` targets of each token."""
+    one, rng = text(count, seed), np.random.default_rng(seed)
+    total = count * width
+    return one._replace(
+        positions=np.repeat(one.positions, width),
+        targets=rng.integers(3, 60, total).astype(np.int32),
+        columns={name: np.repeat(array, width) for name, array in one.columns.items()},
+        counts=np.ones(total, bool),
+    )
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo"])
+def test_many_targets_need_no_more_memory_than_the_plan_counts(outside, loss, monkeypatch):
+    """It counts one for each token of the rows. The gradients are those of all targets."""
+    loops = outside()
+    made = loops.create(SHAPE, RUNS / "a")
+    texts = [table(30, 5, 1), table(30, 1, 2), table(9, 7, 3), table(28, 1, 4), table(0, 1, 5)]
+    none = np.zeros(0, np.int32)
+    columns = {name: array[:0] for name, array in texts[0].columns.items()}
+    texts[-1] = text(3)._replace(
+        positions=none, targets=none, columns=columns, counts=np.zeros(0, bool)
+    )
+    sizes = []
+
+    def noted(*given: Any) -> Any:
+        for batch, parts in batches_of(*given):
+            sizes.append((len(batch.positions), loops.rows_at(batch.tokens.shape[1]), batch))
+            yield batch, parts
+
+    monkeypatch.setattr(outside_module, "batches_of", noted)
+    total, found = loops.add_gradients(made, texts, loss)
+    assert loops.bench is not None
+    gradients = {n: np.array(a) for n, a in loops.bench.gradients.arrays.items()}
+    assert all(slots <= rows * batch.tokens.shape[1] for slots, rows, batch in sizes)
+    assert max(slots for slots, _, _ in sizes) > 32
+    loops.bench.gradients.clear()
+    monkeypatch.setattr(outside_module, "batches_of", batches_of)
+    monkeypatch.setattr(loops, "rows_at", lambda tokens: 64)
+    wanted_total, wanted = loops.add_gradients(made, texts, loss)
+    assert total == pytest.approx(wanted_total, rel=1e-5)
+    for own, other in zip(found, wanted, strict=True):
+        assert own == pytest.approx(other, rel=1e-5)
+    again = {n: np.array(a) for n, a in loops.bench.gradients.arrays.items()}
+    assert distance(gradients, again) < 1e-5
+
+
+def test_gradients_that_fail_leave_none_of_their_texts(outside):
+    loops = outside()
+    made = loops.create(SHAPE, RUNS / "a")
+    before = adapters(loops)
+    calls = iter([None, None, RunError("the server stops")])
+
+    def stop() -> None:
+        if (error := next(calls)) is not None:
+            raise error
+
+    loops.check_stop = stop
+    with pytest.raises(RunError):
+        loops.add_gradients(made, TEXTS + TEXTS, "ppo")
+    loops.check_stop = lambda: None
+    with pytest.raises(UserError, match="no gradients"):
+        loops.update(made, FAST)
+    assert distance(adapters(loops), before) == 0
+    loops.add_gradients(made, TEXTS, "ppo")
+    loops.update(made, FAST)
+
+
+def test_completions_end_when_the_server_stops(outside):
+    loops = outside()
+    made = loops.create(SHAPE, RUNS / "a")
+    before = adapters(loops)
+
+    def stop() -> None:
+        raise RunError("the server stops")
+
+    loops.check_stop = stop
+    prompts = [RolloutPrompt(np.array([3, 4]), (1, 2))]
+    with pytest.raises(RunError):
+        loops.sampled(made, prompts, sampler_of(1.0), [0], 9)
+    loops.end(made)
+    assert distance(adapters(loops), before) == 0
+
+
+@pytest.mark.parametrize("name", ["optimizer.safetensors", checkpoint.ADAPTERS])
+def test_a_damaged_file_changes_nothing(outside, name):
+    loops = outside()
+    made = loops.create(SHAPE, RUNS / "a")
+    loops.add_gradients(made, TEXTS, "ppo")
+    loops.update(made, FAST)
+    saved = RUNS / "a" / "weights" / "one"
+    loops.save(made, saved)
+    loops.add_gradients(made, TEXTS, "ppo")
+    loops.update(made, FAST)
+    before = adapters(loops)
+    flip(saved / name, -20)
+    with pytest.raises(UserError, match=name):
+        loops.load(made, saved, with_optimizer=True)
+    assert distance(adapters(loops), before) == 0
+    assert made.step == 2
+
+
+def test_a_damaged_sampler_is_not_asked_and_the_model_is_unchanged(outside):
+    loops = outside()
+    made = loops.create(SHAPE, RUNS / "a")
+    saved = RUNS / "a" / "sampler_weights" / "one"
+    loops.save(made, saved, with_optimizer=False)
+    before = adapters(loops)
+    flip(saved / checkpoint.ADAPTERS, -20)
+    for _ in range(2):
+        with pytest.raises(UserError, match="checksum"):
+            loops.log_probabilities(saved, TEXTS)
+    loops.activate(made)
+    assert distance(adapters(loops), before) == 0
+
+
+def test_a_model_whose_file_is_lost_does_not_harm_others(outside):
+    loops = outside()
+    lost, kept = loops.create(SHAPE, RUNS / "a"), loops.create(SHAPE, RUNS / "b")
+    wanted = loops.log_probabilities(kept, TEXTS)
+    (RUNS / "a" / "parked" / checkpoint.ADAPTERS).unlink()
+    for _ in range(2):
+        with pytest.raises(Exception, match=r"parked|adapters"):
+            loops.add_gradients(lost, TEXTS, "ppo")
+        found = loops.log_probabilities(kept, TEXTS)
+        assert [own.tolist() for own in found] == [own.tolist() for own in wanted]

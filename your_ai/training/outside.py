@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -196,6 +197,8 @@ class Outside:
         self.config, self.server_bytes = config, server_bytes
         self.base = find_model(config.model)
         self.limit = run_limit(config)
+        self.check_stop: Callable[[], None] = lambda: None
+        """Called before each micro-batch and token; may raise."""
         self.bench: Bench | None = None
         self.active: Model | None = None
         self.sampler_of: Path | None = None
@@ -320,8 +323,8 @@ class Outside:
         if self.active is not wanted:
             self.park()
             self.put(wanted.shape)
-            self.active = wanted
             self.read(wanted, wanted.folder / PARKED, with_optimizer=True)
+            self.active = wanted
             shutil.rmtree(wanted.folder / PARKED, ignore_errors=True)
         assert self.bench is not None
         return self.bench
@@ -332,8 +335,10 @@ class Outside:
             return
         self.sampler_of = None
         if self.active is not None and self.bench is not None:
-            aside = self.active.folder / ASIDE
+            back, self.active = self.active, None  # lost if its file cannot be read
+            aside = back.folder / ASIDE
             model.set_adapters(self.bench.opened.network, checkpoint.load_adapters(aside))
+            self.active = back
             shutil.rmtree(aside, ignore_errors=True)
 
     # -- files
@@ -376,11 +381,9 @@ class Outside:
 
     def load(self, into: Model, folder: Path, *, with_optimizer: bool) -> None:
         """Give a model what was saved in `folder`. Raises UserError if it has another shape."""
-        files = (checkpoint.ADAPTERS, checkpoint.ADAPTER_CONFIG, SHAPE)
-        if (fault := checkpoint.fault(folder, files)) is not None:
-            raise UserError(fault)
         if with_optimizer and not (folder / OPTIMIZER).is_file():
             raise UserError(f"{folder}: was saved for samplers, without an optimizer")
+        check_intact(folder, with_optimizer=with_optimizer)
         self.activate(into)
         self.read(into, folder, with_optimizer=with_optimizer)
         into.has_gradients = False
@@ -398,9 +401,10 @@ class Outside:
         """(m,) float32 of the targets of each text. of: as in `sampled`."""
         bench = self.asked(of)
         found = [np.zeros(len(text.targets), np.float32) for text in texts]
-        for batch, places in batches_of(texts, self.rows_at, 0):
+        for batch, parts in batches_of(texts, self.rows_at, 0):
+            self.check_stop()
             values = np.array(bench.built.engine.log_probabilities(batch))
-            scatter(found, texts, places, values[: batch.trained_tokens])
+            scatter(found, parts, values[: batch.trained_tokens])
         return found
 
     def add_gradients(
@@ -418,24 +422,37 @@ class Outside:
         if not gradients:
             found = self.log_probabilities(of, texts)
             return loss_of(texts, found, loss), found
-        total, began, done = 0.0, time.perf_counter(), of.done
+        total, began = 0.0, time.perf_counter()
         found = [np.zeros(len(text.targets), np.float32) for text in texts]
-        for batch, places in batches_of(texts, self.rows_at, TOKEN_LOSSES.index(loss)):
-            sums = bench.built.engine.add_gradients(batch, 1.0, 0, bench.gradients)
-            values, slots = sums.metrics[LOGPROBS]
-            mx.eval(sums.loss, values, slots)
-            total += float(sums.loss)
-            at = np.array(slots)
-            ordered = np.zeros(batch.trained_tokens, np.float32)
-            ordered[at[at >= 0]] = np.array(values)[at >= 0]
-            scatter(found, texts, places, ordered)
-            done.tokens += batch.real_tokens
-            done.padded_tokens += batch.tokens.size
-            done.targets += batch.trained_tokens
-        done.loss += total
-        done.seconds += time.perf_counter() - began
         of.has_gradients = True
+        try:
+            for batch, parts in batches_of(texts, self.rows_at, TOKEN_LOSSES.index(loss)):
+                total += self.add_batch(of, bench, batch, found, parts)
+        except BaseException:
+            # Some of these texts are in the sum, and it cannot be known of which targets.
+            bench.gradients.clear()
+            of.has_gradients, of.done = False, Done()
+            raise
+        of.done.loss += total
+        of.done.seconds += time.perf_counter() - began
         return total, found
+
+    def add_batch(
+        self, of: Model, bench: Bench, batch: Batch, found: Sequence[np.ndarray], parts: list[Part]
+    ) -> float:
+        """Add the gradients of a micro-batch; returns its loss, and writes to `found`."""
+        self.check_stop()
+        sums = bench.built.engine.add_gradients(batch, 1.0, 0, bench.gradients)
+        values, slots = sums.metrics[LOGPROBS]
+        mx.eval(sums.loss, values, slots)
+        at = np.array(slots)
+        ordered = np.zeros(batch.trained_tokens, np.float32)
+        ordered[at[at >= 0]] = np.array(values)[at >= 0]
+        scatter(found, parts, ordered)
+        of.done.tokens += batch.real_tokens
+        of.done.padded_tokens += batch.tokens.size
+        of.done.targets += batch.trained_tokens
+        return float(sums.loss)
 
     def weighed_by_text(
         self, of: Model, texts: Sequence[Text], gradients: bool
@@ -513,7 +530,11 @@ class Outside:
         wave = bench.budget.choice.option.plan.wave or 1
         network = bench.opened.network
         network.eval()
-        found = list(complete(network, prompts, sampler, stop_tokens, most, wave))
+
+        def step(_: int) -> None:
+            self.check_stop()
+
+        found = list(complete(network, prompts, sampler, stop_tokens, most, wave, step))
         allocator.free(collect=False)
         return found
 
@@ -536,7 +557,10 @@ class Outside:
             config = self.bench.adapters.config
             aside = self.active.folder / ASIDE
             checkpoint.save_adapter(aside, model.adapter_arrays(network), config, self.active.step)
+        if of is not None:
+            check_intact(of)
         arrays = checkpoint.load_adapters(of) if of is not None else without_effect(network)
+        self.sampler_of = Path(ASIDE)  # nothing that can be asked for, until all are set
         model.set_adapters(network, arrays)
         self.sampler_of = where
         return self.bench
@@ -558,6 +582,13 @@ def without_effect(network: Any) -> dict[str, mx.array]:
     """Adapters that add nothing."""
     arrays = model.adapter_arrays(network)
     return {n: mx.zeros_like(a) if "lora_b" in n else a for n, a in arrays.items()}
+
+
+def check_intact(folder: Path, *, with_optimizer: bool = False) -> None:
+    """Raise UserError if what was saved in a folder is damaged."""
+    files = (checkpoint.ADAPTERS, checkpoint.ADAPTER_CONFIG, SHAPE)
+    if (fault := checkpoint.fault(folder, files + (OPTIMIZER,) * with_optimizer)) is not None:
+        raise UserError(fault)
 
 
 def about_of(folder: Path) -> dict[str, Any]:
@@ -587,21 +618,49 @@ def loss_of(texts: Sequence[Text], found: Sequence[np.ndarray], loss: str) -> fl
     return float(OUTSIDE.weigh(Scores(mx.array(current)), targets).loss)
 
 
+class Part(NamedTuple):
+    """Targets of a text that are computed together: all, unless they are too many."""
+
+    place: int
+    """Of the text."""
+    cut: slice
+
+    def of(self, texts: Sequence[Text]) -> Text:
+        text, cut = texts[self.place], self.cut
+        columns = {name: values[cut] for name, values in text.columns.items()}
+        return Text(text.tokens, text.positions[cut], text.targets[cut], columns, text.counts[cut])
+
+
 def batches_of(
     texts: Sequence[Text], rows_at: Callable[[int], int], loss: int
-) -> Iterator[tuple[Batch, list[int]]]:
-    """Padded micro-batches of texts, the longest first, and the texts of each.
+) -> Iterator[tuple[Batch, list[Part]]]:
+    """Padded micro-batches of texts, the longest first, and the parts of texts in each.
 
+    The plan counts one target for each token of its rows. Where tokens have several, there are
+    fewer rows, and a text with more targets than that is computed several times.
     loss: the number of the loss of all targets.
     """
-    order = sorted(range(len(texts)), key=lambda place: -len(texts[place].tokens))
     longest = max((len(text.tokens) for text in texts), default=0)
-    edges, start = few_edges(longest), 0
-    while start < len(order):
-        length = int(edges[np.searchsorted(edges, len(texts[order[start]].tokens))])
-        places = order[start : start + max(1, rows_at(length))]
-        start += len(places)
-        yield batch_of([texts[place] for place in places], length, loss), places
+    edges = few_edges(longest)
+    waiting = deque(sorted(range(len(texts)), key=lambda place: -len(texts[place].tokens)))
+    cut_at = 0  # targets of the first that waits that were computed
+    while waiting:
+        length = int(edges[np.searchsorted(edges, len(texts[waiting[0]].tokens))])
+        rows = max(1, rows_at(length))
+        parts: list[Part] = []
+        count = 0
+        while waiting and len(parts) < rows:
+            left = len(texts[waiting[0]].targets) - cut_at
+            if padded_targets(count + left, (len(parts) + 1) * length) > rows * length and parts:
+                break
+            end = cut_at + min(left, rows * length)
+            parts.append(Part(waiting[0], slice(cut_at, end)))
+            count += end - cut_at
+            cut_at = 0 if end == cut_at + left else end
+            if cut_at:
+                break
+            waiting.popleft()
+        yield batch_of([part.of(texts) for part in parts], length, loss), parts
 
 
 def batch_of(texts: Sequence[Text], length: int, loss: int) -> Batch:
@@ -635,12 +694,10 @@ def batch_of(texts: Sequence[Text], length: int, loss: int) -> Batch:
     )
 
 
-def scatter(
-    found: Sequence[np.ndarray], texts: Sequence[Text], places: Sequence[int], values: np.ndarray
-) -> None:
+def scatter(found: Sequence[np.ndarray], parts: Sequence[Part], values: np.ndarray) -> None:
     """Put the values of the targets of a micro-batch where their texts are."""
     start = 0
-    for place in places:
-        count = len(texts[place].targets)
-        found[place][:] = values[start : start + count]
+    for place, cut in parts:
+        count = cut.stop - cut.start
+        found[place][cut] = values[start : start + count]
         start += count
