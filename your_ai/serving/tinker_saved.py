@@ -24,7 +24,7 @@ PATH = re.compile(
     rf"{SCHEME}([A-Za-z0-9._-]+:train:[0-9]+)/({WEIGHTS}|{SAMPLERS})/([A-Za-z0-9][A-Za-z0-9._-]*)"
 )
 MODEL = re.compile(r"[A-Za-z0-9._-]{1,80}:train:[0-9]{1,9}")
-RUN = re.compile(r"([A-Za-z0-9._-]+)-train-([0-9]+)")
+RUN = re.compile(r"(.+)-train-([0-9]+)")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -96,8 +96,9 @@ class SavedModels:
         """The ids of all models that were ever here, the newest first."""
         folders = [path for path in self.runs.glob("*-train-*") if path.is_dir()]
         for folder in sorted(folders, key=lambda path: -path.stat().st_mtime):
-            if found := RUN.fullmatch(folder.name):
-                yield f"{found[1]}:train:{found[2]}"
+            name = RUN.sub(r"\1:train:\2", folder.name)
+            if MODEL.fullmatch(name) and ".." not in name:
+                yield name
 
     def delete(self, model: str, checkpoint: str) -> object:
         """Delete one by its id, KIND/NAME. Raises UserError."""
@@ -125,7 +126,7 @@ class SavedModels:
             "base_model": base,
             "model_owner": "local",
             "is_lora": True,
-            "lora_rank": shape_in(every[-1].folder).rank if every else None,
+            "lora_rank": rank_in(every[-1].folder) if every else None,
             "last_request_time": time_of(folder),
         }
         for kind, key in ((WEIGHTS, "last_checkpoint"), (SAMPLERS, "last_sampler_checkpoint")):
@@ -135,6 +136,14 @@ class SavedModels:
 
     def shape(self, path: str) -> Shape:
         return shape_in(self.find(path).folder)
+
+
+def rank_in(folder: Path) -> int | None:
+    """The rank of a saved model; None if it is damaged."""
+    try:
+        return shape_in(folder).rank
+    except UserError:
+        return None
 
 
 def time_of(folder: Path) -> str:

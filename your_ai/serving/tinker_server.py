@@ -17,28 +17,42 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from anyio import to_thread
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from your_ai.data.target_columns import Columns
-from your_ai.errors import UserError, first_line
-from your_ai.gates.text import counted, shortened
+from your_ai.errors import RunError, UserError, first_line
+from your_ai.gates.text import counted, shortened, shown
 from your_ai.gates.token_ids import check_ids
 from your_ai.generation.rollouts import RolloutPrompt, sampler_of
 from your_ai.rng import derive_seed
 from your_ai.serving import admission, tinker_wire, web
-from your_ai.serving.tinker_jobs import Full, Job, Jobs, Result
+from your_ai.serving.tinker_jobs import (
+    MOST_KEPT_BYTES,
+    MOST_TOGETHER,
+    MOST_WAITING_BYTES,
+    Full,
+    Job,
+    Jobs,
+    Result,
+)
 from your_ai.serving.tinker_saved import SAMPLERS, WEIGHTS, Saved, SavedModels
 from your_ai.serving.tinker_wire import Fields, GradientsAsked, Sampled
 from your_ai.serving.web import Gate, Origins, RequestRefused, WebServer
 from your_ai.training.outside import Adam, Model, Outside, Shape, Text, shape_in
 
-POLL_S = 20.0  # that a request for a result waits
+POLL_S, CROWDED_POLL_S = 20.0, 0.5  # that a request for a result waits
 MOST_RANK = 512
 MOST_SAMPLES = 1024  # of a request
-HELD_BYTES = 1 << 27  # of requests and answers, which the plan counts
+MOST_SESSIONS = 10_000
+MOST_SAMPLERS = 1_000_000
+# Of requests and answers, which the plan counts. One that is read is there three times: as bytes,
+# as messages and as arrays.
+HELD_BYTES = 3 * tinker_wire.MOST_BYTES + MOST_WAITING_BYTES + MOST_KEPT_BYTES
+SCORED_TOGETHER = 64  # completions whose texts are made together
 CLIENT = {
     "proto_compress_fwdbwd": True,
     "parallel_fwdbwd_chunks": False,
@@ -80,10 +94,14 @@ class Service:
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Saved | None] = {}
         """By the id of a sampling session; None for the base."""
+        self.polls = 0
+        """Requests that wait for a result."""
 
     # -- sessions and models
 
     def create_session(self, body: Fields) -> object:
+        if len(self.sessions) >= MOST_SESSIONS:
+            raise Full
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         name = f"tinker-{stamp}-{secrets.token_hex(3)}"
         self.sessions[name] = Session()
@@ -103,16 +121,15 @@ class Service:
         return found
 
     def model_name(self, body: Fields) -> str:
-        session, found = self.session(body)
-        name = f"{session}:train:{body.whole('model_seq_id', 0, 1 << 30)}"
-        if name not in found.models:
-            found.models.append(name)
-        return name
+        session, _ = self.session(body)
+        return f"{session}:train:{body.whole('model_seq_id', 0, 1 << 30)}"
 
     def create_model(self, body: Fields) -> Job:
         name = self.model_name(body)
         self.check_base(body.text("base_model"))
-        if body.body.get("optimizer_config", {}).get("type", "adamw") != "adamw":
+        if "optimizer_config" in body.body and (
+            body.fields("optimizer_config").text("type", "adamw") != "adamw"
+        ):
             raise ValueError("optimizer_config: only adamw is here")
         lora = body.fields("lora_config")
         rank = lora.whole("rank", 1, MOST_RANK)
@@ -122,10 +139,16 @@ class Service:
         self.check_rank(rank)
 
         def work(_: Any) -> Result:
-            self.models[name] = self.outside.create(shape, self.saved.folder_of(name))
+            self.start(name, shape)
             return Result.of({"type": "create_model", "model_id": name})
 
         return self.add(f"{name}:0", None, alone(work))
+
+    def start(self, name: str, shape: Shape) -> Model:
+        """Create a model, in the thread that works."""
+        self.models[name] = made = self.outside.create(shape, self.saved.folder_of(name))
+        self.sessions[name.partition(":")[0]].models.append(name)
+        return made
 
     def check_base(self, name: str) -> None:
         if name not in (self.name, self.outside.config.model):
@@ -140,22 +163,30 @@ class Service:
 
     def finish(self, name: str) -> object:
         """End a session: the adapters of its models become the results of their runs."""
-        found = self.sessions.get(name, Session())
-        own = [each for each in found.models if each in self.models]
+        found = self.sessions.get(name)
+        if found is None:
+            raise Missing(f"session {shortened(name)}: is not here")
 
         def work(_: Any) -> Result:
-            self.end(own)
+            self.end(found.models)
             return Result.of({})
 
-        if own:
-            self.add(f"{name}:finish", None, alone(work))
+        self.add(f"{name}:finish:{len(found.models)}", None, alone(work))
         return {}
 
     def end(self, models: Iterable[str]) -> None:
+        """Raises RunError if one could not be written; the others were."""
+        failed: RunError | None = None
         for name in models:
             if (model := self.models.pop(name, None)) is not None:
-                self.outside.end(model)
+                try:
+                    self.outside.end(model)
+                except (UserError, RunError) as error:
+                    failed = RunError(first_line(error))
                 self.outside.forget(model)
+                self.jobs.forget(name)
+        if failed is not None:
+            raise failed
 
     def end_all(self) -> None:
         self.end(list(self.models))
@@ -180,9 +211,11 @@ class Service:
     def unload(self, body: Fields) -> Job:
         name = body.text("model_id")
 
+        if self.jobs.find(f"{name}:unload") is None:
+            self.model(name)
+
         def work(_: Any) -> Result:
-            self.outside.forget(self.model(name))
-            del self.models[name]
+            self.end([name])
             return Result.of({"type": "unload_model", "model_id": name})
 
         return self.add(f"{name}:unload", None, alone(work))
@@ -207,19 +240,20 @@ class Service:
     # -- training
 
     def gradients(self, asked: GradientsAsked) -> Job:
-        texts = asked.texts
+        name, number = asked.model_id, asked.seq_id
+        self.model(name)
+        self.outside.check(asked.texts)
 
-        def work(_: Any) -> Result:
-            model = self.model(asked.model_id)
+        def work(asked: GradientsAsked) -> Result:
             loss, found = self.outside.add_gradients(
-                model, texts, asked.loss, gradients=not asked.forward_only
+                self.model(name), asked.texts, asked.loss, gradients=not asked.forward_only
             )
             metrics = {"loss:sum": loss}
             body = tinker_wire.gradients_answer(metrics, found, asked.shapes)
             return Result(body, is_proto=True)
 
-        self.outside.check(texts)
-        return self.add(f"{asked.model_id}:{asked.seq_id}", None, alone(work), asked.model_id)
+        job = Job(f"{name}:{number}", asked, alone(work), size_bytes=asked.size_bytes)
+        return self.jobs.add(job, name, number)
 
     def update(self, body: Fields) -> Job:
         given = body.fields("adam_params")
@@ -227,7 +261,7 @@ class Service:
             learning_rate=given.number("learning_rate", 0, 1e3, 1e-4),
             beta1=given.number("beta1", 0, 0.999999, 0.9),
             beta2=given.number("beta2", 0, 0.99999999, 0.95),
-            eps=given.number("eps", 0, 1, 1e-12),
+            eps=given.number("eps", 1e-30, 1, 1e-12),
             weight_decay=given.number("weight_decay", 0, 1e3, 0.0),
             grad_clip_norm=given.number("grad_clip_norm", 0, 1e30, 0.0),
         )
@@ -240,22 +274,13 @@ class Service:
     def in_turn(self, body: Fields, work: Callable[[Model], Result]) -> Job:
         """A job of a model, in the order of its numbers."""
         name, number = body.text("model_id"), body.whole("seq_id", 1, 1 << 40)
-        return self.add(
-            f"{name}:{number}", None, alone(lambda _: work(self.model(name))), name, number
-        )
+        self.model(name)
+        job = Job(f"{name}:{number}", None, alone(lambda _: work(self.model(name))))
+        return self.jobs.add(job, name, number)
 
-    def add(
-        self,
-        id: str,
-        asked: Any,
-        work: Callable[[Sequence[Any]], Sequence[Result]],
-        model: str | None = None,
-        number: int | None = None,
-        together: Any = None,
-    ) -> Job:
-        if model is not None and number is None:
-            number = int(id.rpartition(":")[2])
-        return self.jobs.add(Job(id, asked, work, together), model, number or 0)
+    def add(self, id: str, asked: Any, work: Callable[[Any], Sequence[Result]]) -> Job:
+        """A job that waits for no other."""
+        return self.jobs.add(Job(id, asked, work))
 
     # -- saved models
 
@@ -269,14 +294,15 @@ class Service:
         return self.in_turn(body, work)
 
     def save_sampler(self, body: Fields) -> Job:
-        model_id, number = body.text("model_id"), body.body.get("sampling_session_seq_id")
+        model_id = body.text("model_id")
+        number = body.whole("sampling_session_seq_id", 0, 1 << 40, -1)
         name = body.text("path", "") or f"snapshot-{body.whole('seq_id', 1, 1 << 40)}"
         target = self.saved.target(model_id, SAMPLERS, name)
 
         def work(model: Model) -> Result:
             self.outside.save(model, target.folder, with_optimizer=False)
             answer = {"type": "save_weights_for_sampler", "path": target.path}
-            if isinstance(number, int):
+            if number >= 0:
                 del answer["path"]
                 session = model_id.partition(":")[0]
                 answer["sampling_session_id"] = self.new_sampler(session, number, target)
@@ -304,8 +330,12 @@ class Service:
         def work(_: Any) -> Result:
             shape = shape_in(folder)
             self.check_rank(shape.rank)
-            self.models[name] = made = self.outside.create(shape, self.saved.folder_of(name))
-            load(made)
+            made = self.start(name, shape)
+            try:
+                load(made)
+            except Exception:
+                self.end([name])
+                raise
             return Result.of({"type": "load_weights", "path": path, "model_id": name})
 
         return self.add(f"{name}:0", None, alone(work))
@@ -325,8 +355,11 @@ class Service:
 
     def new_sampler(self, session: str, number: int, saved: Saved | None) -> str:
         name = f"{session}:sample:{number}"
+        if len(self.samplers) >= MOST_SAMPLERS:
+            raise Full
+        if name not in self.samplers:
+            self.sessions[session].samplers.append(name)
         self.samplers[name] = saved
-        self.sessions.setdefault(session, Session()).samplers.append(name)
         return name
 
     def create_sampler(self, body: Fields) -> object:
@@ -349,14 +382,23 @@ class Service:
     def sample(self, body: Fields) -> tuple[Job, list[str]]:
         name, source = self.source(body)
         asked, key = self.sample_asked(body)
-        number = body.whole("seq_id", 0, 2**63 - 1, time.monotonic_ns())
+        # Without a session, other clients may have the same numbers.
+        unknown = secrets.randbits(62)
+        number = body.whole("seq_id", 0, 2**63 - 1, unknown)
+        number = number if "sampling_session_id" in body.body else unknown
         sampler = sampler_of(*key)
 
         def work(every: Sequence[SampleAsked]) -> Sequence[Result]:
             return self.completed(source, every, sampler)
 
         id = f"{name}:{number}"
-        job = self.add(id, asked, work, together=("sample", source, key))
+        job = self.jobs.add(
+            Job(
+                id, asked, work, ("sample", source, key),
+                size_bytes=asked.prompt.nbytes + 40 * len(asked.seeds),
+                tokens=asked.most * len(asked.seeds),
+            )
+        )  # fmt: skip
         return job, [f"{id}:{each}" for each in range(len(asked.seeds))]
 
     def source(self, body: Fields) -> tuple[str, Path | None]:
@@ -388,12 +430,12 @@ class Service:
                 f"the prompt has {counted(len(prompt), 'token')} and max_tokens is {most}; this "
                 f"server was planned for {outside.longest + 1} together (--max-seq-length)"
             )
-        stop = given.body.get("stop")
-        stops = None if stop is None else tuple([stop] if isinstance(stop, str) else stop)
-        for each in stops or ():
-            if not isinstance(each, str | int) or isinstance(each, bool) or each == "":
-                raise ValueError("stop: give texts or token ids")
         count = body.whole("num_samples", 1, MOST_SAMPLES, 1)
+        if count * most > MOST_TOGETHER:
+            raise ValueError(
+                f"num_samples times max_tokens is {count * most:,}; ask for at most "
+                f"{MOST_TOGETHER:,} at once"
+            )
         seed = given.whole("seed", 0, 2**64 - 1, secrets.randbits(63))
         seeds = tuple(derive_seed(seed, "sample", number) for number in range(count))
         key = (
@@ -402,7 +444,7 @@ class Service:
             max(0, given.whole("top_k", -1, 1 << 30, -1)),
         )
         with_prompt = body.truth("prompt_logprobs")
-        return SampleAsked(prompt, seeds, most, stops, with_prompt), key
+        return SampleAsked(prompt, seeds, most, stops_of(given), with_prompt), key
 
     def completed(
         self, source: Path | None, every: Sequence[SampleAsked], sampler: Any
@@ -416,8 +458,11 @@ class Service:
         most = max(each.most for each in every)
         stops = outside.tokenizer.eos_token_ids
         found = outside.sampled(source, prompts, sampler, stops, most)
-        texts = [text_to_score(every[c.prompt], c.tokens) for c in found]
-        scores = outside.log_probabilities(source, texts)
+        scores: list[np.ndarray] = []
+        for start in range(0, len(found), SCORED_TOGETHER):
+            part = found[start : start + SCORED_TOGETHER]
+            texts = [text_to_score(every[c.prompt], c.tokens) for c in part]
+            scores += outside.log_probabilities(source, texts)
         answers: list[dict[int, Sampled]] = [{} for _ in every]
         of_prompts: list[np.ndarray | None] = [None] * len(every)
         for completion, values in zip(found, scores, strict=True):
@@ -457,12 +502,19 @@ class Service:
         job = self.jobs.find(id)
         if job is None:
             return JSONResponse({"detail": f"request {shortened(id)}: is not here"}, 410)
-        until = time.monotonic() + POLL_S
-        while not job.done.is_set():
-            if time.monotonic() > until:
-                again = {"type": "try_again", "request_id": id, "queue_state": "active"}
-                return JSONResponse(again)
-            await asyncio.sleep(0.005 if time.monotonic() < until - POLL_S + 1 else 0.05)
+        self.polls += 1
+        try:
+            # They must leave connections to others.
+            patience_s = POLL_S if self.polls <= web.CONNECTIONS // 2 else CROWDED_POLL_S
+            began = time.monotonic()
+            while not job.done.is_set():
+                waited_s = time.monotonic() - began
+                if waited_s > patience_s:
+                    again = {"type": "try_again", "request_id": id, "queue_state": "active"}
+                    return JSONResponse(again)
+                await asyncio.sleep(0.005 if waited_s < 1 else 0.05)
+        finally:
+            self.polls -= 1
         assert job.result is not None
         kind = "application/x-protobuf" if job.result.is_proto else "application/json"
         return Response(job.result.body, media_type=kind)
@@ -470,6 +522,23 @@ class Service:
 
 class Missing(Exception):
     """What a request names is not here."""
+
+
+def stops_of(given: Fields) -> tuple[Any, ...] | None:
+    """The tokens or texts that end a completion. Raises ValueError."""
+    stop = given.body.get("stop")
+    if stop is None:
+        return None
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or len(stops) > admission.STOP_WORDS:
+        raise ValueError(f"stop: give at most {admission.STOP_WORDS} texts or token ids")
+    for each in stops:
+        is_text = isinstance(each, str) and 0 < len(each) <= admission.STOP_CHARACTERS
+        if not is_text and type(each) is not int:
+            raise ValueError(
+                f"stop: give texts of 1 to {admission.STOP_CHARACTERS} characters, or token ids"
+            )
+    return tuple(stops)
 
 
 def alone(work: Callable[[Any], Result]) -> Callable[[Sequence[Any]], Sequence[Result]]:
@@ -501,26 +570,39 @@ def future(job: Job, model: str | None = None, sequences: list[str] | None = Non
 
 
 def refused(status: int, message: str) -> Response:
-    return JSONResponse({"detail": message}, status)
+    return JSONResponse({"detail": shown(message, 500)}, status)
+
+
+def refusal_of(error: Exception) -> Response:
+    """The answer to a request that raised this."""
+    match error:
+        case ValueError() | UserError():
+            return refused(422, first_line(error))
+        case Missing():
+            return refused(404, str(error))
+        case Full():
+            return refused(429, "too many requests wait; ask again later")
+        case OSError():  # a disk that is full, or a folder that is being replaced
+            return refused(500, f"a file cannot be read or written ({error.strerror})")
+    raise error
 
 
 def routes_of(service: Service) -> list[Route]:
     """The routes of the API."""
 
+    values = admission.VALUES + service.outside.longest
+    reading = asyncio.Lock()  # one at a time, so that their memory is counted
+
     async def answered(request: Request, answer: Callable[[Fields], Any]) -> Response:
         try:
-            found = answer(Fields(admission.parse(await request.body())))
+            found = answer(Fields(admission.parse(await request.body(), values)))
             if isinstance(found, Job):
                 found = future(found)
             elif isinstance(found, tuple):
                 found = future(found[0], sequences=found[1])
             return await found if asyncio.iscoroutine(found) else JSONResponse(found)
-        except (ValueError, UserError) as error:
-            return refused(422, shortened(first_line(error), 500))
-        except Missing as error:
-            return refused(404, str(error))
-        except Full:
-            return refused(429, "too many requests wait; ask again later")
+        except Exception as error:
+            return refusal_of(error)
 
     def post(path: str, answer: Callable[[Fields], Any]) -> Route:
         async def respond(request: Request) -> Response:
@@ -532,24 +614,27 @@ def routes_of(service: Service) -> list[Route]:
         async def respond(request: Request) -> Response:
             try:
                 return JSONResponse(answer({**request.query_params, **request.path_params}))
-            except UserError as error:
-                return refused(422, shortened(first_line(error), 500))
-            except Missing as error:
-                return refused(404, str(error))
+            except Exception as error:
+                return refusal_of(error)
 
         return Route(f"/api/v1/{path}", respond, methods=[method])
+
+    def read(request: Request, body: bytes) -> GradientsAsked:
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding not in ("identity", "zstd"):
+            raise ValueError(f"content-encoding {shown(encoding)}: give zstd, or none")
+        return tinker_wire.gradients_asked(
+            tinker_wire.decompressed(body) if encoding == "zstd" else body
+        )
 
     async def gradients(request: Request) -> Response:
         try:
             body = await request.body()
-            if request.headers.get("content-encoding") == "zstd":
-                body = tinker_wire.decompressed(body)
-            asked = tinker_wire.gradients_asked(body)
+            async with reading:
+                asked = await to_thread.run_sync(read, request, body)
             return JSONResponse(future(service.gradients(asked), asked.model_id))
-        except (ValueError, UserError) as error:
-            return refused(422, shortened(first_line(error), 500))
-        except Full:
-            return refused(429, "too many requests wait; ask again later")
+        except Exception as error:
+            return refusal_of(error)
 
     def cancel(body: Fields) -> object:
         service.jobs.cancel(body.text("request_id", most=4000))
@@ -649,6 +734,12 @@ def serve(listener: socket.socket, service: Service, token: str, received: Seque
 
     listener: from `server.listen`. Raises RunError if the work fails.
     """
+
+    def check_stop() -> None:
+        if received:
+            raise RunError("the server stops")
+
+    service.outside.check_stop = check_stop
     gate = gate_of(web.is_local(listener), token)
     server = WebServer(listener, routes_of(service), gate)
     try:

@@ -126,6 +126,14 @@ class GradientsAsked:
     """Of the targets of each text."""
     forward_only: bool
 
+    @property
+    def size_bytes(self) -> int:
+        return sum(
+            array.nbytes
+            for text in self.texts
+            for array in (*text[:3], text.counts, *text.columns.values())
+        )
+
 
 def decompressed(body: bytes) -> bytes:
     """The content of a body that zstd compressed, of one frame. Raises ValueError."""
