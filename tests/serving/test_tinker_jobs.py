@@ -14,7 +14,7 @@ import pytest
 
 from your_ai.errors import RunError, UserError
 from your_ai.serving import tinker_jobs
-from your_ai.serving.tinker_jobs import Full, Job, Jobs, Result
+from your_ai.serving.tinker_jobs import Full, Jobs, QueuedJob, Result
 
 M = "s:train:0"
 
@@ -30,11 +30,11 @@ class Work:
         return [Result.of(each) for each in asked]
 
 
-def job(id: str, work: Any, asked: Any = None, **more: Any) -> Job:
-    return Job(id, id if asked is None else asked, work, **more)
+def job(id: str, work: Any, asked: Any = None, **more: Any) -> QueuedJob:
+    return QueuedJob(id, id if asked is None else asked, work, **more)
 
 
-def numbered(jobs: Jobs, work: Any, number: int, **more: Any) -> Job:
+def numbered(jobs: Jobs, work: Any, number: int, **more: Any) -> QueuedJob:
     return jobs.add(job(f"{M}:{number}", work, **more), M, number)
 
 
@@ -43,7 +43,7 @@ def run(jobs: Jobs) -> None:
     jobs.run(lambda: not jobs.ready)
 
 
-def said(of: Job) -> Any:
+def said(of: QueuedJob) -> Any:
     assert of.result is not None
     return json.loads(of.result.body)
 
@@ -186,7 +186,7 @@ def test_small_results_are_forgotten_too(jobs, work, monkeypatch):
 
 def test_job_that_is_done_does_not_hold_what_was_asked(jobs):
     held = bytearray(10)
-    done = jobs.add(Job("a", held, lambda asked: [Result(bytes(held[:0]))]))
+    done = jobs.add(QueuedJob("a", held, lambda asked: [Result(bytes(held[:0]))]))
     run(jobs)
     assert done.asked is None
     assert done.work is tinker_jobs.nothing
@@ -243,7 +243,7 @@ def running(jobs) -> Iterator[Jobs]:
 
 def test_threads_add_and_cancel_while_jobs_are_done(running, work):
     """Each job is done once, or cancelled, and has a result."""
-    added: list[Job] = []
+    added: list[QueuedJob] = []
 
     def add(name: str) -> None:
         numbers = list(range(1, 101))

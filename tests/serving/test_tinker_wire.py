@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as arrays
 
 from your_ai.objectives.outside import BETA, CLIP_HIGH, CLIP_LOW, LOSSES
 from your_ai.serving import tinker_wire as wire
-from your_ai.serving.tinker_wire import Fields, Sampled, gradients_asked, message_class
+from your_ai.serving.tinker_wire import RequestFields, SampledTokens, gradients_asked, message_class
 
 DTYPES = {np.dtype("float32"): 1, np.dtype("int64"): 2, np.dtype("int32"): 3}
 NEEDED = {"advantages": 1.0, "logprobs": -1.0}
@@ -369,7 +369,7 @@ def test_answer_has_the_log_probabilities_of_each_text(counts, wide):
 @given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), max_size=4), st.booleans())
 def test_answer_has_each_completion(completions, with_prompt):
     made = [
-        Sampled(tuple(tokens), -np.arange(len(tokens), dtype=F32), len(tokens) % 2 == 0)
+        SampledTokens(tuple(tokens), -np.arange(len(tokens), dtype=F32), len(tokens) % 2 == 0)
         for tokens in completions
     ]
     prompt = np.array([np.nan, -1, -2], F32) if with_prompt else None
@@ -395,14 +395,14 @@ ANY = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(ANY)
 def test_any_field_is_read_or_refused_with_one_line(value):
-    fields = Fields({"x": value})
-    chunks = Fields({"x": {"chunks": [{"tokens": value}]}})
+    fields = RequestFields({"x": value})
+    chunks = RequestFields({"x": {"chunks": [{"tokens": value}]}})
     for asked in (
         lambda: fields.text("x"), lambda: fields.whole("x", 0, 9, 1), lambda: fields.truth("x"),
         lambda: fields.number("x", 0, 9, 1.0), lambda: fields.fields("x"),
-        lambda: fields.tokens("x"), lambda: chunks.tokens("x"), lambda: Fields(value),
-        lambda: Fields({"x": {"chunks": value}}).tokens("x"),
-        lambda: Fields({"x": {"chunks": [value]}}).tokens("x"),
+        lambda: fields.tokens("x"), lambda: chunks.tokens("x"), lambda: RequestFields(value),
+        lambda: RequestFields({"x": {"chunks": value}}).tokens("x"),
+        lambda: RequestFields({"x": {"chunks": [value]}}).tokens("x"),
     ):  # fmt: skip
         assert refusal(asked) is not None
 
@@ -410,21 +410,21 @@ def test_any_field_is_read_or_refused_with_one_line(value):
 @pytest.mark.parametrize("value", [True, 1.5, "1", [1], 10, -1, 10**30])
 def test_whole_numbers_are_within_their_bounds(value):
     with pytest.raises(ValueError, match="x: give a whole number from 0 to 9"):
-        Fields({"x": value}).whole("x", 0, 9)
+        RequestFields({"x": value}).whole("x", 0, 9)
 
 
 @pytest.mark.parametrize("value", [True, "1", [1], 10, -1, math.nan, math.inf, 10**400])
 def test_numbers_are_within_their_bounds(value):
     with pytest.raises(ValueError, match="x: give a number from 0 to 9"):
-        Fields({"x": value}).number("x", 0, 9, 1.0)
+        RequestFields({"x": value}).number("x", 0, 9, 1.0)
 
 
 @pytest.mark.parametrize("ids", [[], [True], [1.0], [-1], [2**31], ["1"], [None]])
 def test_tokens_are_ids(ids):
     with pytest.raises(ValueError, match="x: give token ids"):
-        Fields({"x": {"chunks": [{"tokens": ids}]}}).tokens("x")
+        RequestFields({"x": {"chunks": [{"tokens": ids}]}}).tokens("x")
 
 
 def test_tokens_of_chunks_are_joined():
     chunks = [{"tokens": [1, 2]}, {"tokens": []}, {"tokens": [3]}]
-    assert Fields({"x": {"chunks": chunks}}).tokens("x").tolist() == [1, 2, 3]
+    assert RequestFields({"x": {"chunks": chunks}}).tokens("x").tolist() == [1, 2, 3]

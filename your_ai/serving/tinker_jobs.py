@@ -29,7 +29,7 @@ Category = Literal["user", "server"]
 
 @dataclass(frozen=True)
 class Result:
-    """What a job gave."""
+    """The bytes that a job gave."""
 
     body: bytes
     is_proto: bool = False
@@ -44,7 +44,7 @@ class Result:
 
 
 @dataclass(eq=False)
-class Job:
+class QueuedJob:
     """A piece of work.
 
     Jobs with equal `together`, if it is not None, are given to one call of `work`.
@@ -72,18 +72,18 @@ class Jobs:
 
     def __init__(self) -> None:
         self.lock = threading.Condition()
-        self.known: dict[str, Job] = {}
-        self.finished: deque[Job] = deque()
+        self.known: dict[str, QueuedJob] = {}
+        self.finished: deque[QueuedJob] = deque()
         """Those of `known` that have results, the oldest first."""
         self.kept_bytes = 0
         """Of `finished`."""
-        self.ready: list[Job] = []
-        self.early: dict[str, dict[int, Job]] = {}
+        self.ready: list[QueuedJob] = []
+        self.early: dict[str, dict[int, QueuedJob]] = {}
         """By model, those whose turn has not come."""
         self.next: dict[str, int] = {}
         """By model, the number of the job whose turn is next."""
 
-    def add(self, job: Job, model: str | None = None, number: int = 0) -> Job:
+    def add(self, job: QueuedJob, model: str | None = None, number: int = 0) -> QueuedJob:
         """Add a job, or return the one that has its id. Raises Full, ValueError.
 
         model, number: whose turn it waits for, from 1 on.
@@ -107,7 +107,7 @@ class Jobs:
             self.lock.notify_all()
             return job
 
-    def is_full(self, job: Job) -> bool:
+    def is_full(self, job: QueuedJob) -> bool:
         waiting = [*self.ready, *(each for early in self.early.values() for each in early.values())]
         size_bytes = job.size_bytes + sum(each.size_bytes for each in waiting)
         return len(waiting) >= MOST_WAITING or size_bytes > MOST_WAITING_BYTES
@@ -134,7 +134,7 @@ class Jobs:
                 self.ready.remove(job)
                 self.finish(job, Result.failed("was cancelled", "user"))
 
-    def find(self, id: str) -> Job | None:
+    def find(self, id: str) -> QueuedJob | None:
         with self.lock:
             return self.known.get(id)
 
@@ -143,7 +143,7 @@ class Jobs:
         while (jobs := self.take(is_over)) is not None:
             self.work(jobs)
 
-    def take(self, is_over: Callable[[], bool]) -> list[Job] | None:
+    def take(self, is_over: Callable[[], bool]) -> list[QueuedJob] | None:
         """The next job, and those that are done with it; None when it is over."""
         with self.lock:
             while not self.ready and not is_over():
@@ -162,7 +162,7 @@ class Jobs:
             self.ready = others
             return same
 
-    def work(self, jobs: list[Job]) -> None:
+    def work(self, jobs: list[QueuedJob]) -> None:
         try:
             results = jobs[0].work([job.asked for job in jobs])
         except (UserError, ValueError) as error:
@@ -178,7 +178,7 @@ class Jobs:
             for job, result in zip(jobs, results, strict=True):
                 self.finish(job, result)
 
-    def finish(self, job: Job, result: Result) -> None:
+    def finish(self, job: QueuedJob, result: Result) -> None:
         job.result, job.asked, job.work = result, None, nothing  # which hold what was asked
         job.done.set()
         self.finished.append(job)
