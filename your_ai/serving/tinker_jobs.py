@@ -18,8 +18,9 @@ from your_ai.errors import RunError, UserError, first_line
 from your_ai.gates.text import shortened
 
 MOST_WAITING = 2048
+MOST_WAITING_BYTES = 1 << 25
 POLL_S = 0.2  # between two looks at whether it is over
-MOST_KEPT_BYTES = 1 << 27  # of results that were not fetched, or may be asked for again
+MOST_KEPT_BYTES = 1 << 25  # of results that were not fetched, or may be asked for again
 Category = Literal["user", "server"]
 
 
@@ -51,6 +52,8 @@ class Job:
     work: Callable[[Sequence[Any]], Sequence[Result]]
     """The requests of jobs -> their results."""
     together: Any = None
+    size: int = 0
+    """Bytes of the request."""
     done: threading.Event = field(default_factory=threading.Event)
     result: Result | None = None
 
@@ -79,7 +82,9 @@ class Jobs:
         with self.lock:
             if job.id in self.known:
                 return self.known[job.id]
-            if len(self.ready) + sum(map(len, self.early.values())) >= MOST_WAITING:
+            waiting = [*self.ready, *(j for own in self.early.values() for j in own.values())]
+            held = sum(each.size for each in waiting)
+            if len(waiting) >= MOST_WAITING or (held and held + job.size > MOST_WAITING_BYTES):
                 raise Full
             if model is None:
                 self.ready.append(job)
@@ -141,7 +146,7 @@ class Jobs:
                 self.finish(job, result)
 
     def finish(self, job: Job, result: Result) -> None:
-        job.result, job.asked = result, None
+        job.result, job.asked, job.work = result, None, done  # frees what they hold
         job.done.set()
         kept = sum(len(each.result.body) for each in self.known.values() if each.result)
         for id, each in list(self.known.items()):
@@ -150,3 +155,8 @@ class Jobs:
             if each.result is not None and each is not job:
                 kept -= len(each.result.body)
                 del self.known[id]
+
+
+def done(_: Sequence[Any]) -> Sequence[Result]:
+    """The work of a job that was done."""
+    return []

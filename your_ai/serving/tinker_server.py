@@ -29,7 +29,14 @@ from your_ai.gates.token_ids import check_ids
 from your_ai.generation.rollouts import RolloutPrompt, sampler_of
 from your_ai.rng import derive_seed
 from your_ai.serving import admission, tinker_wire, web
-from your_ai.serving.tinker_jobs import Full, Job, Jobs, Result
+from your_ai.serving.tinker_jobs import (
+    MOST_KEPT_BYTES,
+    MOST_WAITING_BYTES,
+    Full,
+    Job,
+    Jobs,
+    Result,
+)
 from your_ai.serving.tinker_saved import SAMPLERS, WEIGHTS, Saved, SavedModels
 from your_ai.serving.tinker_wire import Fields, GradientsAsked, Sampled
 from your_ai.serving.web import Gate, Origins, RequestRefused, WebServer
@@ -38,7 +45,8 @@ from your_ai.training.outside import Adam, Model, Outside, Shape, Text, shape_in
 POLL_S = 20.0  # that a request for a result waits
 MOST_RANK = 512
 MOST_SAMPLES = 1024  # of a request
-HELD_BYTES = 1 << 27  # of requests and answers, which the plan counts
+# Of requests that wait or are read, and of answers that wait; the plan counts them.
+HELD_BYTES = MOST_WAITING_BYTES + MOST_KEPT_BYTES
 CLIENT = {
     "proto_compress_fwdbwd": True,
     "parallel_fwdbwd_chunks": False,
@@ -219,7 +227,8 @@ class Service:
             return Result(body, is_proto=True)
 
         self.outside.check(texts)
-        return self.add(f"{asked.model_id}:{asked.seq_id}", None, alone(work), asked.model_id)
+        id, size = f"{asked.model_id}:{asked.seq_id}", sum(text.nbytes for text in texts)
+        return self.add(id, None, alone(work), asked.model_id, asked.seq_id, size=size)
 
     def update(self, body: Fields) -> Job:
         given = body.fields("adam_params")
@@ -250,12 +259,11 @@ class Service:
         asked: Any,
         work: Callable[[Sequence[Any]], Sequence[Result]],
         model: str | None = None,
-        number: int | None = None,
+        number: int = 0,
         together: Any = None,
+        size: int = 0,
     ) -> Job:
-        if model is not None and number is None:
-            number = int(id.rpartition(":")[2])
-        return self.jobs.add(Job(id, asked, work, together), model, number or 0)
+        return self.jobs.add(Job(id, asked, work, together, size), model, number)
 
     # -- saved models
 
@@ -356,7 +364,8 @@ class Service:
             return self.completed(source, every, sampler)
 
         id = f"{name}:{number}"
-        job = self.add(id, asked, work, together=("sample", source, key))
+        together = ("sample", source, key)
+        job = self.add(id, asked, work, together=together, size=asked.prompt.nbytes)
         return job, [f"{id}:{each}" for each in range(len(asked.seeds))]
 
     def source(self, body: Fields) -> tuple[str, Path | None]:

@@ -31,13 +31,15 @@ from your_ai.engine.gradients import Gradients, gradients_in
 from your_ai.engine.weights import Opened, open_model, start_vocabulary
 from your_ai.errors import UserError
 from your_ai.files import read_text
-from your_ai.gates.text import counted, size_text
+from your_ai.gates.text import counted
 from your_ai.gates.token_ids import check_ids, vocabulary_of
 from your_ai.generation.rollouts import Completion, RolloutPrompt, Sampler, complete
 from your_ai.hub.find import find_model
 from your_ai.memory import allocator, probe
 from your_ai.memory.budget import run_limit
-from your_ai.memory.plan import Budget, rows_of
+from your_ai.memory.limit import rounded_up
+from your_ai.memory.plan import Budget, DoesNotFit, rows_of
+from your_ai.memory.sample import in_gb
 from your_ai.nets import model
 from your_ai.nets.mlx_types import load_arrays
 from your_ai.nets.numerics import compute_dtype
@@ -89,6 +91,11 @@ class Text(NamedTuple):
     """(m,) float32 each: advantages, old, clip_low and clip_high."""
     counts: np.ndarray
     """(m,) bool, the tokens of the ratio of a whole text."""
+
+    @property
+    def nbytes(self) -> int:
+        arrays = (self.tokens, self.positions, self.targets, self.counts, *self.columns.values())
+        return sum(array.nbytes for array in arrays)
 
 
 @dataclass(frozen=True)
@@ -214,13 +221,22 @@ class Outside:
     # -- the plan
 
     def planned(self, shape: Shape, opened: Opened) -> Budget:
+        """The plan of models of a shape. Raises UserError if none fits."""
         config = shape.config(self.config, opened.network)
         data = rollouts_planned(config, config.max_seq_length)
-        return budget_of_run(
-            config, opened.folder, opened.dtype, data, self.limit, opened.can_stream,
-            server_bytes=self.server_bytes,
-            vocabulary=model.vocabulary_sizes(opened.network, config),
-        )  # fmt: skip
+        try:
+            return budget_of_run(
+                config, opened.folder, opened.dtype, data, self.limit, opened.can_stream,
+                server_bytes=self.server_bytes,
+                vocabulary=model.vocabulary_sizes(opened.network, config),
+            )  # fmt: skip
+        except DoesNotFit as refusal:
+            least, limit = in_gb(rounded_up(refusal.least_bytes)), in_gb(self.limit.limit_bytes)
+            raise UserError(
+                f"--max-memory: texts of {self.longest:,} tokens and rank {shape.rank} do not fit "
+                f"into {limit}; at least {least} is needed; raise the limit, or lower "
+                "--max-seq-length, --rank or --samples"
+            ) from refusal
 
     def rows_at(self, tokens: int) -> int:
         assert self.bench is not None
@@ -547,8 +563,8 @@ class Outside:
             if len(text.tokens) > self.longest:
                 raise UserError(
                     f"text {number} has {counted(len(text.tokens), 'token')}; this server was "
-                    f"planned for {self.longest:,}: start it with a larger --max-seq-length, whose "
-                    f"plan needs more than {size_text(self.budget.choice.option.needed_bytes)}"
+                    f"planned for {self.longest:,}: start it with a larger --max-seq-length (the "
+                    f"plan of this one needs {in_gb(self.budget.choice.option.needed_bytes)})"
                 )
             for ids in (text.tokens, text.targets):
                 check_ids(ids, self.vocabulary, self.tokenizer, f"text {number}")
