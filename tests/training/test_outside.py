@@ -17,19 +17,19 @@ from your_ai.objectives.outside import LOSSES
 from your_ai.run import checkpoint, events
 from your_ai.run.folder import RUNS, RunFolder
 from your_ai.training import train as recipe
-from your_ai.training.outside import Adam, Outside, Shape, Text, outside_config
+from your_ai.training.outside import Adam, LoraShape, Outside, OutsideText, outside_config
 
-SHAPE = Shape(4, 1)
+SHAPE = LoraShape(4, 1)
 FAST = Adam(learning_rate=1e-2)
 
 
-def text(count: int, seed: int = 0, **columns: float) -> Text:
+def text(count: int, seed: int = 0, **columns: float) -> OutsideText:
     """A text of random tokens, each with the next one as its target."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(3, 60, count + 1).astype(np.int32)
     given = {"advantages": 1.0, "old": -3.0, "clip_low": 0.8, "clip_high": 1.2, **columns}
     arrays = {name: np.full(count, value, np.float32) for name, value in given.items()}
-    return Text(
+    return OutsideText(
         tokens[:-1], np.arange(count, dtype=np.int32), tokens[1:], arrays, np.ones(count, bool)
     )
 
@@ -66,7 +66,7 @@ def distance(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> flo
 
 
 def test_the_same_rows_train_the_same_adapter_as_a_run(outside, configure, monkeypatch):
-    steps: list[list[Text]] = []
+    steps: list[list[OutsideText]] = []
     losses: list[float] = []
     step_of = recipe.train_step
 
@@ -184,7 +184,7 @@ def test_each_plan_gives_the_same_log_probabilities_and_gradients(outside, untie
 
 def test_models_take_turns_and_keep_gradients_and_optimizers(outside):
     """Of equal and of other ranks, as if each were alone."""
-    shapes = {"a": SHAPE, "b": Shape(4, 2), "c": Shape(2, 3, train_mlp=False)}
+    shapes = {"a": SHAPE, "b": LoraShape(4, 2), "c": LoraShape(2, 3, train_mlp=False)}
     alone = {}
     for name, shape in shapes.items():
         loops = outside()

@@ -26,7 +26,7 @@ Category = Literal["user", "server"]
 
 @dataclass(frozen=True)
 class Result:
-    """What a job gave."""
+    """The result of a job, as it is sent."""
 
     body: bytes
     is_proto: bool = False
@@ -41,7 +41,7 @@ class Result:
 
 
 @dataclass(eq=False)
-class Job:
+class QueuedJob:
     """A piece of work.
 
     Jobs with equal `together`, if it is not None, are given to one call of `work`.
@@ -67,14 +67,14 @@ class Jobs:
 
     def __init__(self) -> None:
         self.lock = threading.Condition()
-        self.known: OrderedDict[str, Job] = OrderedDict()
-        self.ready: list[Job] = []
-        self.early: dict[str, dict[int, Job]] = {}
+        self.known: OrderedDict[str, QueuedJob] = OrderedDict()
+        self.ready: list[QueuedJob] = []
+        self.early: dict[str, dict[int, QueuedJob]] = {}
         """By model, those whose turn has not come."""
         self.next: dict[str, int] = {}
         """By model, the number of the job whose turn is next."""
 
-    def add(self, job: Job, model: str | None = None, number: int = 0) -> Job:
+    def add(self, job: QueuedJob, model: str | None = None, number: int = 0) -> QueuedJob:
         """Add a job, or return the one that has its id. Raises Full, ValueError.
 
         model, number: whose turn it waits for, from 1 on.
@@ -112,7 +112,7 @@ class Jobs:
                 self.ready.remove(job)
                 self.finish(job, Result.failed("was cancelled", "user"))
 
-    def find(self, id: str) -> Job | None:
+    def find(self, id: str) -> QueuedJob | None:
         with self.lock:
             return self.known.get(id)
 
@@ -121,7 +121,7 @@ class Jobs:
         while (jobs := self.take(is_over)) is not None:
             self.work(jobs)
 
-    def take(self, is_over: Callable[[], bool]) -> list[Job] | None:
+    def take(self, is_over: Callable[[], bool]) -> list[QueuedJob] | None:
         """The next job, and those that are done with it; None when it is over."""
         with self.lock:
             while not self.ready and not is_over():
@@ -134,7 +134,7 @@ class Jobs:
             self.ready = [job for job in self.ready if job not in same]
             return same
 
-    def work(self, jobs: list[Job]) -> None:
+    def work(self, jobs: list[QueuedJob]) -> None:
         try:
             results = jobs[0].work([job.asked for job in jobs])
         except (UserError, ValueError) as error:
@@ -145,7 +145,7 @@ class Jobs:
             for job, result in zip(jobs, results, strict=True):
                 self.finish(job, result)
 
-    def finish(self, job: Job, result: Result) -> None:
+    def finish(self, job: QueuedJob, result: Result) -> None:
         job.result, job.asked, job.work = result, None, done  # frees what they hold
         job.done.set()
         kept = sum(len(each.result.body) for each in self.known.values() if each.result)

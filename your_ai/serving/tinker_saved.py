@@ -15,7 +15,7 @@ from pathlib import Path
 from your_ai.errors import UserError
 from your_ai.files import atomic_folder
 from your_ai.gates.text import shortened
-from your_ai.training.outside import Shape, about_of, shape_in
+from your_ai.training.outside import LoraShape, about_of, shape_in
 
 SCHEME = "tinker://"
 WEIGHTS, SAMPLERS = "weights", "sampler_weights"
@@ -133,7 +133,7 @@ class SavedModels:
                 found[key] = last[kind].facts
         return found
 
-    def shape(self, path: str) -> Shape:
+    def shape(self, path: str) -> LoraShape:
         return shape_in(self.find(path).folder)
 
 

@@ -33,14 +33,14 @@ from your_ai.serving.tinker_jobs import (
     MOST_KEPT_BYTES,
     MOST_WAITING_BYTES,
     Full,
-    Job,
     Jobs,
+    QueuedJob,
     Result,
 )
 from your_ai.serving.tinker_saved import SAMPLERS, WEIGHTS, Saved, SavedModels
-from your_ai.serving.tinker_wire import Fields, GradientsAsked, Sampled
+from your_ai.serving.tinker_wire import GradientsAsked, RequestFields, SampledTokens
 from your_ai.serving.web import Gate, Origins, RequestRefused, WebServer
-from your_ai.training.outside import Adam, Model, Outside, Shape, Text, shape_in
+from your_ai.training.outside import Adam, LoraShape, Outside, OutsideModel, OutsideText, shape_in
 
 POLL_S = 20.0  # that a request for a result waits
 MOST_RANK = 512
@@ -78,46 +78,46 @@ class Session:
 
 
 class Service:
-    """What the routes do."""
+    """The work of the routes."""
 
     def __init__(self, outside: Outside, jobs: Jobs, folder: Path, name: str = "") -> None:
         """folder: of the runs. name: what loops call the base; by default as its user does."""
         self.outside, self.jobs, self.saved = outside, jobs, SavedModels(folder)
         self.name = name or outside.config.model
         self.sessions: dict[str, Session] = {}
-        self.models: dict[str, Model] = {}
+        self.models: dict[str, OutsideModel] = {}
         self.samplers: dict[str, Saved | None] = {}
         """By the id of a sampling session; None for the base."""
 
     # -- sessions and models
 
-    def create_session(self, body: Fields) -> object:
+    def create_session(self, body: RequestFields) -> object:
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         name = f"tinker-{stamp}-{secrets.token_hex(3)}"
         self.sessions[name] = Session()
         return {"type": "create_session", "session_id": name}
 
-    def session(self, body: Fields) -> tuple[str, Session]:
+    def session(self, body: RequestFields) -> tuple[str, Session]:
         name = body.text("session_id")
         found = self.sessions.get(name)
         if found is None:
-            raise Missing(f"session {shortened(name)}: is not here; this server was restarted")
+            raise NotHere(f"session {shortened(name)}: is not here; this server was restarted")
         return name, found
 
-    def model(self, name: str) -> Model:
+    def model(self, name: str) -> OutsideModel:
         found = self.models.get(name)
         if found is None:
             raise UserError(f"model {shortened(name)}: is not here, or was unloaded")
         return found
 
-    def model_name(self, body: Fields) -> str:
+    def model_name(self, body: RequestFields) -> str:
         session, found = self.session(body)
         name = f"{session}:train:{body.whole('model_seq_id', 0, 1 << 30)}"
         if name not in found.models:
             found.models.append(name)
         return name
 
-    def create_model(self, body: Fields) -> Job:
+    def create_model(self, body: RequestFields) -> QueuedJob:
         name = self.model_name(body)
         self.check_base(body.text("base_model"))
         if body.body.get("optimizer_config", {}).get("type", "adamw") != "adamw":
@@ -126,7 +126,7 @@ class Service:
         rank = lora.whole("rank", 1, MOST_RANK)
         seed = lora.whole("seed", 0, 2**63 - 1, derive_seed(0, name) >> 1)
         mlp, attention = lora.truth("train_mlp", True), lora.truth("train_attn", True)
-        shape = Shape(rank, seed, mlp, attention, lora.truth("train_unembed", True))
+        shape = LoraShape(rank, seed, mlp, attention, lora.truth("train_unembed", True))
         self.check_rank(rank)
 
         def work(_: Any) -> Result:
@@ -171,7 +171,7 @@ class Service:
     def session_facts(self, name: str) -> object:
         found = self.sessions.get(name)
         if found is None:
-            raise Missing(f"session {shortened(name)}: is not here")
+            raise NotHere(f"session {shortened(name)}: is not here")
         return {"training_run_ids": found.models, "sampler_ids": found.samplers}
 
     def runs(self, first: int, most: int) -> object:
@@ -180,12 +180,12 @@ class Service:
         cursor = {"offset": first, "limit": most, "total_count": len(every)}
         return {"training_runs": part, "cursor": cursor}
 
-    def copy(self, body: Fields) -> object:
+    def copy(self, body: RequestFields) -> object:
         return {
             "tinker_path": self.saved.copy(body.text("source_path"), self.model_name(body)).path
         }
 
-    def unload(self, body: Fields) -> Job:
+    def unload(self, body: RequestFields) -> QueuedJob:
         name = body.text("model_id")
 
         def work(_: Any) -> Result:
@@ -195,7 +195,7 @@ class Service:
 
         return self.add(f"{name}:unload", None, alone(work))
 
-    def info(self, body: Fields) -> object:
+    def info(self, body: RequestFields) -> object:
         name = body.text("model_id")
         shape = self.model(name).shape
         about = {
@@ -214,7 +214,7 @@ class Service:
 
     # -- training
 
-    def gradients(self, asked: GradientsAsked) -> Job:
+    def gradients(self, asked: GradientsAsked) -> QueuedJob:
         texts = asked.texts
 
         def work(_: Any) -> Result:
@@ -230,7 +230,7 @@ class Service:
         id, size = f"{asked.model_id}:{asked.seq_id}", sum(text.nbytes for text in texts)
         return self.add(id, None, alone(work), asked.model_id, asked.seq_id, size=size)
 
-    def update(self, body: Fields) -> Job:
+    def update(self, body: RequestFields) -> QueuedJob:
         given = body.fields("adam_params")
         adam = Adam(
             learning_rate=given.number("learning_rate", 0, 1e3, 1e-4),
@@ -241,12 +241,12 @@ class Service:
             grad_clip_norm=given.number("grad_clip_norm", 0, 1e30, 0.0),
         )
 
-        def work(model: Model) -> Result:
+        def work(model: OutsideModel) -> Result:
             return Result.of({"metrics": self.outside.update(model, adam)})
 
         return self.in_turn(body, work)
 
-    def in_turn(self, body: Fields, work: Callable[[Model], Result]) -> Job:
+    def in_turn(self, body: RequestFields, work: Callable[[OutsideModel], Result]) -> QueuedJob:
         """A job of a model, in the order of its numbers."""
         name, number = body.text("model_id"), body.whole("seq_id", 1, 1 << 40)
         return self.add(
@@ -262,26 +262,26 @@ class Service:
         number: int = 0,
         together: Any = None,
         size: int = 0,
-    ) -> Job:
-        return self.jobs.add(Job(id, asked, work, together, size), model, number)
+    ) -> QueuedJob:
+        return self.jobs.add(QueuedJob(id, asked, work, together, size), model, number)
 
     # -- saved models
 
-    def save(self, body: Fields) -> Job:
+    def save(self, body: RequestFields) -> QueuedJob:
         target = self.saved.target(body.text("model_id"), WEIGHTS, body.text("path", "state"))
 
-        def work(model: Model) -> Result:
+        def work(model: OutsideModel) -> Result:
             self.outside.save(model, target.folder)
             return Result.of({"type": "save_weights", "path": target.path})
 
         return self.in_turn(body, work)
 
-    def save_sampler(self, body: Fields) -> Job:
+    def save_sampler(self, body: RequestFields) -> QueuedJob:
         model_id, number = body.text("model_id"), body.body.get("sampling_session_seq_id")
         name = body.text("path", "") or f"snapshot-{body.whole('seq_id', 1, 1 << 40)}"
         target = self.saved.target(model_id, SAMPLERS, name)
 
-        def work(model: Model) -> Result:
+        def work(model: OutsideModel) -> Result:
             self.outside.save(model, target.folder, with_optimizer=False)
             answer = {"type": "save_weights_for_sampler", "path": target.path}
             if isinstance(number, int):
@@ -292,16 +292,16 @@ class Service:
 
         return self.in_turn(body, work)
 
-    def load(self, body: Fields) -> Job:
+    def load(self, body: RequestFields) -> QueuedJob:
         path, with_optimizer = body.text("path"), body.truth("optimizer")
         folder = self.saved.find(path).folder
 
-        def load(model: Model) -> None:
+        def load(model: OutsideModel) -> None:
             self.outside.load(model, folder, with_optimizer=with_optimizer)
 
         if "session_id" not in body.body:
 
-            def again(model: Model) -> Result:
+            def again(model: OutsideModel) -> Result:
                 load(model)
                 return Result.of({"type": "load_weights", "path": path, "model_id": id})
 
@@ -318,7 +318,7 @@ class Service:
 
         return self.add(f"{name}:0", None, alone(work))
 
-    def weights_info(self, body: Fields) -> object:
+    def weights_info(self, body: RequestFields) -> object:
         shape = self.saved.shape(body.text("tinker_path"))
         return {
             "base_model": self.name,
@@ -337,7 +337,7 @@ class Service:
         self.sessions.setdefault(session, Session()).samplers.append(name)
         return name
 
-    def create_sampler(self, body: Fields) -> object:
+    def create_sampler(self, body: RequestFields) -> object:
         session, _ = self.session(body)
         number, path = (
             body.whole("sampling_session_seq_id", 0, 1 << 40),
@@ -350,11 +350,11 @@ class Service:
 
     def sampler(self, name: str) -> object:
         if name not in self.samplers:
-            raise Missing(f"sampler {shortened(name)}: is not here")
+            raise NotHere(f"sampler {shortened(name)}: is not here")
         saved, found = self.samplers[name], {"sampler_id": name, "base_model": self.name}
         return found if saved is None else {**found, "model_path": saved.path}
 
-    def sample(self, body: Fields) -> tuple[Job, list[str]]:
+    def sample(self, body: RequestFields) -> tuple[QueuedJob, list[str]]:
         name, source = self.source(body)
         asked, key = self.sample_asked(body)
         number = body.whole("seq_id", 0, 2**63 - 1, time.monotonic_ns())
@@ -368,7 +368,7 @@ class Service:
         job = self.add(id, asked, work, together=together, size=asked.prompt.nbytes)
         return job, [f"{id}:{each}" for each in range(len(asked.seeds))]
 
-    def source(self, body: Fields) -> tuple[str, Path | None]:
+    def source(self, body: RequestFields) -> tuple[str, Path | None]:
         """The name of a sampler, and the folder of its adapters; None for the base."""
         if "sampling_session_id" in body.body:
             name = body.text("sampling_session_id")
@@ -381,7 +381,7 @@ class Service:
         self.check_base(body.text("base_model"))
         return "base", None
 
-    def sample_asked(self, body: Fields) -> tuple[SampleAsked, tuple[float, float, int]]:
+    def sample_asked(self, body: RequestFields) -> tuple[SampleAsked, tuple[float, float, int]]:
         prompt = body.tokens("prompt")
         given, outside = body.fields("sampling_params"), self.outside
         for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
@@ -427,11 +427,11 @@ class Service:
         found = outside.sampled(source, prompts, sampler, stops, most)
         texts = [text_to_score(every[c.prompt], c.tokens) for c in found]
         scores = outside.log_probabilities(source, texts)
-        answers: list[dict[int, Sampled]] = [{} for _ in every]
+        answers: list[dict[int, SampledTokens]] = [{} for _ in every]
         of_prompts: list[np.ndarray | None] = [None] * len(every)
         for completion, values in zip(found, scores, strict=True):
             asked, count = every[completion.prompt], len(completion.tokens)
-            answers[completion.prompt][completion.sample] = Sampled(
+            answers[completion.prompt][completion.sample] = SampledTokens(
                 completion.tokens, values[len(values) - count :], completion.stopped
             )
             if asked.with_prompt:
@@ -443,7 +443,7 @@ class Service:
         ]
 
     def ends(self, stops: tuple[Any, ...] | None) -> Callable[[Sequence[int]], bool] | None:
-        """Whether a completion ends; None for the tokens that end an answer."""
+        """A test whether a completion ends; None for the tokens that end an answer."""
         if stops is None:
             return None
         tokens = frozenset(each for each in stops if isinstance(each, int))
@@ -461,7 +461,7 @@ class Service:
 
     # -- results
 
-    async def result(self, body: Fields) -> Response:
+    async def result(self, body: RequestFields) -> Response:
         id = body.text("request_id", most=4000)
         job = self.jobs.find(id)
         if job is None:
@@ -477,8 +477,8 @@ class Service:
         return Response(job.result.body, media_type=kind)
 
 
-class Missing(Exception):
-    """What a request names is not here."""
+class NotHere(Exception):
+    """A request names something that is not here."""
 
 
 def alone(work: Callable[[Any], Result]) -> Callable[[Sequence[Any]], Sequence[Result]]:
@@ -486,7 +486,7 @@ def alone(work: Callable[[Any], Result]) -> Callable[[Sequence[Any]], Sequence[R
     return lambda every: [work(each) for each in every]
 
 
-def text_to_score(asked: SampleAsked, tokens: Sequence[int]) -> Text:
+def text_to_score(asked: SampleAsked, tokens: Sequence[int]) -> OutsideText:
     """The text of a completion. Its targets are its tokens, or with `with_prompt` all tokens but
     the first."""
     whole = np.append(asked.prompt, np.array(tokens, np.int32)).astype(np.int32)
@@ -494,13 +494,13 @@ def text_to_score(asked: SampleAsked, tokens: Sequence[int]) -> Text:
     positions = np.arange(start, len(whole) - 1, dtype=np.int32)
     zeros = np.zeros(len(positions), np.float32)
     columns: Columns = dict.fromkeys(("advantages", "old", "clip_low", "clip_high"), zeros)
-    return Text(whole[:-1], positions, whole[positions + 1], columns, zeros == 0)
+    return OutsideText(whole[:-1], positions, whole[positions + 1], columns, zeros == 0)
 
 
 # Routes
 
 
-def future(job: Job, model: str | None = None, sequences: list[str] | None = None) -> object:
+def future(job: QueuedJob, model: str | None = None, sequences: list[str] | None = None) -> object:
     found: dict[str, Any] = {"request_id": job.id}
     if model is not None:
         found["model_id"] = model
@@ -516,22 +516,22 @@ def refused(status: int, message: str) -> Response:
 def routes_of(service: Service) -> list[Route]:
     """The routes of the API."""
 
-    async def answered(request: Request, answer: Callable[[Fields], Any]) -> Response:
+    async def answered(request: Request, answer: Callable[[RequestFields], Any]) -> Response:
         try:
-            found = answer(Fields(admission.parse(await request.body())))
-            if isinstance(found, Job):
+            found = answer(RequestFields(admission.parse(await request.body())))
+            if isinstance(found, QueuedJob):
                 found = future(found)
             elif isinstance(found, tuple):
                 found = future(found[0], sequences=found[1])
             return await found if asyncio.iscoroutine(found) else JSONResponse(found)
         except (ValueError, UserError) as error:
             return refused(422, shortened(first_line(error), 500))
-        except Missing as error:
+        except NotHere as error:
             return refused(404, str(error))
         except Full:
             return refused(429, "too many requests wait; ask again later")
 
-    def post(path: str, answer: Callable[[Fields], Any]) -> Route:
+    def post(path: str, answer: Callable[[RequestFields], Any]) -> Route:
         async def respond(request: Request) -> Response:
             return await answered(request, answer)
 
@@ -543,7 +543,7 @@ def routes_of(service: Service) -> list[Route]:
                 return JSONResponse(answer({**request.query_params, **request.path_params}))
             except UserError as error:
                 return refused(422, shortened(first_line(error), 500))
-            except Missing as error:
+            except NotHere as error:
                 return refused(404, str(error))
 
         return Route(f"/api/v1/{path}", respond, methods=[method])
@@ -560,7 +560,7 @@ def routes_of(service: Service) -> list[Route]:
         except Full:
             return refused(429, "too many requests wait; ask again later")
 
-    def cancel(body: Fields) -> object:
+    def cancel(body: RequestFields) -> object:
         service.jobs.cancel(body.text("request_id", most=4000))
         return {}
 

@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 from your_ai.data.target_columns import ColumnName
 from your_ai.gates.text import shortened
 from your_ai.objectives.outside import BETA, CLIP_HIGH, CLIP_LOW, LOSSES
-from your_ai.training.outside import Text
+from your_ai.training.outside import OutsideText
 
 PACKAGE = "tinker_public"
 MOST_BYTES = 1 << 26  # of a request that is decompressed
@@ -113,7 +113,7 @@ class GradientsAsked:
     model_id: str
     seq_id: int
     loss: str
-    texts: tuple[Text, ...]
+    texts: tuple[OutsideText, ...]
     shapes: tuple[tuple[int, ...], ...]
     """Of the targets of each text."""
     forward_only: bool
@@ -175,7 +175,7 @@ def thresholds_of(config: Mapping[str, float], loss: str) -> tuple[float, float]
 
 def text_of(
     datum: Any, loss: str, thresholds: tuple[float, float], room: int
-) -> tuple[Text, tuple[int, ...]]:
+) -> tuple[OutsideText, tuple[int, ...]]:
     """A text of a request, and the shape of its targets. room: targets that it may have."""
     parts = []
     for chunk in datum.model_input:
@@ -219,7 +219,7 @@ def text_of(
         columns["clip_low"] = np.full(len(given), thresholds[0], np.float32)
     counts = values("sequence_ratio_mask", 1.0) != 0
     positions = (place // width).astype(np.int32)
-    return Text(tokens, positions, given.astype(np.int32), columns, counts), shape
+    return OutsideText(tokens, positions, given.astype(np.int32), columns, counts), shape
 
 
 def cells(
@@ -282,7 +282,7 @@ def gradients_answer(
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledTokens:
     """A completion, with the log-probability of each of its tokens."""
 
     tokens: tuple[int, ...]
@@ -290,7 +290,7 @@ class Sampled:
     stopped: bool
 
 
-def sample_answer(sequences: Sequence[Sampled], prompt: np.ndarray | None) -> bytes:
+def sample_answer(sequences: Sequence[SampledTokens], prompt: np.ndarray | None) -> bytes:
     """Completions. prompt: (n,) log-probabilities of its tokens, NaN where there are none."""
     answer = message_class("SampleResponse")()
     for sequence in sequences:
@@ -304,10 +304,10 @@ def sample_answer(sequences: Sequence[Sampled], prompt: np.ndarray | None) -> by
     return bytes(answer.SerializeToString())
 
 
-# Fields of JSON
+# RequestFields of JSON
 
 
-class Fields:
+class RequestFields:
     """The fields of a JSON object from a client. Each method raises ValueError."""
 
     def __init__(self, body: Any, name: str = "the body") -> None:
@@ -348,8 +348,8 @@ class Fields:
             raise ValueError(f"{name}: give true or false")
         return value
 
-    def fields(self, name: str) -> Fields:
-        return Fields(self.body.get(name), name)
+    def fields(self, name: str) -> RequestFields:
+        return RequestFields(self.body.get(name), name)
 
     def tokens(self, name: str) -> np.ndarray:
         """(n,) int32 of the chunks of a prompt."""

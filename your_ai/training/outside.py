@@ -78,7 +78,7 @@ def outside_config(request: TinkerRequest) -> TrainConfig:
     )
 
 
-class Text(NamedTuple):
+class OutsideText(NamedTuple):
     """A text with targets, and what the losses of these need."""
 
     tokens: np.ndarray
@@ -118,8 +118,8 @@ class Adam:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What decides the arrays of a model."""
+class LoraShape:
+    """The choices that decide the arrays of a model."""
 
     rank: int
     seed: int
@@ -155,7 +155,7 @@ def linear_paths(block: Any) -> Iterator[str]:
 
 @dataclass
 class Done:
-    """What a model did since its last update."""
+    """The work of a model since its last update."""
 
     loss: float = 0.0
     tokens: int = 0
@@ -165,11 +165,11 @@ class Done:
 
 
 @dataclass
-class Model:
+class OutsideModel:
     """A model of a loop: its adapters, and the state of its optimizer. It is a run, too, whose
     events other commands show."""
 
-    shape: Shape
+    shape: LoraShape
     folder: Path
     """Its run."""
     log: events.EventLog
@@ -182,7 +182,7 @@ class Model:
 class Bench:
     """The base in memory, with the adapters of one model."""
 
-    shape: Shape
+    shape: LoraShape
     config: TrainConfig
     """With the settings of the shape."""
     opened: Opened
@@ -204,14 +204,14 @@ class Outside:
         self.base = find_model(config.model)
         self.limit = run_limit(config)
         self.bench: Bench | None = None
-        self.active: Model | None = None
+        self.active: OutsideModel | None = None
         self.sampler_of: Path | None = None
         """The folder whose adapters are in place of those of the active model."""
         opened = open_model(self.base, compute_dtype(config.dtype))
         self.tokenizer = opened.tokenizer()
         self.vocabulary = vocabulary_of(opened.network)
         self.architecture = str(opened.config.get("model_type", ""))
-        self.budget = self.planned(Shape(int(config.lora_rank), 0), opened)
+        self.budget = self.planned(LoraShape(int(config.lora_rank), 0), opened)
 
     @property
     def longest(self) -> int:
@@ -220,7 +220,7 @@ class Outside:
 
     # -- the plan
 
-    def planned(self, shape: Shape, opened: Opened) -> Budget:
+    def planned(self, shape: LoraShape, opened: Opened) -> Budget:
         """The plan of models of a shape. Raises UserError if none fits."""
         config = shape.config(self.config, opened.network)
         data = rollouts_planned(config, config.max_seq_length)
@@ -245,14 +245,14 @@ class Outside:
 
     # -- models
 
-    def create(self, shape: Shape, folder: Path) -> Model:
+    def create(self, shape: LoraShape, folder: Path) -> OutsideModel:
         """A new model whose run is in `folder`. Raises UserError."""
         self.park()
         bench = self.put(shape)
         config = replace(bench.config, run=folder.name, seed=shape.seed)
         with creating(folder.name, config) as made:
             log = events.EventLog(made.events)
-        self.active = found = Model(shape, folder, log)
+        self.active = found = OutsideModel(shape, folder, log)
         write_plan(bench.budget, config, log)
         arrays = model.adapter_arrays(bench.opened.network)
         log.write(
@@ -265,7 +265,7 @@ class Outside:
         )  # fmt: skip
         return found
 
-    def end(self, of: Model) -> None:
+    def end(self, of: OutsideModel) -> None:
         """Write the adapter of a model as the result of its run."""
         bench = self.activate(of)
         folder = RunFolder(of.folder)
@@ -278,7 +278,7 @@ class Outside:
             )
         )  # fmt: skip
 
-    def put(self, shape: Shape) -> Bench:
+    def put(self, shape: LoraShape) -> Bench:
         """Give the base new adapters of this shape."""
         if self.bench is not None and replace(self.bench.shape, seed=0) == replace(shape, seed=0):
             return self.renew(shape)
@@ -308,7 +308,7 @@ class Outside:
         )
         return self.bench
 
-    def renew(self, shape: Shape) -> Bench:
+    def renew(self, shape: LoraShape) -> Bench:
         """Put first adapters and optimizer states where others were."""
         assert self.bench is not None
         fresh = open_model(self.base, compute_dtype(self.config.dtype))
@@ -330,7 +330,7 @@ class Outside:
             self.write(self.active, self.active.folder / PARKED, gradients=True)
             self.active = None
 
-    def activate(self, wanted: Model) -> Bench:
+    def activate(self, wanted: OutsideModel) -> Bench:
         """Let a model be the one in memory."""
         self.restore_active()
         if self.active is not wanted:
@@ -355,7 +355,12 @@ class Outside:
     # -- files
 
     def write(
-        self, of: Model, folder: Path, *, gradients: bool = False, with_optimizer: bool = True
+        self,
+        of: OutsideModel,
+        folder: Path,
+        *,
+        gradients: bool = False,
+        with_optimizer: bool = True,
     ) -> None:
         """Write a model that is in memory: its adapters, for any reader, and its optimizer."""
         assert self.bench is not None
@@ -372,7 +377,7 @@ class Outside:
         texts = {checkpoint.ADAPTER_CONFIG: config, SHAPE: about}
         checkpoint.write_folder(folder, arrays=arrays, texts=texts)
 
-    def read(self, into: Model, folder: Path, *, with_optimizer: bool) -> None:
+    def read(self, into: OutsideModel, folder: Path, *, with_optimizer: bool) -> None:
         """Read what `write` wrote into the active model. Raises UserError."""
         assert self.bench is not None
         model.set_adapters(self.bench.opened.network, checkpoint.load_adapters(folder))
@@ -384,13 +389,13 @@ class Outside:
         if (held := folder / GRADIENTS).is_file():
             self.bench.gradients.add(dict(load_arrays(held)))
 
-    def save(self, of: Model, target: Path, *, with_optimizer: bool = True) -> None:
+    def save(self, of: OutsideModel, target: Path, *, with_optimizer: bool = True) -> None:
         """Save a model as it is now; `target` is replaced."""
         self.activate(of)
         target.parent.mkdir(parents=True, exist_ok=True)
         self.write(of, target, with_optimizer=with_optimizer)
 
-    def load(self, into: Model, folder: Path, *, with_optimizer: bool) -> None:
+    def load(self, into: OutsideModel, folder: Path, *, with_optimizer: bool) -> None:
         """Give a model what was saved in `folder`. Raises UserError if it has another shape."""
         files = (checkpoint.ADAPTERS, checkpoint.ADAPTER_CONFIG, SHAPE)
         if (fault := checkpoint.fault(folder, files)) is not None:
@@ -401,7 +406,7 @@ class Outside:
         self.read(into, folder, with_optimizer=with_optimizer)
         into.has_gradients = False
 
-    def forget(self, model: Model) -> None:
+    def forget(self, model: OutsideModel) -> None:
         """Free a model; what it saved stays."""
         self.restore_active()
         if self.active is model:
@@ -410,7 +415,9 @@ class Outside:
 
     # -- what loops ask for
 
-    def log_probabilities(self, of: Model | Path | None, texts: Sequence[Text]) -> list[np.ndarray]:
+    def log_probabilities(
+        self, of: OutsideModel | Path | None, texts: Sequence[OutsideText]
+    ) -> list[np.ndarray]:
         """(m,) float32 of the targets of each text. of: as in `sampled`."""
         bench = self.asked(of)
         found = [np.zeros(len(text.targets), np.float32) for text in texts]
@@ -420,7 +427,7 @@ class Outside:
         return found
 
     def add_gradients(
-        self, of: Model, texts: Sequence[Text], loss: str, *, gradients: bool = True
+        self, of: OutsideModel, texts: Sequence[OutsideText], loss: str, *, gradients: bool = True
     ) -> tuple[float, list[np.ndarray]]:
         """Add the gradients of the sum of a loss to those of the model.
 
@@ -454,7 +461,7 @@ class Outside:
         return total, found
 
     def weighed_by_text(
-        self, of: Model, texts: Sequence[Text], gradients: bool
+        self, of: OutsideModel, texts: Sequence[OutsideText], gradients: bool
     ) -> tuple[float, list[np.ndarray]]:
         found = self.log_probabilities(of, texts)
         total, weighed = 0.0, []
@@ -467,7 +474,7 @@ class Outside:
             self.add_gradients(of, weighed, TOKEN_LOSSES[0])
         return total, found
 
-    def update(self, of: Model, adam: Adam) -> dict[str, float]:
+    def update(self, of: OutsideModel, adam: Adam) -> dict[str, float]:
         """One step of the optimizer with the gradients since the last; returns metrics.
 
         Raises UserError if there are no gradients, or if they are not finite; then nothing changes.
@@ -490,7 +497,7 @@ class Outside:
         self.write_step(of, adam, norm, time.perf_counter() - began)
         return {"grad_norm": norm}
 
-    def write_step(self, of: Model, adam: Adam, norm: float, seconds: float) -> None:
+    def write_step(self, of: OutsideModel, adam: Adam, norm: float, seconds: float) -> None:
         done, of.done = of.done, Done()
         sample = probe.read()
         mx.reset_peak_memory()
@@ -517,7 +524,7 @@ class Outside:
 
     def sampled(
         self,
-        of: Model | Path | None,
+        of: OutsideModel | Path | None,
         prompts: Sequence[RolloutPrompt],
         sampler: Sampler,
         stop_tokens: Sequence[int],
@@ -533,9 +540,9 @@ class Outside:
         allocator.free(collect=False)
         return found
 
-    def asked(self, of: Model | Path | None) -> Bench:
+    def asked(self, of: OutsideModel | Path | None) -> Bench:
         """The bench with the adapters that are to be asked."""
-        if isinstance(of, Model):
+        if isinstance(of, OutsideModel):
             return self.activate(of)
         where = of or Path()
         if self.bench is not None and self.sampler_of == where:
@@ -545,7 +552,7 @@ class Outside:
             shape is not None and replace(self.bench.shape, seed=0) != replace(shape, seed=0)
         ):
             self.park()
-            self.put(shape or Shape(int(self.config.lora_rank), 0))
+            self.put(shape or LoraShape(int(self.config.lora_rank), 0))
         assert self.bench is not None
         network = self.bench.opened.network
         if self.active is not None and self.sampler_of is None:
@@ -557,7 +564,7 @@ class Outside:
         self.sampler_of = where
         return self.bench
 
-    def check(self, texts: Sequence[Text]) -> None:
+    def check(self, texts: Sequence[OutsideText]) -> None:
         """Raise UserError for a text that is too long, or tokens that the model has not."""
         for number, text in enumerate(texts, 1):
             if len(text.tokens) > self.longest:
@@ -577,20 +584,20 @@ def without_effect(network: Any) -> dict[str, mx.array]:
 
 
 def about_of(folder: Path) -> dict[str, Any]:
-    """What was written beside adapters. Raises UserError if it is missing or damaged."""
+    """The record beside saved adapters. Raises UserError if it is missing or damaged."""
     try:
         found = json.loads(read_text(folder / SHAPE, 1 << 16))
-        Shape(**found["shape"]), int(found["step"])
+        LoraShape(**found["shape"]), int(found["step"])
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise UserError(f"{folder}: is no saved model, or damaged") from error
     return dict(found)
 
 
-def shape_in(folder: Path) -> Shape:
-    return Shape(**about_of(folder)["shape"])
+def shape_in(folder: Path) -> LoraShape:
+    return LoraShape(**about_of(folder)["shape"])
 
 
-def loss_of(texts: Sequence[Text], found: Sequence[np.ndarray], loss: str) -> float:
+def loss_of(texts: Sequence[OutsideText], found: Sequence[np.ndarray], loss: str) -> float:
     """The sum of a loss of tokens, of known log-probabilities."""
     if not texts:
         return 0.0
@@ -604,7 +611,7 @@ def loss_of(texts: Sequence[Text], found: Sequence[np.ndarray], loss: str) -> fl
 
 
 def batches_of(
-    texts: Sequence[Text], rows_at: Callable[[int], int], loss: int
+    texts: Sequence[OutsideText], rows_at: Callable[[int], int], loss: int
 ) -> Iterator[tuple[Batch, list[int]]]:
     """Padded micro-batches of texts, the longest first, and the texts of each.
 
@@ -620,7 +627,7 @@ def batches_of(
         yield batch_of([texts[place] for place in places], length, loss), places
 
 
-def batch_of(texts: Sequence[Text], length: int, loss: int) -> Batch:
+def batch_of(texts: Sequence[OutsideText], length: int, loss: int) -> Batch:
     """A micro-batch of texts padded to `length` tokens."""
     count = len(texts)
     tokens = np.zeros((count, length), np.int32)
@@ -652,7 +659,10 @@ def batch_of(texts: Sequence[Text], length: int, loss: int) -> Batch:
 
 
 def scatter(
-    found: Sequence[np.ndarray], texts: Sequence[Text], places: Sequence[int], values: np.ndarray
+    found: Sequence[np.ndarray],
+    texts: Sequence[OutsideText],
+    places: Sequence[int],
+    values: np.ndarray,
 ) -> None:
     """Put the values of the targets of a micro-batch where their texts are."""
     start = 0
