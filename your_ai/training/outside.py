@@ -161,6 +161,8 @@ class Done:
     tokens: int = 0
     padded_tokens: int = 0
     targets: int = 0
+    weight: float = 0.0
+    """The sum of the absolute weights or advantages: what divides the loss that is shown."""
     seconds: float = 0.0
 
 
@@ -249,21 +251,29 @@ class Outside:
         """A new model whose run is in `folder`. Raises UserError."""
         self.park()
         bench = self.put(shape)
-        config = replace(bench.config, run=folder.name, seed=shape.seed)
-        with creating(folder.name, config) as made:
+        with creating(folder.name, self.settings_of(bench.config, folder.name, shape)) as made:
             log = events.EventLog(made.events)
         self.active = found = OutsideModel(shape, folder, log)
-        write_plan(bench.budget, config, log)
+        write_plan(bench.budget, self.config, log)
         arrays = model.adapter_arrays(bench.opened.network)
         log.write(
             events.Started(
-                step=0, steps=0, steps_per_epoch=0, model=config.model, rows=0,
+                step=0, steps=0, steps_per_epoch=0, model=self.config.model, rows=0,
                 trainable_parameters=sum(array.size for array in arrays.values()),
                 dtype=str(bench.opened.dtype).removeprefix("mlx.core."), plan=bench.built.plan,
                 has_answers=False,
             )
         )  # fmt: skip
         return found
+
+    def settings_of(self, config: TrainConfig, run: str, shape: LoraShape) -> TrainConfig:
+        """The settings of the run of a model, for the commands that use it; config: its bench's."""
+        return TrainConfig(
+            model=config.model, run=run, max_memory=config.max_memory, dtype=config.dtype,
+            max_seq_length=config.max_seq_length, batch_size=config.batch_size, seed=shape.seed,
+            lora_rank=shape.rank, lora_alpha=ALPHA, lora_layers="all",
+            lora_targets=config.lora_targets,
+        )  # fmt: skip
 
     def end(self, of: OutsideModel) -> None:
         """Write the adapter of a model as the result of its run."""
@@ -455,6 +465,7 @@ class Outside:
             done.tokens += batch.real_tokens
             done.padded_tokens += batch.tokens.size
             done.targets += batch.trained_tokens
+            done.weight += float(np.abs(batch.columns["advantages"]).sum(dtype=np.float64))
         done.loss += total
         done.seconds += time.perf_counter() - began
         of.has_gradients = True
@@ -503,7 +514,7 @@ class Outside:
         mx.reset_peak_memory()
         of.log.write(
             events.Step(
-                step=of.step, steps=0, epoch=1, loss=done.loss / max(1, done.targets),
+                step=of.step, steps=of.step, epoch=1, loss=done.loss / (done.weight or 1),
                 grad_norm=norm, learning_rate=adam.learning_rate, tokens=done.tokens,
                 padded_tokens=done.padded_tokens, trained_tokens=done.targets,
                 seconds=done.seconds + seconds, **asdict(sample),
