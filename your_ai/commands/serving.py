@@ -118,7 +118,7 @@ def mcp(
         bool, typer.Option("--allow-network", help="Allow judges, trackers and pushing to the hub.")
     ] = False,
 ) -> None:
-    """Serve training to agents over stdio, with the OutsideModel Context Protocol (docs/agents.md)."""
+    """Serve training to agents over stdio, with the Model Context Protocol (docs/agents.md)."""
     from your_ai.serving.mcp_gate import Permissions
 
     try:

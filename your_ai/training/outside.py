@@ -32,13 +32,15 @@ from your_ai.engine.gradients import Gradients, gradients_in
 from your_ai.engine.weights import Opened, open_model, start_vocabulary
 from your_ai.errors import UserError
 from your_ai.files import read_text
-from your_ai.gates.text import counted, size_text
+from your_ai.gates.text import counted
 from your_ai.gates.token_ids import check_ids, vocabulary_of
 from your_ai.generation.rollouts import Completion, RolloutPrompt, Sampler, complete
 from your_ai.hub.find import find_model
 from your_ai.memory import allocator, probe
 from your_ai.memory.budget import run_limit
-from your_ai.memory.plan import Budget, rows_of
+from your_ai.memory.limit import rounded_up
+from your_ai.memory.plan import Budget, DoesNotFit, rows_of
+from your_ai.memory.sample import in_gb
 from your_ai.nets import model
 from your_ai.nets.mlx_types import load_arrays
 from your_ai.nets.numerics import compute_dtype
@@ -91,6 +93,11 @@ class OutsideText(NamedTuple):
     counts: np.ndarray
     """(m,) bool, the tokens of the ratio of a whole text."""
 
+    @property
+    def nbytes(self) -> int:
+        arrays = (self.tokens, self.positions, self.targets, self.counts, *self.columns.values())
+        return sum(array.nbytes for array in arrays)
+
 
 @dataclass(frozen=True)
 class Adam:
@@ -113,7 +120,7 @@ class Adam:
 
 @dataclass(frozen=True)
 class LoraShape:
-    """The settings that decide the arrays of a model."""
+    """The choices that decide the arrays of a model."""
 
     rank: int
     seed: int
@@ -155,6 +162,8 @@ class Done:
     tokens: int = 0
     padded_tokens: int = 0
     targets: int = 0
+    weight: float = 0.0
+    """The sum of the absolute weights or advantages: what divides the loss that is shown."""
     seconds: float = 0.0
 
 
@@ -217,13 +226,22 @@ class Outside:
     # -- the plan
 
     def planned(self, shape: LoraShape, opened: Opened) -> Budget:
+        """The plan of models of a shape. Raises UserError if none fits."""
         config = shape.config(self.config, opened.network)
         data = rollouts_planned(config, config.max_seq_length)
-        return budget_of_run(
-            config, opened.folder, opened.dtype, data, self.limit, opened.can_stream,
-            server_bytes=self.server_bytes,
-            vocabulary=model.vocabulary_sizes(opened.network, config),
-        )  # fmt: skip
+        try:
+            return budget_of_run(
+                config, opened.folder, opened.dtype, data, self.limit, opened.can_stream,
+                server_bytes=self.server_bytes,
+                vocabulary=model.vocabulary_sizes(opened.network, config),
+            )  # fmt: skip
+        except DoesNotFit as refusal:
+            least, limit = in_gb(rounded_up(refusal.least_bytes)), in_gb(self.limit.limit_bytes)
+            raise UserError(
+                f"--max-memory: texts of {self.longest:,} tokens and rank {shape.rank} do not fit "
+                f"into {limit}; at least {least} is needed; raise the limit, or lower "
+                "--max-seq-length, --rank or --samples"
+            ) from refusal
 
     def rows_at(self, tokens: int) -> int:
         assert self.bench is not None
@@ -236,21 +254,29 @@ class Outside:
         """A new model whose run is in `folder`. Raises UserError."""
         self.park()
         bench = self.put(shape)
-        config = replace(bench.config, run=folder.name, seed=shape.seed)
-        with creating(folder.name, config) as made:
+        with creating(folder.name, self.settings_of(bench.config, folder.name, shape)) as made:
             log = events.EventLog(made.events)
         self.active = found = OutsideModel(shape, folder, log)
-        write_plan(bench.budget, config, log)
+        write_plan(bench.budget, self.config, log)
         arrays = model.adapter_arrays(bench.opened.network)
         log.write(
             events.Started(
-                step=0, steps=0, steps_per_epoch=0, model=config.model, rows=0,
+                step=0, steps=0, steps_per_epoch=0, model=self.config.model, rows=0,
                 trainable_parameters=sum(array.size for array in arrays.values()),
                 dtype=str(bench.opened.dtype).removeprefix("mlx.core."), plan=bench.built.plan,
                 has_answers=False,
             )
         )  # fmt: skip
         return found
+
+    def settings_of(self, config: TrainConfig, run: str, shape: LoraShape) -> TrainConfig:
+        """The settings of the run of a model, for the commands that use it; config: its bench's."""
+        return TrainConfig(
+            model=config.model, run=run, max_memory=config.max_memory, dtype=config.dtype,
+            max_seq_length=config.max_seq_length, batch_size=config.batch_size, seed=shape.seed,
+            lora_rank=shape.rank, lora_alpha=ALPHA, lora_layers="all",
+            lora_targets=config.lora_targets,
+        )  # fmt: skip
 
     def end(self, of: OutsideModel) -> None:
         """Write the adapter of a model as the result of its run."""
@@ -464,6 +490,7 @@ class Outside:
         of.done.tokens += batch.real_tokens
         of.done.padded_tokens += batch.tokens.size
         of.done.targets += batch.trained_tokens
+        of.done.weight += float(np.abs(batch.columns["advantages"]).sum(dtype=np.float64))
         return float(sums.loss)
 
     def weighed_by_text(
@@ -509,7 +536,7 @@ class Outside:
         mx.reset_peak_memory()
         of.log.write(
             events.Step(
-                step=of.step, steps=0, epoch=1, loss=done.loss / max(1, done.targets),
+                step=of.step, steps=of.step, epoch=1, loss=done.loss / (done.weight or 1),
                 grad_norm=norm, learning_rate=adam.learning_rate, tokens=done.tokens,
                 padded_tokens=done.padded_tokens, trained_tokens=done.targets,
                 seconds=done.seconds + seconds, **asdict(sample),
@@ -583,8 +610,8 @@ class Outside:
             if len(text.tokens) > self.longest:
                 raise UserError(
                     f"text {number} has {counted(len(text.tokens), 'token')}; this server was "
-                    f"planned for {self.longest:,}: start it with a larger --max-seq-length, whose "
-                    f"plan needs more than {size_text(self.budget.choice.option.needed_bytes)}"
+                    f"planned for {self.longest:,}: start it with a larger --max-seq-length (the "
+                    f"plan of this one needs {in_gb(self.budget.choice.option.needed_bytes)})"
                 )
             for ids in (text.tokens, text.targets):
                 check_ids(ids, self.vocabulary, self.tokenizer, f"text {number}")
@@ -604,7 +631,7 @@ def check_intact(folder: Path, *, with_optimizer: bool = False) -> None:
 
 
 def about_of(folder: Path) -> dict[str, Any]:
-    """Read what was written beside adapters. Raises UserError if it is missing or damaged."""
+    """The record beside saved adapters. Raises UserError if it is missing or damaged."""
     try:
         found = json.loads(read_text(folder / SHAPE, 1 << 16))
         LoraShape(**found["shape"]), int(found["step"])
