@@ -1,0 +1,36 @@
+"""Models that are taught to answer some prompts, so that the rewards of recipes differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tinker
+from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
+from tinker_cookbook.supervised.data import conversation_to_datum
+
+LOSS = 0.15  # of a text, at which a model often answers right
+MOST_STEPS = 60
+
+
+def user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> Message:
+    return {"role": "assistant", "content": content}
+
+
+def teach(
+    model: tinker.TrainingClient, renderer: Renderer, chats: Sequence[Sequence[Message]]
+) -> None:
+    """Train on the last answers of chats until their mean loss is below `LOSS`."""
+    data = [
+        conversation_to_datum(list(chat), renderer, None, TrainOnWhat.LAST_ASSISTANT_MESSAGE)
+        for chat in chats
+    ]
+    for _ in range(MOST_STEPS):
+        found = model.forward_backward(data, "cross_entropy")
+        model.optim_step(tinker.AdamParams(learning_rate=3e-3)).result()
+        if found.result().metrics["loss:sum"] < LOSS * len(data):
+            return
+    raise AssertionError("the model did not learn")
