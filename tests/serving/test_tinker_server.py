@@ -372,7 +372,7 @@ def test_wrong_fields_are_refused_at_once_with_one_line(server):
     assert server.get(f"sessions/{session}")[1]["training_run_ids"] == [model]
     names = {path.name for path in (server.folder / "runs" / model.replace(":", "-")).iterdir()}
     assert not names & {"weights", "sampler_weights"}
-    step = server.result("forward_backward", gradients_body(model, 1))
+    step = server.result("forward_backward", gradients_body(model, 2))
     assert gradients_of(step).metrics
 
 
@@ -409,6 +409,15 @@ def test_texts_that_the_model_cannot_read_are_refused(server, text):
     model = server.model()
     status, found = server.post("forward_backward", gradients_body(model, 1, text))
     assert (status, "text 1" in found["detail"]) == (422, True)
+
+
+def test_calls_do_not_wait_for_one_that_was_refused(server):
+    """Its client does not send its number again."""
+    model = server.model()
+    assert server.post("forward_backward", gradients_body(model, 1, one(129)))[0] == 422
+    assert server.post("forward_backward", gradients_body(model, 2, loss="x"))[0] == 422
+    assert server.post("save_weights", {"model_id": model, "seq_id": 3, "path": ".."})[0] == 422
+    assert gradients_of(server.result("forward_backward", gradients_body(model, 4))).metrics
 
 
 def test_steps_beyond_float32_change_nothing(server):

@@ -7,6 +7,7 @@ writes bytes, `training.outside` computes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import socket
 import time
@@ -239,10 +240,21 @@ class Service:
 
     # -- training
 
+    def pass_over(self, name: object, number: object) -> None:
+        """Let the jobs of a model not wait for one that was refused."""
+        if isinstance(name, str) and name in self.models and type(number) is int and number >= 1:
+            with contextlib.suppress(ValueError, Full):
+                failed = Result.failed("was refused", "user")
+                job = QueuedJob(f"{name}:{number}", None, alone(lambda _: failed))
+                self.jobs.add(job, name, number)
+
     def gradients(self, asked: GradientsAsked) -> QueuedJob:
         name, number = asked.model_id, asked.seq_id
         self.model(name)
-        self.outside.check(asked.texts)
+        try:
+            self.outside.check(asked.texts)
+        except UserError as error:
+            raise tinker_wire.RefusedInTurn(error, name, number) from error
 
         def work(asked: GradientsAsked) -> Result:
             loss, found = self.outside.add_gradients(
@@ -594,14 +606,18 @@ def routes_of(service: Service) -> list[Route]:
     reading = asyncio.Lock()  # one at a time, so that their memory is counted
 
     async def answered(request: Request, answer: Callable[[RequestFields], Any]) -> Response:
+        fields = RequestFields({})
         try:
-            found = answer(RequestFields(admission.parse(await request.body(), values)))
+            fields = RequestFields(admission.parse(await request.body(), values))
+            found = answer(fields)
             if isinstance(found, QueuedJob):
                 found = future(found)
             elif isinstance(found, tuple):
                 found = future(found[0], sequences=found[1])
             return await found if asyncio.iscoroutine(found) else JSONResponse(found)
         except Exception as error:
+            if isinstance(error, ValueError | UserError):
+                service.pass_over(fields.body.get("model_id"), fields.body.get("seq_id"))
             return refusal_of(error)
 
     def post(path: str, answer: Callable[[RequestFields], Any]) -> Route:
@@ -634,6 +650,8 @@ def routes_of(service: Service) -> list[Route]:
                 asked = await to_thread.run_sync(read, request, body)
             return JSONResponse(future(service.gradients(asked), asked.model_id))
         except Exception as error:
+            if isinstance(error, tinker_wire.RefusedInTurn):
+                service.pass_over(error.model_id, error.seq_id)
             return refusal_of(error)
 
     def cancel(body: RequestFields) -> object:

@@ -183,6 +183,14 @@ def varint(body: memoryview, at: int) -> tuple[int, int]:
     raise ValueError(NO_REQUEST)
 
 
+class RefusedInTurn(ValueError):
+    """A request of a model is refused, whose number must not be waited for."""
+
+    def __init__(self, reason: object, model_id: str, seq_id: int) -> None:
+        super().__init__(str(reason))
+        self.model_id, self.seq_id = model_id, seq_id
+
+
 def gradients_asked(body: bytes) -> GradientsAsked:
     """Read a request for gradients. Raises ValueError."""
     check_fields(memoryview(body), "ForwardBackwardRequest", MOST_FIELDS)
@@ -193,6 +201,14 @@ def gradients_asked(body: bytes) -> GradientsAsked:
         raise ValueError(NO_REQUEST) from error
     if asked.seq_id < 1:
         raise ValueError("seq_id: give a whole number from 1 on")
+    try:
+        return gradients_in(asked)
+    except ValueError as error:
+        raise RefusedInTurn(error, asked.model_id, asked.seq_id) from error
+
+
+def gradients_in(asked: Any) -> GradientsAsked:
+    """Read the fields of a request for gradients. Raises ValueError."""
     loss = asked.loss_fn
     if loss not in LOSSES:
         raise ValueError(f"loss_fn {shown(loss)}: give {', '.join(LOSSES)}")
