@@ -35,6 +35,7 @@ from your_ai.serving.tinker_wire import Fields, GradientsAsked, Sampled
 from your_ai.serving.web import Gate, Origins, RequestRefused, WebServer
 from your_ai.training.outside import Adam, Model, Outside, Shape, Text, shape_in
 
+Work = Callable[[Model], Result]  # of a job of a model
 POLL_S = 20.0  # that a request for a result waits
 MOST_RANK = 512
 MOST_SAMPLES = 1024  # of a request
@@ -83,8 +84,7 @@ class Service:
     # -- sessions and models
 
     def create_session(self, body: Fields) -> object:
-        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-        name = f"tinker-{stamp}-{secrets.token_hex(3)}"
+        name = new_name()
         self.sessions[name] = Session()
         return {"type": "create_session", "session_id": name}
 
@@ -172,9 +172,9 @@ class Service:
         return {"training_runs": part, "cursor": cursor}
 
     def copy(self, body: Fields) -> object:
-        return {
-            "tinker_path": self.saved.copy(body.text("source_path"), self.model_name(body)).path
-        }
+        is_of_session = body.body.get("session_id") is not None
+        name = self.model_name(body) if is_of_session else f"{new_name()}:train:0"
+        return {"tinker_path": self.saved.copy(body.text("source_path"), name).path}
 
     def unload(self, body: Fields) -> Job:
         name = body.text("model_id")
@@ -205,43 +205,47 @@ class Service:
 
     # -- training
 
-    def gradients(self, asked: GradientsAsked) -> Job:
-        texts = asked.texts
+    def gradients(self, message: Any) -> Job:
+        def prepared() -> Work:
+            asked = tinker_wire.gradients_asked(message)
+            self.outside.check(asked.texts)
+            return lambda model: self.gradients_of(model, asked)
 
-        def work(_: Any) -> Result:
-            model = self.model(asked.model_id)
-            loss, found = self.outside.add_gradients(
-                model, texts, asked.loss, gradients=not asked.forward_only
-            )
-            metrics = {"loss:sum": loss}
-            body = tinker_wire.gradients_answer(metrics, found, asked.shapes)
-            return Result(body, is_proto=True)
+        return self.in_turn(message.model_id, message.seq_id, prepared)
 
-        self.outside.check(texts)
-        return self.add(f"{asked.model_id}:{asked.seq_id}", None, alone(work), asked.model_id)
+    def gradients_of(self, model: Model, asked: GradientsAsked) -> Result:
+        loss, found = self.outside.add_gradients(
+            model, asked.texts, asked.loss, gradients=not asked.forward_only
+        )
+        body = tinker_wire.gradients_answer({"loss:sum": loss}, found, asked.shapes)
+        return Result(body, is_proto=True)
 
     def update(self, body: Fields) -> Job:
-        given = body.fields("adam_params")
-        adam = Adam(
-            learning_rate=given.number("learning_rate", 0, 1e3, 1e-4),
-            beta1=given.number("beta1", 0, 0.999999, 0.9),
-            beta2=given.number("beta2", 0, 0.99999999, 0.95),
-            eps=given.number("eps", 0, 1, 1e-12),
-            weight_decay=given.number("weight_decay", 0, 1e3, 0.0),
-            grad_clip_norm=given.number("grad_clip_norm", 0, 1e30, 0.0),
-        )
+        def prepared() -> Work:
+            given = body.fields("adam_params")
+            adam = Adam(
+                learning_rate=given.number("learning_rate", 0, 1e3, 1e-4),
+                beta1=given.number("beta1", 0, 0.999999, 0.9),
+                beta2=given.number("beta2", 0, 0.99999999, 0.95),
+                eps=given.number("eps", 0, 1, 1e-12),
+                weight_decay=given.number("weight_decay", 0, 1e3, 0.0),
+                grad_clip_norm=given.number("grad_clip_norm", 0, 1e30, 0.0),
+            )
+            return lambda model: Result.of({"metrics": self.outside.update(model, adam)})
 
-        def work(model: Model) -> Result:
-            return Result.of({"metrics": self.outside.update(model, adam)})
+        return self.in_turn(*turn_of(body), prepared)
 
-        return self.in_turn(body, work)
-
-    def in_turn(self, body: Fields, work: Callable[[Model], Result]) -> Job:
-        """A job of a model, in the order of its numbers."""
-        name, number = body.text("model_id"), body.whole("seq_id", 1, 1 << 40)
-        return self.add(
-            f"{name}:{number}", None, alone(lambda _: work(self.model(name))), name, number
-        )
+    def in_turn(self, name: str, number: int, prepare: Callable[[], Work]) -> Job:
+        """A job of a model, in the order of its numbers. Raises what `prepare` raises; what was
+        refused takes its turn, too, as those after it wait for that."""
+        id = f"{name}:{number}"
+        try:
+            work = prepare()
+        except (UserError, ValueError) as error:
+            refusal = Result.failed(shortened(first_line(error), 500), "user")
+            self.add(id, None, alone(lambda _: refusal), name, number)
+            raise
+        return self.add(id, None, alone(lambda _: work(self.model(name))), name, number)
 
     def add(
         self,
@@ -252,62 +256,74 @@ class Service:
         number: int | None = None,
         together: Any = None,
     ) -> Job:
-        if model is not None and number is None:
-            number = int(id.rpartition(":")[2])
         return self.jobs.add(Job(id, asked, work, together), model, number or 0)
 
     # -- saved models
 
     def save(self, body: Fields) -> Job:
-        target = self.saved.target(body.text("model_id"), WEIGHTS, body.text("path", "state"))
+        def prepared() -> Work:
+            target = self.saved.target(body.text("model_id"), WEIGHTS, body.text("path", "state"))
 
-        def work(model: Model) -> Result:
-            self.outside.save(model, target.folder)
-            return Result.of({"type": "save_weights", "path": target.path})
+            def work(model: Model) -> Result:
+                self.outside.save(model, target.folder)
+                return Result.of({"type": "save_weights", "path": target.path})
 
-        return self.in_turn(body, work)
+            return work
+
+        return self.in_turn(*turn_of(body), prepared)
 
     def save_sampler(self, body: Fields) -> Job:
-        model_id, number = body.text("model_id"), body.body.get("sampling_session_seq_id")
-        name = body.text("path", "") or f"snapshot-{body.whole('seq_id', 1, 1 << 40)}"
-        target = self.saved.target(model_id, SAMPLERS, name)
+        model_id, turn = turn_of(body)
+        number = body.body.get("sampling_session_seq_id")
 
-        def work(model: Model) -> Result:
-            self.outside.save(model, target.folder, with_optimizer=False)
-            answer = {"type": "save_weights_for_sampler", "path": target.path}
-            if isinstance(number, int):
-                del answer["path"]
-                session = model_id.partition(":")[0]
-                answer["sampling_session_id"] = self.new_sampler(session, number, target)
-            return Result.of(answer)
+        def prepared() -> Work:
+            name = body.text("path", "") or f"snapshot-{turn}"
+            target = self.saved.target(model_id, SAMPLERS, name)
 
-        return self.in_turn(body, work)
+            def work(model: Model) -> Result:
+                self.outside.save(model, target.folder, with_optimizer=False)
+                answer = {"type": "save_weights_for_sampler", "path": target.path}
+                if isinstance(number, int):
+                    del answer["path"]
+                    session = model_id.partition(":")[0]
+                    answer["sampling_session_id"] = self.new_sampler(session, number, target)
+                return Result.of(answer)
+
+            return work
+
+        return self.in_turn(model_id, turn, prepared)
 
     def load(self, body: Fields) -> Job:
+        if "session_id" not in body.body:
+            return self.load_again(body)
         path, with_optimizer = body.text("path"), body.truth("optimizer")
         folder = self.saved.find(path).folder
-
-        def load(model: Model) -> None:
-            self.outside.load(model, folder, with_optimizer=with_optimizer)
-
-        if "session_id" not in body.body:
-
-            def again(model: Model) -> Result:
-                load(model)
-                return Result.of({"type": "load_weights", "path": path, "model_id": id})
-
-            id = body.text("model_id")
-            return self.in_turn(body, again)
         name = self.model_name(body)
 
         def work(_: Any) -> Result:
             shape = shape_in(folder)
             self.check_rank(shape.rank)
             self.models[name] = made = self.outside.create(shape, self.saved.folder_of(name))
-            load(made)
+            self.outside.load(made, folder, with_optimizer=with_optimizer)
             return Result.of({"type": "load_weights", "path": path, "model_id": name})
 
         return self.add(f"{name}:0", None, alone(work))
+
+    def load_again(self, body: Fields) -> Job:
+        """Load into a model that is there."""
+        id, number = turn_of(body)
+
+        def prepared() -> Work:
+            path, with_optimizer = body.text("path"), body.truth("optimizer")
+            folder = self.saved.find(path).folder
+
+            def work(model: Model) -> Result:
+                self.outside.load(model, folder, with_optimizer=with_optimizer)
+                return Result.of({"type": "load_weights", "path": path, "model_id": id})
+
+            return work
+
+        return self.in_turn(id, number, prepared)
 
     def weights_info(self, body: Fields) -> object:
         shape = self.saved.shape(body.text("tinker_path"))
@@ -467,6 +483,17 @@ class Service:
         return Response(job.result.body, media_type=kind)
 
 
+def new_name() -> str:
+    """Of a session."""
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    return f"tinker-{stamp}-{secrets.token_hex(3)}"
+
+
+def turn_of(body: Fields) -> tuple[str, int]:
+    """The model of a request, and its number among those of the model. Raises ValueError."""
+    return body.text("model_id"), body.whole("seq_id", 1, 1 << 40)
+
+
 class Missing(Exception):
     """What a request names is not here."""
 
@@ -543,8 +570,8 @@ def routes_of(service: Service) -> list[Route]:
             body = await request.body()
             if request.headers.get("content-encoding") == "zstd":
                 body = tinker_wire.decompressed(body)
-            asked = tinker_wire.gradients_asked(body)
-            return JSONResponse(future(service.gradients(asked), asked.model_id))
+            message = tinker_wire.gradients_message(body)
+            return JSONResponse(future(service.gradients(message), message.model_id))
         except (ValueError, UserError) as error:
             return refused(422, shortened(first_line(error), 500))
         except Full:

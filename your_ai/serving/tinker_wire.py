@@ -110,8 +110,6 @@ def message_class(name: str) -> Any:
 class GradientsAsked:
     """A request for gradients, or with `forward_only` for log-probabilities."""
 
-    model_id: str
-    seq_id: int
     loss: str
     texts: tuple[Text, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -131,13 +129,18 @@ def decompressed(body: bytes) -> bytes:
     return found
 
 
-def gradients_asked(body: bytes) -> GradientsAsked:
-    """Read a request for gradients. Raises ValueError."""
+def gradients_message(body: bytes) -> Any:
+    """A request for gradients whose fields are not checked. Raises ValueError."""
     asked = message_class("ForwardBackwardRequest")()
     try:
         asked.ParseFromString(body)
     except DecodeError as error:
         raise ValueError("the body is no ForwardBackwardRequest") from error
+    return asked
+
+
+def gradients_asked(asked: Any) -> GradientsAsked:
+    """Read a request for gradients, from `gradients_message`. Raises ValueError."""
     loss = asked.loss_fn
     if loss not in LOSSES:
         raise ValueError(f"loss_fn {shortened(loss)}: give {', '.join(LOSSES)}")
@@ -154,9 +157,7 @@ def gradients_asked(body: bytes) -> GradientsAsked:
         room -= len(text.targets)
         texts.append(text)
         shapes.append(shape)
-    return GradientsAsked(
-        asked.model_id, asked.seq_id, loss, tuple(texts), tuple(shapes), asked.forward_only
-    )
+    return GradientsAsked(loss, tuple(texts), tuple(shapes), asked.forward_only)
 
 
 def thresholds_of(config: Mapping[str, float], loss: str) -> tuple[float, float]:

@@ -8,7 +8,7 @@ import tinker
 from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
 from tinker_cookbook.supervised.data import conversation_to_datum
 
-LOSS = 0.15  # of a text, at which a model often answers right
+LOSS = 0.6  # of a text; half of them can be answered in two ways, for ln 2 each at least
 MOST_STEPS = 60
 
 
@@ -21,13 +21,13 @@ def assistant(content: str) -> Message:
 
 
 def teach(
-    model: tinker.TrainingClient, renderer: Renderer, chats: Sequence[Sequence[Message]]
+    model: tinker.TrainingClient,
+    renderer: Renderer,
+    chats: Sequence[Sequence[Message]],
+    answers: TrainOnWhat = TrainOnWhat.LAST_ASSISTANT_MESSAGE,
 ) -> None:
-    """Train on the last answers of chats until their mean loss is below `LOSS`."""
-    data = [
-        conversation_to_datum(list(chat), renderer, None, TrainOnWhat.LAST_ASSISTANT_MESSAGE)
-        for chat in chats
-    ]
+    """Train on answers of chats until the sum of their losses is below `LOSS` for each chat."""
+    data = [conversation_to_datum(list(chat), renderer, None, answers, "none") for chat in chats]
     for _ in range(MOST_STEPS):
         found = model.forward_backward(data, "cross_entropy")
         model.optim_step(tinker.AdamParams(learning_rate=3e-3)).result()
