@@ -8,8 +8,8 @@ import tinker
 from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
 from tinker_cookbook.supervised.data import conversation_to_datum
 
-LOSS = 0.6  # of a text; half of them can be answered in two ways, for ln 2 each at least
-MOST_STEPS = 60
+LOSS = 1.0  # of a text; some can be answered in two ways, for ln 2 each at least
+MOST_STEPS = 80
 
 
 def user(content: str) -> Message:

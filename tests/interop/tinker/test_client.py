@@ -148,13 +148,13 @@ def test_completions_have_the_log_probabilities_of_training(model: TrainingClien
 
 
 def test_the_base_gives_what_an_untrained_model_gives(service: tinker.ServiceClient) -> None:
-    sampler = service.create_sampling_client(base_model=NAME)
+    sampler = service.create_sampling_client(base_model=NAME).result()
     computed = sampler.compute_logprobs(ModelInput.from_ints(IDS)).result()
     np.testing.assert_allclose(computed[1:], logprobs(new_model(service, 7)), atol=TOLERANCE)
 
 
 def test_equal_seeds_give_equal_tokens(service: tinker.ServiceClient) -> None:
-    sampler = service.create_sampling_client(base_model=NAME)
+    sampler = service.create_sampling_client(base_model=NAME).result()
     three = sample(sampler, num_samples=3)
     assert sample(sampler, num_samples=3) == three
     assert sample(sampler, num_samples=1) == three[:1]
@@ -163,7 +163,7 @@ def test_equal_seeds_give_equal_tokens(service: tinker.ServiceClient) -> None:
 
 
 def test_top_k_and_top_p_leave_out_what_is_unlikely(service: tinker.ServiceClient) -> None:
-    sampler = service.create_sampling_client(base_model=NAME)
+    sampler = service.create_sampling_client(base_model=NAME).result()
     [greedy] = sample(sampler, temperature=0.0)
     assert sample(sampler, top_k=1, num_samples=2) == [greedy, greedy]
     assert sample(sampler, top_p=1e-6, num_samples=2) == [greedy, greedy]
@@ -171,7 +171,7 @@ def test_top_k_and_top_p_leave_out_what_is_unlikely(service: tinker.ServiceClien
 
 
 def test_completions_stop_at_tokens_and_texts(service: tinker.ServiceClient) -> None:
-    sampler = service.create_sampling_client(base_model=NAME)
+    sampler = service.create_sampling_client(base_model=NAME).result()
     [free] = sample(sampler, max_tokens=24, stop=[])  # no token ends it
     assert len(free) == 24
     at = free.index(free[6])
@@ -185,7 +185,7 @@ def test_completions_stop_at_tokens_and_texts(service: tinker.ServiceClient) -> 
 
 
 def test_why_completions_end_is_said(service: tinker.ServiceClient) -> None:
-    sampler = service.create_sampling_client(base_model=NAME)
+    sampler = service.create_sampling_client(base_model=NAME).result()
     prompt, [first] = ModelInput.from_ints(IDS[:5]), sample(sampler, max_tokens=1)
     params = SamplingParams(max_tokens=2, seed=3, stop=first)
     assert sampler.sample(prompt, 1, params).result().sequences[0].stop_reason == "stop"
@@ -197,7 +197,7 @@ def test_a_cancelled_request_is_not_computed(
     service: tinker.ServiceClient, demo_server: Served
 ) -> None:
     """One that waits behind another, and is the only one of its kind."""
-    sampler = service.create_sampling_client(base_model=NAME)
+    sampler = service.create_sampling_client(base_model=NAME).result()
     prompt = ModelInput.from_ints(IDS[:5])
     first = sampler.sample(prompt, 8, SamplingParams(max_tokens=LONG, stop=[])).future()
     time.sleep(0.5)  # it runs
@@ -230,7 +230,7 @@ def test_facts_of_a_model_and_the_server(
 
 
 def sampled_too_long(service: tinker.ServiceClient, model: TrainingClient) -> None:
-    sampler = service.create_sampling_client(base_model=NAME)
+    sampler = service.create_sampling_client(base_model=NAME).result()
     sampler.sample(ModelInput.from_ints(IDS), 1, SamplingParams(max_tokens=2 * LONGEST)).result()
 
 

@@ -41,7 +41,7 @@ def test_a_state_with_its_optimizer_goes_on_as_if_never_left(
     model = new_model(service, 1)
     losses(model, 3)
     path = model.save_state("middle").result().path
-    other = service.create_training_client_from_state_with_optimizer(path)
+    other = service.create_training_client_from_state_with_optimizer(path).result()
     np.testing.assert_array_equal(logprobs(other), logprobs(model))
     again = other.save_state("again").result().path
     assert bytes_of(demo_server, again) == bytes_of(demo_server, path)
@@ -56,7 +56,7 @@ def test_a_state_without_its_optimizer_has_the_same_weights_only(
     model = new_model(service, 2)
     losses(model, 3)
     path = model.save_state("middle").result().path
-    other = service.create_training_client_from_state(path)
+    other = service.create_training_client_from_state(path).result()
     np.testing.assert_array_equal(logprobs(other), logprobs(model))
     first, second = losses(model, 2), losses(other, 2)
     assert first[0] == second[0]  # before the update, in which Adam begins anew
@@ -67,7 +67,9 @@ def test_a_saved_model_gives_the_completions_of_its_time(service: tinker.Service
     """Also after the model was trained on."""
     model = new_model(service, 3)
     losses(model, 2)
-    sampler = service.create_sampling_client(model.save_weights_for_sampler("now").result().path)
+    sampler = service.create_sampling_client(
+        model.save_weights_for_sampler("now").result().path
+    ).result()
     prompt, greedy = ModelInput.from_ints(IDS[:5]), SamplingParams(max_tokens=8, temperature=0)
     before = sampler.sample(prompt, 1, greedy).result().sequences[0]
     losses(model, 3)
@@ -114,7 +116,7 @@ def test_a_killed_server_goes_on_from_the_last_saved_state(tmp_path: Path) -> No
         server.process.kill()
     with serving(DEMO_FOLDER, tmp_path / "server") as server:
         with tinker.ServiceClient(base_url=server.url, api_key="tml-local") as service:
-            model = service.create_training_client_from_state_with_optimizer(path)
+            model = service.create_training_client_from_state_with_optimizer(path).result()
             assert losses(model, 3) == wanted
             again = model.save_state("end").result().path
         assert bytes_of(server, again) == bytes_of(server, end)
@@ -125,11 +127,5 @@ def test_a_sampler_cannot_be_trained_on_with_an_optimizer(service: tinker.Servic
     losses(model, 1)
     path = model.save_weights_for_sampler("weights").result().path
     with pytest.raises(tinker.RequestFailedError, match="without an optimizer"):
-        service.create_training_client_from_state_with_optimizer(path)
-    assert (
-        step(
-            model,
-            [text()],
-        )
-        > 0
-    )
+        service.create_training_client_from_state_with_optimizer(path).result()
+    assert step(model, [text()]) > 0
