@@ -103,8 +103,7 @@ class Service:
     def create_session(self, body: RequestFields) -> object:
         if len(self.sessions) >= MOST_SESSIONS:
             raise Full
-        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-        name = f"tinker-{stamp}-{secrets.token_hex(3)}"
+        name = new_name()
         self.sessions[name] = Session()
         return {"type": "create_session", "session_id": name}
 
@@ -205,9 +204,9 @@ class Service:
         return {"training_runs": part, "cursor": cursor}
 
     def copy(self, body: RequestFields) -> object:
-        return {
-            "tinker_path": self.saved.copy(body.text("source_path"), self.model_name(body)).path
-        }
+        is_of_session = body.body.get("session_id") is not None
+        name = self.model_name(body) if is_of_session else f"{new_name()}:train:0"
+        return {"tinker_path": self.saved.copy(body.text("source_path"), name).path}
 
     def unload(self, body: RequestFields) -> QueuedJob:
         name = body.text("model_id")
@@ -530,6 +529,12 @@ class Service:
         assert job.result is not None
         kind = "application/x-protobuf" if job.result.is_proto else "application/json"
         return Response(job.result.body, media_type=kind)
+
+
+def new_name() -> str:
+    """A name for a session."""
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    return f"tinker-{stamp}-{secrets.token_hex(3)}"
 
 
 class NotHere(Exception):

@@ -8,8 +8,8 @@ import tinker
 from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
 from tinker_cookbook.supervised.data import conversation_to_datum
 
-LOSS = 0.15  # of a text, at which a model often answers right
-MOST_STEPS = 60
+LOSS = 1.0  # of a text; some can be answered in two ways, for ln 2 each at least
+MOST_STEPS = 80
 
 
 def user(content: str) -> Message:
@@ -21,13 +21,13 @@ def assistant(content: str) -> Message:
 
 
 def teach(
-    model: tinker.TrainingClient, renderer: Renderer, chats: Sequence[Sequence[Message]]
+    model: tinker.TrainingClient,
+    renderer: Renderer,
+    chats: Sequence[Sequence[Message]],
+    answers: TrainOnWhat = TrainOnWhat.LAST_ASSISTANT_MESSAGE,
 ) -> None:
-    """Train on the last answers of chats until their mean loss is below `LOSS`."""
-    data = [
-        conversation_to_datum(list(chat), renderer, None, TrainOnWhat.LAST_ASSISTANT_MESSAGE)
-        for chat in chats
-    ]
+    """Train on answers of chats until the sum of their losses is below `LOSS` for each chat."""
+    data = [conversation_to_datum(list(chat), renderer, None, answers, "none") for chat in chats]
     for _ in range(MOST_STEPS):
         found = model.forward_backward(data, "cross_entropy")
         model.optim_step(tinker.AdamParams(learning_rate=3e-3)).result()

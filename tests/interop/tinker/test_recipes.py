@@ -173,4 +173,3 @@ def test_on_policy_distillation(
         )
     )  # fmt: skip
     assert_learned(server, 2)
-

@@ -1,0 +1,131 @@
+"""Saved models: loaded, listed, copied, deleted, and gone on from when the server was killed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+from tinker import ModelInput, SamplingParams
+
+from tests.conftest import DEMO_FOLDER
+from tests.interop.tinker.served import Served, serving
+from tests.interop.tinker.test_client import IDS, logprobs, new_model, step, text
+from your_ai.run.checkpoint import ADAPTERS
+
+pytestmark = pytest.mark.interop
+
+
+@pytest.fixture(scope="module")
+def service(demo_server: Served) -> Iterator[tinker.ServiceClient]:
+    with tinker.ServiceClient(base_url=demo_server.url, api_key="tml-local") as client:
+        yield client
+
+
+def bytes_of(server: Served, path: str) -> bytes:
+    """The adapters of a saved model."""
+    model, kind, name = path.removeprefix("tinker://").split("/")
+    run = server.folder / "runs" / model.replace(":", "-")
+    return (run / kind / name / ADAPTERS).read_bytes()
+
+
+def losses(model: tinker.TrainingClient, count: int) -> list[float]:
+    return [step(model, [text(), text(IDS[::-1])]) for _ in range(count)]
+
+
+def test_a_state_with_its_optimizer_goes_on_as_if_never_left(
+    service: tinker.ServiceClient, demo_server: Served
+) -> None:
+    model = new_model(service, 1)
+    losses(model, 3)
+    path = model.save_state("middle").result().path
+    other = service.create_training_client_from_state_with_optimizer(path).result()
+    np.testing.assert_array_equal(logprobs(other), logprobs(model))
+    again = other.save_state("again").result().path
+    assert bytes_of(demo_server, again) == bytes_of(demo_server, path)
+    assert losses(other, 3) == losses(model, 3)
+    ends = [each.save_state("end").result().path for each in (model, other)]
+    assert bytes_of(demo_server, ends[0]) == bytes_of(demo_server, ends[1])
+
+
+def test_a_state_without_its_optimizer_has_the_same_weights_only(
+    service: tinker.ServiceClient,
+) -> None:
+    model = new_model(service, 2)
+    losses(model, 3)
+    path = model.save_state("middle").result().path
+    other = service.create_training_client_from_state(path).result()
+    np.testing.assert_array_equal(logprobs(other), logprobs(model))
+    first, second = losses(model, 2), losses(other, 2)
+    assert first[0] == second[0]  # before the update, in which Adam begins anew
+    assert first[1] != second[1]
+
+
+def test_a_saved_model_gives_the_completions_of_its_time(service: tinker.ServiceClient) -> None:
+    """Also after the model was trained on."""
+    model = new_model(service, 3)
+    losses(model, 2)
+    sampler = service.create_sampling_client(
+        model.save_weights_for_sampler("now").result().path
+    ).result()
+    prompt, greedy = ModelInput.from_ints(IDS[:5]), SamplingParams(max_tokens=8, temperature=0)
+    before = sampler.sample(prompt, 1, greedy).result().sequences[0]
+    losses(model, 3)
+    after = sampler.sample(prompt, 1, greedy).result().sequences[0]
+    assert (before.tokens, before.logprobs) == (after.tokens, after.logprobs)
+
+
+def test_saved_models_are_listed_copied_and_deleted(
+    service: tinker.ServiceClient, demo_server: Served
+) -> None:
+    rest, model = service.create_rest_client(), new_model(service, 4)
+    losses(model, 1)
+    state = model.save_state("one").result().path
+    sampler = model.save_weights_for_sampler("two").result().path
+    run = state.removeprefix("tinker://").partition("/")[0]
+
+    def listed() -> dict[str, str]:
+        found = rest.list_checkpoints(run).result().checkpoints
+        return {each.tinker_path: each.checkpoint_type for each in found}
+
+    assert listed() == {state: "training", sampler: "sampler"}
+    assert rest.get_training_run(run).result().lora_rank == 8
+    copied = rest.copy_weights(state, "any").result()
+    assert copied != state
+    assert bytes_of(demo_server, copied) == bytes_of(demo_server, state)
+    rest.delete_checkpoint_from_tinker_path(state).result()
+    assert listed() == {sampler: "sampler"}
+    everything = rest.list_user_checkpoints(limit=100).result().checkpoints
+    paths = {each.tinker_path for each in everything}
+    assert copied in paths
+    assert state not in paths
+
+
+def test_a_killed_server_goes_on_from_the_last_saved_state(tmp_path: Path) -> None:
+    """A client that loads it again gets the losses, and the bytes, of one that was not killed."""
+    with serving(DEMO_FOLDER, tmp_path / "server") as server:
+        service = tinker.ServiceClient(base_url=server.url, api_key="tml-local")
+        model = new_model(service, 5)
+        losses(model, 2)
+        path = model.save_state("last").result().path
+        wanted = losses(model, 3)
+        end = model.save_state("end").result().path
+        model.forward_backward([text()], "cross_entropy")  # while it is killed
+        server.process.kill()
+    with serving(DEMO_FOLDER, tmp_path / "server") as server:
+        with tinker.ServiceClient(base_url=server.url, api_key="tml-local") as service:
+            model = service.create_training_client_from_state_with_optimizer(path).result()
+            assert losses(model, 3) == wanted
+            again = model.save_state("end").result().path
+        assert bytes_of(server, again) == bytes_of(server, end)
+
+
+def test_a_sampler_cannot_be_trained_on_with_an_optimizer(service: tinker.ServiceClient) -> None:
+    model = new_model(service, 6)
+    losses(model, 1)
+    path = model.save_weights_for_sampler("weights").result().path
+    with pytest.raises(tinker.RequestFailedError, match="without an optimizer"):
+        service.create_training_client_from_state_with_optimizer(path).result()
+    assert step(model, [text()]) > 0
