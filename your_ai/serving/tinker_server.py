@@ -484,7 +484,7 @@ class Service:
 
 
 def new_name() -> str:
-    """Of a session."""
+    """A name for a session."""
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     return f"tinker-{stamp}-{secrets.token_hex(3)}"
 
