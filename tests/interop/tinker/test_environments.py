@@ -103,7 +103,8 @@ def test_a_tool_is_called_and_what_it_says_read(
     with tinker.ServiceClient(base_url=qwen_server.url, api_key="tml-local") as service:
         model = service.create_lora_training_client(base_model=NAME, rank=RANK, seed=1).result()
         chats = [looked_up, [*first, assistant("No.")]]
-        teach(model, renderer, chats, TrainOnWhat.ALL_ASSISTANT_MESSAGES)
+        # Either first answer costs ln 2.
+        teach(model, renderer, chats, TrainOnWhat.ALL_ASSISTANT_MESSAGES, "none", loss=1.0)
         saved = model.save_state("taught").result().path
     config = train.Config(
         learning_rate=1e-4, dataset_builder=ToolDataBuilder(), model_name=NAME,
