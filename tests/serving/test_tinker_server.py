@@ -179,6 +179,25 @@ def test_a_loop_trains_saves_loads_and_samples(server):
     assert server.get(f"samplers/{sampler}")[1]["model_path"].startswith("tinker://")
 
 
+def test_only_the_last_tokens_of_a_prompt_are_scored_if_no_more_are_asked_for(server):
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [3, 4, 5, 6, 7]}]}
+    found = []
+    for more in ({}, {"prompt_logprobs_last_n": 2}):
+        answer = message_class("SampleResponse")()
+        body = sample_body(prompt=prompt, prompt_logprobs=True, **more)
+        answer.ParseFromString(server.result("asample", body))
+        found.append(np.frombuffer(answer.prompt_logprobs, "<f4"))
+    whole, last = found
+    assert np.isnan(whole).tolist() == [True, False, False, False, False]
+    assert np.isnan(last).tolist() == [True, True, True, False, False]
+    assert last[3:] == pytest.approx(whole[3:], abs=1e-5)
+
+
+def test_a_client_of_an_earlier_server_hears_that_it_is_gone(server):
+    status, _ = server.post("session_heartbeat", {"session_id": "tinker-before"})
+    assert status == 410
+
+
 def test_compressed_gradients_are_those_of_plain_ones(server):
     model = server.model()
     body = gradients_body(model, 1)

@@ -72,8 +72,10 @@ class SampleAsked:
     most: int
     stops: tuple[Any, ...] | None
     """Tokens or texts; None for the tokens that end an answer."""
+    scored: int
+    """The last tokens of the prompt whose log-probabilities are given, too."""
     with_prompt: bool
-    """Whether the log-probabilities of the prompt are asked for."""
+    """Whether there is an answer on the prompt."""
 
 
 @dataclass
@@ -106,6 +108,13 @@ class Service:
         name = new_name()
         self.sessions[name] = Session()
         return {"type": "create_session", "session_id": name}
+
+    def heartbeat(self, body: RequestFields) -> object:
+        try:
+            self.session(body)
+        except NotHere as error:
+            raise Gone(str(error)) from error
+        return {"type": "session_heartbeat"}
 
     def session(self, body: RequestFields) -> tuple[str, Session]:
         name = body.text("session_id")
@@ -454,8 +463,11 @@ class Service:
             given.number("top_p", 1e-6, 1, 1.0),
             max(0, given.whole("top_k", -1, 1 << 30, -1)),
         )
+        before = len(prompt) - 1  # the first has no log-probability
+        scored = body.whole("prompt_logprobs_last_n", 1, max(1, before), max(1, before))
         with_prompt = body.truth("prompt_logprobs")
-        return SampleAsked(prompt, seeds, most, stops_of(given), with_prompt), key
+        scored = min(before, scored) if with_prompt else 0
+        return SampleAsked(prompt, seeds, most, stops_of(given), scored, with_prompt), key
 
     def completed(
         self, source: Path | None, every: Sequence[SampleAsked], sampler: Any
@@ -482,8 +494,9 @@ class Service:
                 completion.tokens, values[len(values) - count :], completion.stopped
             )
             if asked.with_prompt:
-                before = values[: len(values) - count]
-                of_prompts[completion.prompt] = np.append([np.nan], before)
+                whole = np.full(len(asked.prompt), np.nan, np.float32)
+                whole[len(whole) - asked.scored :] = values[: len(values) - count]
+                of_prompts[completion.prompt] = whole
         return [
             Result(tinker_wire.sample_answer([group[s] for s in sorted(group)], prompt), True)
             for group, prompt in zip(answers, of_prompts, strict=True)
@@ -541,6 +554,10 @@ class NotHere(Exception):
     """A request names something that is not here."""
 
 
+class Gone(Exception):
+    """A client need not ask for this again."""
+
+
 def stops_of(given: RequestFields) -> tuple[Any, ...] | None:
     """The tokens or texts that end a completion. Raises ValueError."""
     stop = given.body.get("stop")
@@ -564,10 +581,9 @@ def alone(work: Callable[[Any], Result]) -> Callable[[Sequence[Any]], Sequence[R
 
 
 def text_to_score(asked: SampleAsked, tokens: Sequence[int]) -> OutsideText:
-    """The text of a completion. Its targets are its tokens, or with `with_prompt` all tokens but
-    the first."""
+    """The text of a completion. Its targets are its tokens, and the `scored` ones before them."""
     whole = np.append(asked.prompt, np.array(tokens, np.int32)).astype(np.int32)
-    start = 0 if asked.with_prompt else len(asked.prompt) - 1
+    start = len(asked.prompt) - 1 - asked.scored
     positions = np.arange(start, len(whole) - 1, dtype=np.int32)
     zeros = np.zeros(len(positions), np.float32)
     columns: Columns = dict.fromkeys(("advantages", "old", "clip_low", "clip_high"), zeros)
@@ -597,6 +613,8 @@ def refusal_of(error: Exception) -> Response:
             return refused(422, first_line(error))
         case NotHere():
             return refused(404, str(error))
+        case Gone():
+            return refused(410, str(error))
         case Full():
             return refused(429, "too many requests wait; ask again later")
         case OSError():  # a disk that is full, or a folder that is being replaced
@@ -694,7 +712,7 @@ def routes_of(service: Service) -> list[Route]:
         post("client/dynamic_config", lambda _: {"sample_cancel_enabled": True}),
         post("telemetry", lambda _: {"status": "accepted"}),
         post("create_session", service.create_session),
-        post("session_heartbeat", lambda body: service.session(body) and HEARTBEAT),
+        post("session_heartbeat", service.heartbeat),
         post("create_model", service.create_model),
         post("unload_model", service.unload),
         post("get_info", service.info),
@@ -728,9 +746,6 @@ def page_of(asked: dict[str, Any]) -> tuple[int, int]:
     except ValueError as error:
         raise UserError("offset, limit: give whole numbers") from error
     return max(0, first), max(0, min(most, 1000))
-
-
-HEARTBEAT = {"type": "session_heartbeat"}
 
 
 def gate_of(is_local: bool, token: str) -> Gate:
