@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from tests.conftest import events_of, flip, make_model, train
 from your_ai.config.requests import TinkerRequest
+from your_ai.engine.gradients import SpilledGradients
 from your_ai.errors import RunError, UserError
 from your_ai.generation.rollouts import RolloutPrompt, sampler_of
 from your_ai.nets import model as nets
@@ -18,6 +20,7 @@ from your_ai.run import checkpoint, events
 from your_ai.run.folder import RUNS, RunFolder
 from your_ai.training import outside as outside_module
 from your_ai.training import train as recipe
+from your_ai.training.optimizer_states import SpilledStates
 from your_ai.training.outside import (
     Adam,
     LoraShape,
@@ -182,7 +185,8 @@ def test_each_plan_gives_the_same_log_probabilities_and_gradients(outside, untie
         loss, found = loops.add_gradients(made, TEXTS, "importance_sampling")
         scores = loops.log_probabilities(made, TEXTS)
         assert np.concatenate(found) == pytest.approx(np.concatenate(scores), abs=1e-5)
-        grads = {n: np.array(a) for n, a in loops.bench.gradients.arrays.items()}
+        held = loops.bench.gradients
+        grads = {n: np.array(a) for n, a in held.take(list(held.sizes())).items()}
         results.append((loss, np.concatenate(found), grads))
         assert any("lm_head" in name for name in grads) is not tied
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
@@ -190,20 +194,25 @@ def test_each_plan_gives_the_same_log_probabilities_and_gradients(outside, untie
     assert distance(results[0][2], results[1][2]) < 1e-5
 
 
-def test_models_take_turns_and_keep_gradients_and_optimizers(outside):
-    """Of equal and of other ranks, as if each were alone."""
+@pytest.mark.parametrize("disk", [False, True])
+def test_models_take_turns_and_keep_gradients_and_optimizers(outside, disk):
+    """Of equal and of other ranks, as if each were alone. disk: gradients and optimizers are there,
+    which gives the same."""
     shapes = {"a": SHAPE, "b": LoraShape(4, 2), "c": LoraShape(2, 3, train_mlp=False)}
-    alone = {}
+    alone, plan = {}, "staged" if disk else "fused"
     for name, shape in shapes.items():
-        loops = outside()
+        loops = outside(plan=plan)
         made = loops.create(shape, RUNS / f"alone-{name}")
         for _ in range(2):
             loops.add_gradients(made, TEXTS[:2], "cross_entropy")
             loops.add_gradients(made, TEXTS[2:], "cross_entropy")
             loops.update(made, FAST)
         alone[name] = adapters(loops)
-    loops = outside()
+    loops = outside(plan=plan)
+    loops.config = replace(loops.config, spill=disk)
     made = {name: loops.create(shape, RUNS / name) for name, shape in shapes.items()}
+    assert isinstance(loops.bench.gradients, SpilledGradients) is disk
+    assert isinstance(loops.bench.optimizer.states, SpilledStates) is disk
     for _ in range(2):
         for part in (TEXTS[:2], TEXTS[2:]):
             for each in made.values():

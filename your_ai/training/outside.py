@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ from your_ai.memory.budget import run_limit
 from your_ai.memory.limit import rounded_up
 from your_ai.memory.plan import Budget, DoesNotFit, rows_of
 from your_ai.memory.sample import in_gb
+from your_ai.memory.workload import Plan
 from your_ai.nets import model
 from your_ai.nets.mlx_types import load_arrays
 from your_ai.nets.numerics import compute_dtype
@@ -48,13 +50,13 @@ from your_ai.nets.vocabulary import vocabulary_layers
 from your_ai.objectives.objective import Scores, Targets
 from your_ai.objectives.outside import GSPO, LOGPROBS, OUTSIDE, TOKEN_LOSSES, gspo_weights
 from your_ai.run import checkpoint, events
-from your_ai.run.folder import RunFolder, creating
+from your_ai.run.folder import RUNS, RunFolder, creating
 from your_ai.training import optimizer
 from your_ai.training.planned import budget_of_run, write_plan
 from your_ai.training.run_data import rollouts_planned
 from your_ai.training.trainer import graphs_within
 
-OPTIMIZER, GRADIENTS = "optimizer.safetensors", "gradients.safetensors"
+OPTIMIZER, GRADIENTS = "optimizer.safetensors", "gradients-{:06d}.safetensors"
 SHAPE = "model.json"
 PARKED, ASIDE = "parked", "aside"  # folders in that of a run
 ALPHA = 32.0  # of LoRA, whatever the rank
@@ -306,35 +308,35 @@ class Outside:
         config = shape.config(self.config, opened.network)
         adapters = model.add_adapters(opened.network, config)
         start_vocabulary(opened, {})
-        plan, graphs = budget.choice.option.plan, graphs_within(budget)
+        plan, graphs = chosen.plan, graphs_within(budget)
+        RUNS.mkdir(exist_ok=True)
+        place = RUNS if plan.gradients_on_disk else None  # of files without names
         built = build_engine(
             opened.network, adapters.dropout_keys, plan.engine, tensors=opened.tensors,
-            objective=OUTSIDE, spill=None, graphs=graphs, kept=plan.kept, resident=plan.resident,
+            objective=OUTSIDE, spill=place, graphs=graphs, kept=plan.kept, resident=plan.resident,
             blocks_ahead=plan.blocks_ahead,
         )  # fmt: skip
         allocator.free()
-        trained = opened.network.trainable_parameters()
-        adam = Adam().config(config)
-        states = optimizer.build_optimizer(adam, trained)
-        self.bench = Bench(
-            shape, config, opened, adapters, built, budget, states, gradients_in(None)
-        )
+        states = first_states(config, opened, chosen.plan)
+        gradients = gradients_in(place)
+        self.bench = Bench(shape, config, opened, adapters, built, budget, states, gradients)
         return self.bench
 
     def renew(self, shape: LoraShape) -> Bench:
         """Put first adapters and optimizer states where others were."""
         assert self.bench is not None
+        bench = self.bench
+        bench.gradients.clear()
+        bench.optimizer.states.clear()  # before there are others
+        bench.updates.clear()
         fresh = open_model(self.base, compute_dtype(self.config.dtype))
-        model.add_adapters(fresh.network, replace(self.bench.config, seed=shape.seed))
+        model.add_adapters(fresh.network, replace(bench.config, seed=shape.seed))
         start_vocabulary(fresh, {})
-        network = self.bench.opened.network
-        model.set_adapters(network, model.adapter_arrays(fresh.network))
-        config = Adam().config(self.config)
-        self.bench.optimizer = optimizer.build_optimizer(config, network.trainable_parameters())
-        self.bench.updates.clear()
-        self.bench.gradients.clear()
-        self.bench.shape = shape
-        return self.bench
+        model.set_adapters(bench.opened.network, model.adapter_arrays(fresh.network))
+        del fresh
+        bench.optimizer = first_states(bench.config, bench.opened, bench.budget.choice.option.plan)
+        bench.shape = shape
+        return bench
 
     def park(self) -> None:
         """Write the active model to its folder, so that another can take its place."""
@@ -380,13 +382,13 @@ class Outside:
         """Write a model that is in memory: its adapters, for any reader, and its optimizer."""
         assert self.bench is not None
         bench = self.bench
-        states = optimizer.saved_states(bench.optimizer)
-        assert isinstance(states, dict)
-        arrays = checkpoint.files_of(model.adapter_arrays(bench.opened.network))
+        trained = model.adapter_arrays(bench.opened.network)
+        arrays: dict[str, checkpoint.ArraysOrWriter] = {**checkpoint.files_of(trained)}
         if with_optimizer:
-            arrays[OPTIMIZER] = states
-        if gradients and of.has_gradients:
-            arrays[GRADIENTS] = bench.gradients.take(list(bench.gradients.sizes()))
+            arrays[OPTIMIZER] = optimizer.saved_states(bench.optimizer)
+        if gradients and of.has_gradients:  # one by one, as they may be on disk
+            for number, name in enumerate(bench.gradients.sizes()):
+                arrays[GRADIENTS.format(number)] = partial(save_gradient, bench.gradients, name)
         about = {"shape": asdict(of.shape), "step": of.step, "model": self.config.model}
         config = {**bench.adapters.config, "step": of.step}
         texts = {checkpoint.ADAPTER_CONFIG: config, SHAPE: about}
@@ -401,8 +403,8 @@ class Outside:
             optimizer.restore_states(self.bench.optimizer, arrays)
             into.step = int(about_of(folder)["step"])
         self.bench.gradients.clear()
-        if (held := folder / GRADIENTS).is_file():
-            self.bench.gradients.add(dict(load_arrays(held)))
+        for path in sorted(folder.glob("gradients-*.safetensors")):
+            self.bench.gradients.add(dict(load_arrays(path)))
 
     def save(self, of: OutsideModel, target: Path, *, with_optimizer: bool = True) -> None:
         """Save a model as it is now; `target` is replaced."""
@@ -615,6 +617,18 @@ class Outside:
                 )
             for ids in (text.tokens, text.targets):
                 check_ids(ids, self.vocabulary, self.tokenizer, f"text {number}")
+
+
+def first_states(config: TrainConfig, opened: Opened, plan: Plan) -> optimizer.StatefulOptimizer:
+    """An optimizer before its first step; on disk, if the plan says so."""
+    place = RUNS if plan.states_on_disk else None
+    trained = opened.network.trainable_parameters()
+    return optimizer.build_optimizer(Adam().config(config), trained, place)
+
+
+def save_gradient(gradients: Gradients, name: str, path: Path) -> None:
+    """Move a gradient to a file."""
+    checkpoint.save_arrays(path, gradients.take([name]))
 
 
 def without_effect(network: Any) -> dict[str, mx.array]:
