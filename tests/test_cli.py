@@ -328,3 +328,19 @@ def test_signals_end_a_command_as_ctrl_c_does(number):
     assert out == "cleaned\n"
     assert error.strip() in ("", "interrupted")
     assert process.returncode == 128 + number
+
+
+def test_signals_do_not_change_the_status_while_python_ends():
+    """A closing terminal sends several; the last ones come late."""
+    script = (
+        "import atexit, signal, sys\n"
+        "def show():\n"
+        "    print([signal.getsignal(n) is signal.SIG_IGN for n in (signal.SIGHUP, signal.SIGTERM)])\n"
+        "atexit.register(show)  # the first is called last\n"
+        "sys.argv = ['your_ai', '--version']\n"
+        "from your_ai.cli import main\n"
+        "main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.stdout.splitlines()[-1] == "[True, True]"
+    assert ended.returncode == 0

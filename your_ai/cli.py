@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import errno
 import functools
@@ -115,6 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
     if arguments is None:
         claim_process()
         signals = end_as_interrupted()
+        atexit.register(ignore_signals)
         arguments = sys.argv[1:]
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"]
@@ -155,6 +157,13 @@ def end_as_interrupted() -> list[int]:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, interrupt)
     return received
+
+
+def ignore_signals() -> None:
+    """Let no further signal change the exit status, while Python ends: a closing terminal sends
+    several."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def open_streams() -> None:
