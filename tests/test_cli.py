@@ -335,7 +335,8 @@ def test_signals_do_not_change_the_status_while_python_ends():
     script = (
         "import atexit, signal, sys\n"
         "def show():\n"
-        "    print([signal.getsignal(n) is signal.SIG_IGN for n in (signal.SIGHUP, signal.SIGTERM)])\n"
+        "    both = (signal.SIGHUP, signal.SIGTERM)\n"
+        "    print([signal.getsignal(n) is signal.SIG_IGN for n in both])\n"
         "atexit.register(show)  # the first is called last\n"
         "sys.argv = ['your_ai', '--version']\n"
         "from your_ai.cli import main\n"
