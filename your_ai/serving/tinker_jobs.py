@@ -20,6 +20,7 @@ from your_ai.gates.text import shortened
 
 MOST_WAITING = 2048
 MOST_WAITING_BYTES = 1 << 25  # of their requests
+GATHER_S = 0.02  # in which more jobs may come that are done with the first
 POLL_S = 0.2  # between two looks at whether it is over
 MOST_KEPT_BYTES = 1 << 25  # of results that were not fetched, or may be asked for again
 JOB_BYTES = 2000  # of a job that is done, beside its result
@@ -60,6 +61,8 @@ class QueuedJob:
     tokens: int = 0
     """That it may make, at most."""
     done: threading.Event = field(default_factory=threading.Event)
+    waiters: list[Callable[[], object]] = field(default_factory=list)
+    """Called once it is done, in the thread of the worker."""
     result: Result | None = None
 
 
@@ -138,6 +141,14 @@ class Jobs:
         with self.lock:
             return self.known.get(id)
 
+    def tell_when_done(self, job: QueuedJob, tell: Callable[[], object]) -> None:
+        """Call a function once a job is done; now, if it is."""
+        with self.lock:
+            if job.done.is_set():
+                tell()
+            else:
+                job.waiters.append(tell)
+
     def run(self, is_over: Callable[[], bool]) -> None:
         """Work until `is_over`, in this thread."""
         while (jobs := self.take(is_over)) is not None:
@@ -150,7 +161,10 @@ class Jobs:
                 self.lock.wait(POLL_S)
             if is_over():
                 return None
-            first = self.ready[0]
+            first, seen = self.ready[0], 0
+            while first.together is not None and len(self.ready) > seen and not is_over():
+                seen = len(self.ready)  # clients send one request after the other
+                self.lock.wait(GATHER_S)
             same, others, tokens = [], [], 0
             for job in self.ready:
                 fits = first.together is not None and tokens + job.tokens <= MOST_TOGETHER
@@ -181,6 +195,9 @@ class Jobs:
     def finish(self, job: QueuedJob, result: Result) -> None:
         job.result, job.asked, job.work = result, None, nothing  # which hold what was asked
         job.done.set()
+        for tell in job.waiters:
+            tell()
+        job.waiters.clear()
         self.finished.append(job)
         self.kept_bytes += JOB_BYTES + len(result.body)
         while self.kept_bytes > MOST_KEPT_BYTES and len(self.finished) > 1:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import secrets
 import socket
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -530,18 +529,27 @@ class Service:
         try:
             # They must leave connections to others.
             patience_s = POLL_S if self.polls <= web.CONNECTIONS // 2 else CROWDED_POLL_S
-            began = time.monotonic()
-            while not job.done.is_set():
-                waited_s = time.monotonic() - began
-                if waited_s > patience_s:
-                    again = {"type": "try_again", "request_id": id, "queue_state": "active"}
-                    return JSONResponse(again)
-                await asyncio.sleep(0.005 if waited_s < 1 else 0.05)
+            if not await self.is_done(job, patience_s):
+                again = {"type": "try_again", "request_id": id, "queue_state": "active"}
+                return JSONResponse(again)
         finally:
             self.polls -= 1
         assert job.result is not None
         kind = "application/x-protobuf" if job.result.is_proto else "application/json"
         return Response(job.result.body, media_type=kind)
+
+    async def is_done(self, job: QueuedJob, patience_s: float) -> bool:
+        """Return whether a job is done within some seconds."""
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(arrived.set)
+
+        self.jobs.tell_when_done(job, tell)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(arrived.wait(), patience_s)
+        return job.done.is_set()
 
 
 def new_name() -> str:
