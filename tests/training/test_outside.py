@@ -25,6 +25,7 @@ from your_ai.training.outside import (
     Adam,
     LoraShape,
     Outside,
+    OutsideModel,
     OutsideText,
     batches_of,
     outside_config,
@@ -67,6 +68,12 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> str:
 def adapters(outside: Outside) -> dict[str, np.ndarray]:
     assert outside.bench is not None
     return {n: np.array(a) for n, a in nets.adapter_arrays(outside.bench.opened.network).items()}
+
+
+def step(outside: Outside, model: OutsideModel, loss: str = "cross_entropy") -> None:
+    """One update on `TEXTS`."""
+    outside.add_gradients(model, TEXTS, loss)
+    outside.update(model, FAST)
 
 
 def distance(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> float:
@@ -227,14 +234,12 @@ def test_models_take_turns_and_keep_gradients_and_optimizers(outside, disk):
 def test_a_sampler_asks_what_was_saved_and_training_goes_on_unchanged(outside):
     loops = outside()
     made = loops.create(SHAPE, RUNS / "a")
-    loops.add_gradients(made, TEXTS, "cross_entropy")
-    loops.update(made, FAST)
+    step(loops, made)
     saved = RUNS / "a" / "sampler_weights" / "one"
     loops.save(made, saved, with_optimizer=False)
     before = np.concatenate(loops.log_probabilities(made, TEXTS))
     base = np.concatenate(loops.log_probabilities(None, TEXTS))
-    loops.add_gradients(made, TEXTS, "cross_entropy")
-    loops.update(made, FAST)
+    step(loops, made)
     after = np.concatenate(loops.log_probabilities(made, TEXTS))
     assert np.array_equal(np.concatenate(loops.log_probabilities(saved, TEXTS)), before)
     assert np.array_equal(np.concatenate(loops.log_probabilities(None, TEXTS)), base)
@@ -245,20 +250,22 @@ def test_a_sampler_asks_what_was_saved_and_training_goes_on_unchanged(outside):
 def test_what_was_saved_goes_on_with_the_same_bytes(outside):
     loops = outside()
     made = loops.create(SHAPE, RUNS / "a")
-    loops.add_gradients(made, TEXTS, "cross_entropy")
-    loops.update(made, FAST)
+    step(loops, made)
     saved = RUNS / "a" / "weights" / "one"
     loops.save(made, saved)
-    loops.add_gradients(made, TEXTS, "cross_entropy")
-    loops.update(made, FAST)
+    step(loops, made)
     wanted = adapters(loops)
     again = outside()
     other = again.create(SHAPE, RUNS / "b")
     again.load(other, saved, with_optimizer=True)
-    again.add_gradients(other, TEXTS, "cross_entropy")
-    again.update(other, FAST)
+    step(again, other)
     found = adapters(again)
     assert all(np.array_equal(wanted[name], found[name]) for name in wanted)
+
+
+def test_the_plan_counts_a_prompt_for_each_completion(outside):
+    rollouts = outside(samples=6).budget.workload.rollouts
+    assert (rollouts.group, rollouts.rows) == (1, 6)
 
 
 def test_completions_have_the_log_probabilities_of_their_texts(outside):
@@ -279,11 +286,10 @@ def test_completions_have_the_log_probabilities_of_their_texts(outside):
 def test_events_show_a_loop_as_a_run(outside):
     loops = outside()
     made = loops.create(SHAPE, RUNS / "a")
-    loops.add_gradients(made, TEXTS, "cross_entropy")
-    loops.update(made, FAST)
+    step(loops, made)
     loops.end(made)
-    (step,) = events_of(RunFolder(RUNS / "a"), events.Step)
-    assert step.trained_tokens == sum(len(t.targets) for t in TEXTS)
+    (event,) = events_of(RunFolder(RUNS / "a"), events.Step)
+    assert event.trained_tokens == sum(len(t.targets) for t in TEXTS)
     assert (RUNS / "a" / "adapter" / checkpoint.ADAPTERS).is_file()
 
 
@@ -407,8 +413,7 @@ def test_gradients_that_fail_leave_none_of_their_texts(outside):
     with pytest.raises(UserError, match="no gradients"):
         loops.update(made, FAST)
     assert distance(adapters(loops), before) == 0
-    loops.add_gradients(made, TEXTS, "ppo")
-    loops.update(made, FAST)
+    step(loops, made, "ppo")
 
 
 def test_completions_end_when_the_server_stops(outside):
@@ -431,12 +436,10 @@ def test_completions_end_when_the_server_stops(outside):
 def test_a_damaged_file_changes_nothing(outside, name):
     loops = outside()
     made = loops.create(SHAPE, RUNS / "a")
-    loops.add_gradients(made, TEXTS, "ppo")
-    loops.update(made, FAST)
+    step(loops, made, "ppo")
     saved = RUNS / "a" / "weights" / "one"
     loops.save(made, saved)
-    loops.add_gradients(made, TEXTS, "ppo")
-    loops.update(made, FAST)
+    step(loops, made, "ppo")
     before = adapters(loops)
     flip(saved / name, -20)
     with pytest.raises(UserError, match=name):

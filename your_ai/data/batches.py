@@ -6,7 +6,7 @@ more often, trains on the same rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -449,10 +449,10 @@ def lay_out(
     """Make a batch of `shape` (B, T). Row i begins at starts[i] in the flattened tokens."""
     tokens = np.zeros(shape, np.int32)
     flat = tokens.reshape(-1)
-    positions, targets, weights, texts = [], [], [], []
+    positions, targets, weights = [], [], []
     columns: dict[ColumnName, list[np.ndarray]] = {name: [] for name in examples.columns}
     lengths = np.zeros(shape[0], np.int64)
-    for text, (row, start) in enumerate(zip(rows, starts, strict=True)):
+    for row, start in zip(rows, starts, strict=True):
         example = examples[row]
         inputs = len(example.tokens) - 1
         flat[start : start + inputs] = example.tokens[:-1]
@@ -460,22 +460,36 @@ def lay_out(
         positions.append(start + at)
         targets.append(example.tokens[1:][at])
         weights.append(np.full(len(at), examples.weights[row], np.float32))
-        texts.append(np.full(len(at), text))
         for name, values in examples.columns.items():
             by_token = COLUMNS[name].per == "token"
             columns[name].append(
                 values[examples.starts[row] + 1 + at] if by_token else np.full(len(at), values[row])
             )
         lengths[start // shape[1]] += inputs
+    return padded_batch(tokens, positions, targets, weights, columns, ids, places, lengths)
+
+
+def padded_batch(
+    tokens: np.ndarray,
+    positions: Sequence[np.ndarray],
+    targets: Sequence[np.ndarray],
+    weights: Sequence[np.ndarray],
+    columns: Mapping[ColumnName, Sequence[np.ndarray]],
+    rows: np.ndarray,
+    places: np.ndarray,
+    lengths: np.ndarray,
+) -> Batch:
+    """Make a batch whose targets are given text by text, with padding to few numbers of slots."""
     trained = sum(map(len, targets))
     slots = padded_targets(trained, tokens.size)
+    texts = np.repeat(np.arange(len(targets)), [len(each) for each in targets])
     return Batch(
         tokens=tokens,
         positions=pad(np.concatenate(positions), slots, np.int32),
         targets=pad(np.concatenate(targets), slots, np.int32),
         weights=pad(np.concatenate(weights), slots, np.float32),
-        texts=pad(np.concatenate(texts), slots, np.int32),
-        rows=ids,
+        texts=pad(texts, slots, np.int32),
+        rows=rows,
         places=places,
         lengths=lengths,
         trained_tokens=trained,

@@ -7,11 +7,12 @@ wait are made together. A job that is asked for again, under the same id, is the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -141,13 +142,18 @@ class Jobs:
         with self.lock:
             return self.known.get(id)
 
-    def tell_when_done(self, job: QueuedJob, tell: Callable[[], object]) -> None:
-        """Call a function once a job is done; now, if it is."""
+    @contextlib.contextmanager
+    def telling(self, job: QueuedJob, tell: Callable[[], object]) -> Iterator[None]:
+        """Meanwhile, call a function once a job is done; at once, if it is."""
         with self.lock:
             if job.done.is_set():
                 tell()
-            else:
-                job.waiters.append(tell)
+            job.waiters.append(tell)
+        try:
+            yield
+        finally:  # clients that left must not be kept
+            with self.lock, contextlib.suppress(ValueError):
+                job.waiters.remove(tell)
 
     def run(self, is_over: Callable[[], bool]) -> None:
         """Work until `is_over`, in this thread."""

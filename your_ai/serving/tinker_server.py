@@ -109,18 +109,15 @@ class Service:
         return {"type": "create_session", "session_id": name}
 
     def heartbeat(self, body: RequestFields) -> object:
-        try:
-            self.session(body)
-        except NotHere as error:
-            raise Gone(str(error)) from error
+        if body.text("session_id") not in self.sessions:
+            raise Gone("this server was restarted")
         return {"type": "session_heartbeat"}
 
-    def session(self, body: RequestFields) -> tuple[str, Session]:
-        name = body.text("session_id")
+    def session(self, name: str) -> Session:
         found = self.sessions.get(name)
         if found is None:
-            raise NotHere(f"session {shortened(name)}: is not here; this server was restarted")
-        return name, found
+            raise NotHere(f"session {shortened(name)}: is not here; was this server restarted?")
+        return found
 
     def model(self, name: str) -> OutsideModel:
         found = self.models.get(name)
@@ -129,7 +126,8 @@ class Service:
         return found
 
     def model_name(self, body: RequestFields) -> str:
-        session, _ = self.session(body)
+        session = body.text("session_id")
+        self.session(session)
         return f"{session}:train:{body.whole('model_seq_id', 0, 1 << 30)}"
 
     def create_model(self, body: RequestFields) -> QueuedJob:
@@ -171,9 +169,7 @@ class Service:
 
     def finish(self, name: str) -> object:
         """End a session: the adapters of its models become the results of their runs."""
-        found = self.sessions.get(name)
-        if found is None:
-            raise NotHere(f"session {shortened(name)}: is not here")
+        found = self.session(name)
 
         def work(_: Any) -> Result:
             self.end(found.models)
@@ -200,9 +196,7 @@ class Service:
         self.end(list(self.models))
 
     def session_facts(self, name: str) -> object:
-        found = self.sessions.get(name)
-        if found is None:
-            raise NotHere(f"session {shortened(name)}: is not here")
+        found = self.session(name)
         return {"training_run_ids": found.models, "sampler_ids": found.samplers}
 
     def runs(self, first: int, most: int) -> object:
@@ -218,7 +212,6 @@ class Service:
 
     def unload(self, body: RequestFields) -> QueuedJob:
         name = body.text("model_id")
-
         if self.jobs.find(f"{name}:unload") is None:
             self.model(name)
 
@@ -382,11 +375,9 @@ class Service:
         return name
 
     def create_sampler(self, body: RequestFields) -> object:
-        session, _ = self.session(body)
-        number, path = (
-            body.whole("sampling_session_seq_id", 0, 1 << 40),
-            body.text("model_path", ""),
-        )
+        session, path = body.text("session_id"), body.text("model_path", "")
+        self.session(session)
+        number = body.whole("sampling_session_seq_id", 0, 1 << 40)
         if not path:
             self.check_base(body.text("base_model"))
         name = self.new_sampler(session, number, self.saved.find(path) if path else None)
@@ -546,8 +537,7 @@ class Service:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(arrived.set)
 
-        self.jobs.tell_when_done(job, tell)
-        with contextlib.suppress(TimeoutError):
+        with self.jobs.telling(job, tell), contextlib.suppress(TimeoutError):
             await asyncio.wait_for(arrived.wait(), patience_s)
         return job.done.is_set()
 

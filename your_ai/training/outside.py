@@ -26,8 +26,8 @@ import numpy as np
 
 from your_ai.config import ALL_LINEAR, TrainConfig
 from your_ai.config.requests import TinkerRequest
-from your_ai.data.batches import Batch, few_edges, pad, padded_targets
-from your_ai.data.target_columns import COLUMNS, Columns
+from your_ai.data.batches import Batch, few_edges, padded_batch, padded_targets
+from your_ai.data.target_columns import Columns
 from your_ai.engine.build import Built, build_engine
 from your_ai.engine.gradients import Gradients, gradients_in
 from your_ai.engine.weights import Opened, open_model, start_vocabulary
@@ -38,11 +38,12 @@ from your_ai.gates.token_ids import check_ids, vocabulary_of
 from your_ai.generation.rollouts import Completion, RolloutPrompt, Sampler, complete
 from your_ai.hub.find import find_model
 from your_ai.memory import allocator, probe
-from your_ai.memory.budget import run_limit
+from your_ai.memory.budget import budget_of, process_here, run_limit
+from your_ai.memory.facts import facts_of
 from your_ai.memory.limit import rounded_up
 from your_ai.memory.plan import Budget, DoesNotFit, rows_of
 from your_ai.memory.sample import in_gb
-from your_ai.memory.workload import Plan
+from your_ai.memory.workload import DataSizes, Plan, workload_of
 from your_ai.nets import model
 from your_ai.nets.mlx_types import load_arrays
 from your_ai.nets.numerics import compute_dtype
@@ -52,7 +53,7 @@ from your_ai.objectives.outside import GSPO, LOGPROBS, OUTSIDE, TOKEN_LOSSES, gs
 from your_ai.run import checkpoint, events
 from your_ai.run.folder import RUNS, RunFolder, creating
 from your_ai.training import optimizer
-from your_ai.training.planned import budget_of_run, write_plan
+from your_ai.training.planned import write_plan
 from your_ai.training.run_data import rollouts_planned
 from your_ai.training.trainer import graphs_within
 
@@ -65,17 +66,16 @@ MIXER = re.compile("attn|attention|mixer|mamba|conv")  # in the name of what mix
 
 def outside_config(request: TinkerRequest) -> TrainConfig:
     """The settings for which the memory of a server is planned."""
-    new = request.max_seq_length // 2
     return TrainConfig(
         model=request.model,
         objective="grpo",  # its steps generate, score and train, as those of loops
         max_memory=request.max_memory,
         max_seq_length=request.max_seq_length,
-        max_new_tokens=new,
+        max_new_tokens=request.max_seq_length // 2,
         lora_rank=request.rank,
         batch_size=request.batch_size,
-        rollouts=max(2, min(request.samples, 8)),
-        prompts_per_step=max(1, request.samples // min(request.samples, 8)),
+        rollouts=2,
+        prompts_per_step=-(-request.samples // 2),
         dtype=request.dtype,
         plan=request.plan,
     )
@@ -204,7 +204,8 @@ class Outside:
 
     def __init__(self, config: TrainConfig, server_bytes: int = 0) -> None:
         """config: the model, its limit, and the largest text and rank that are announced.
-        server_bytes: as of `budget_of_run`. Raises UserError if nothing fits."""
+        server_bytes: of requests and answers that the process holds.
+        Raises UserError if nothing fits."""
         self.config, self.server_bytes = config, server_bytes
         self.base = find_model(config.model)
         self.limit = run_limit(config)
@@ -231,12 +232,20 @@ class Outside:
         """The plan of models of a shape. Raises UserError if none fits."""
         config = shape.config(self.config, opened.network)
         data = rollouts_planned(config, config.max_seq_length)
+        process = process_here()
+        workload = workload_of(
+            config,
+            facts_of(opened.folder, opened.dtype.size),
+            DataSizes(lengths=tuple(data.lengths), prompt_tokens=data.prompt_tokens),
+            replace(process, python_bytes=process.python_bytes + self.server_bytes),
+            can_stream=opened.can_stream,
+            vocabulary=model.vocabulary_sizes(opened.network, config),
+        )
+        assert workload.rollouts is not None
+        # Each completion may have a prompt of its own.
+        workload = replace(workload, rollouts=replace(workload.rollouts, group=1))
         try:
-            return budget_of_run(
-                config, opened.folder, opened.dtype, data, self.limit, opened.can_stream,
-                server_bytes=self.server_bytes,
-                vocabulary=model.vocabulary_sizes(opened.network, config),
-            )  # fmt: skip
+            return budget_of(config, workload, opened.dtype, self.limit)
         except DoesNotFit as refusal:
             least, limit = in_gb(rounded_up(refusal.least_bytes)), in_gb(self.limit.limit_bytes)
             raise UserError(
@@ -724,28 +733,18 @@ def batch_of(texts: Sequence[OutsideText], length: int, loss: int) -> Batch:
     tokens = np.zeros((count, length), np.int32)
     for row, text in enumerate(texts):
         tokens[row, : len(text.tokens)] = text.tokens
+    columns = {name: [text.columns[name] for text in texts] for name in texts[0].columns}
     trained = sum(len(text.targets) for text in texts)
-    slots = padded_targets(trained, tokens.size)
-    positions = [row * length + text.positions for row, text in enumerate(texts)]
-    owners = [np.full(len(text.targets), row) for row, text in enumerate(texts)]
-    columns: dict[Any, np.ndarray] = {
-        name: np.concatenate([text.columns[name] for text in texts]) for name in texts[0].columns
-    }
-    columns["loss"], columns["slot"] = np.full(trained, loss), np.arange(trained)
-    return Batch(
-        tokens=tokens,
-        positions=pad(np.concatenate(positions), slots, np.int32),
-        targets=pad(np.concatenate([text.targets for text in texts]), slots, np.int32),
-        weights=pad(np.ones(trained), slots, np.float32),
-        texts=pad(np.concatenate(owners), slots, np.int32),
+    columns["loss"], columns["slot"] = [np.full(trained, loss)], [np.arange(trained)]
+    return padded_batch(
+        tokens,
+        positions=[row * length + text.positions for row, text in enumerate(texts)],
+        targets=[text.targets for text in texts],
+        weights=[np.ones(len(text.targets)) for text in texts],
+        columns=columns,
         rows=np.arange(count, dtype=np.uint32)[:, None],
         places=np.arange(length, dtype=np.uint32)[None],
         lengths=np.array([len(text.tokens) for text in texts]),
-        trained_tokens=trained,
-        columns={
-            name: pad(values, slots, COLUMNS[name].dtype, COLUMNS[name].padding)
-            for name, values in columns.items()
-        },
     )
 
 

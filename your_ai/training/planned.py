@@ -103,17 +103,13 @@ def budget_of_run(
     measuring: Measuring | None = None,
     facts: ModelFacts | None = None,
     vocabulary: tuple[VocabularyArray, ...] = (),
-    server_bytes: int = 0,
 ) -> Budget:
     """The plan of a run on `data` inside `limit`. Raises UserError if nothing fits.
 
     before_bytes: peak memory of the process before it trains. reward_models: those that score.
     teacher: as in `Workload`. joined: as in `workload_of`. measuring: as in `budget_of`. facts: of
         the model, if its folder does not have it yet. vocabulary: as in `Training`.
-    server_bytes: memory of requests and answers that this process holds while it trains.
     """
-    process = process_here()
-    process = replace(process, python_bytes=process.python_bytes + server_bytes)
     sizes = DataSizes(
         lengths=tuple(data.lengths),
         prefix_tokens=data.tokens,
@@ -126,7 +122,7 @@ def budget_of_run(
         config,
         facts or facts_of(folder, dtype.size, config.quantize),
         sizes,
-        process,
+        process_here(),
         can_stream=can_stream,
         before_bytes=before_bytes,
         reward_models=tuple(reward_models),
