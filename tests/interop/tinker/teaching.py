@@ -9,7 +9,7 @@ import tinker
 from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
 from tinker_cookbook.supervised.data import conversation_to_datum
 
-LOSS = 0.15  # of a text, at which a model often answers right
+LOSS = 0.1  # of a text, at which a model often answers right
 MOST_STEPS = 80
 
 

@@ -22,7 +22,7 @@ from tinker_cookbook.tool_use import ToolResult, build_agent_tool_env, simple_to
 
 from tests.interop.tinker.served import NAME, RANK, Served, put_tokenizer
 from tests.interop.tinker.teaching import assistant, teach, user
-from tests.interop.tinker.test_recipes import assert_learned
+from tests.interop.tinker.test_recipes import BATCHES, assert_learned, assert_rewarded
 
 pytestmark = pytest.mark.interop
 CHATML = "Qwen/Qwen3-4B-Instruct-2507"  # its prompts have turns as ChatML, and tools
@@ -109,11 +109,11 @@ def test_a_tool_is_called_and_what_it_says_read(
     config = train.Config(
         learning_rate=1e-4, dataset_builder=ToolDataBuilder(), model_name=NAME,
         recipe_name="tool", renderer_name=RENDERER, max_tokens=64, lora_rank=RANK,
-        log_path=str(own_folder / "log"), eval_every=0, save_every=0, max_steps=2,
+        log_path=str(own_folder / "log"), eval_every=0, save_every=0, max_steps=BATCHES,
         load_checkpoint_path=saved,
     )  # fmt: skip
     asyncio.run(train.main(config))
-    assert_learned(qwen_server, 2)
+    assert_rewarded(qwen_server, BATCHES)
     assert CALLS
 
 

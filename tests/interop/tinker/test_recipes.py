@@ -34,6 +34,7 @@ BOXED = [
     ),
 ]
 WINDOW = 16  # tokens of the longest completion
+BATCHES = 4  # of rewarded completions: about one in five has only equal rewards
 
 
 def chats() -> list[dict[str, Any]]:
@@ -103,6 +104,15 @@ def assert_learned(server: Served, steps: int) -> None:
     assert all(math.isfinite(norm) and norm > 0 for norm in norms), norms
 
 
+def assert_rewarded(server: Served, batches: int) -> None:
+    """Some of so many batches changed the newest run: recipes sample without a seed, and skip a
+    batch, or change nothing, where by chance the rewards of each group are equal."""
+    norms = [step.grad_norm for step in server.steps()]
+    assert len(norms) <= batches
+    assert all(math.isfinite(norm) for norm in norms)
+    assert any(norm > 0 for norm in norms), norms
+
+
 def test_sl_loop_trains_and_goes_on_from_where_it_was(server: Served, own_folder: Path) -> None:
     def config(steps: int) -> sl_loop.Config:
         return sl_loop.Config(
@@ -126,10 +136,10 @@ def test_rl_loop(
     rl_loop.main(
         rl_loop.Config(
             log_path=log, model_name=NAME, batch_size=2, group_size=8, lora_rank=RANK,
-            max_tokens=WINDOW, max_steps=2, loss_fn=loss,
+            max_tokens=WINDOW, max_steps=BATCHES, loss_fn=loss,
         )
     )  # fmt: skip
-    assert_learned(server, 2)
+    assert_rewarded(server, BATCHES)
 
 
 def test_math_rl_arithmetic(
@@ -140,12 +150,12 @@ def test_math_rl_arithmetic(
             math_rl.CLIConfig(
                 model_name=NAME, lora_rank=RANK, env="arithmetic", group_size=8,
                 groups_per_batch=2, max_tokens=WINDOW, log_path=str(own_folder / "log"),
-                eval_every=0, save_every=2, max_steps=2, loss_fn="importance_sampling",
+                eval_every=0, save_every=2, max_steps=BATCHES, loss_fn="importance_sampling",
                 load_checkpoint_path=taught.save_state("arithmetic").result().path,
             )
         )
     )  # fmt: skip
-    assert_learned(server, 2)
+    assert_rewarded(server, BATCHES)
 
 
 def test_dpo(server: Served, own_folder: Path) -> None:
