@@ -231,6 +231,14 @@ def test_jobs_of_an_unloaded_model_that_wait_fail(jobs, work):
     assert not work.calls
 
 
+def test_job_that_comes_after_its_model_was_unloaded_is_refused(jobs, work):
+    """It would wait for ever."""
+    jobs.forget(M)
+    with pytest.raises(ValueError, match="unloaded"):
+        numbered(jobs, work, 5)
+    assert jobs.early == jobs.next == {}
+
+
 @pytest.fixture
 def running(jobs) -> Iterator[Jobs]:
     over = threading.Event()

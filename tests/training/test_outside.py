@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import queue
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,15 +23,16 @@ from your_ai.run.folder import RUNS, RunFolder
 from your_ai.training import outside as outside_module
 from your_ai.training import train as recipe
 from your_ai.training.optimizer_states import SpilledStates
-from your_ai.training.outside import (
+from your_ai.training.outside import Outside, outside_config
+from your_ai.training.outside_models import (
+    BASE,
+    PARKED_ADAPTERS,
     Adam,
     LoraShape,
-    Outside,
     OutsideModel,
-    OutsideText,
-    batches_of,
-    outside_config,
+    SavedAdapters,
 )
+from your_ai.training.outside_texts import OutsideText, batches_of
 
 SHAPE = LoraShape(4, 1)
 FAST = Adam(learning_rate=1e-2)
@@ -51,9 +54,10 @@ TEXTS = [text(9, 1), text(40, 2), text(23, 3), text(70, 4)]
 
 @pytest.fixture
 def outside(tiny_model, own_folder) -> Callable[..., Outside]:
-    def make(**request: Any) -> Outside:
+    def make(spill: Any = None, **request: Any) -> Outside:
         asked = {"model": str(tiny_model), "max_seq_length": 128, "rank": 8, "batch_size": 2}
-        return Outside(outside_config(TinkerRequest(**{**asked, **request})))
+        config = outside_config(TinkerRequest(**{**asked, **request}))
+        return Outside(config if spill is None else replace(config, spill=spill))
 
     return make
 
@@ -66,8 +70,10 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def adapters(outside: Outside) -> dict[str, np.ndarray]:
-    assert outside.bench is not None
-    return {n: np.array(a) for n, a in nets.adapter_arrays(outside.bench.opened.network).items()}
+    assert outside.base.bench is not None
+    return {
+        n: np.array(a) for n, a in nets.adapter_arrays(outside.base.bench.opened.network).items()
+    }
 
 
 def step(outside: Outside, model: OutsideModel, loss: str = "cross_entropy") -> None:
@@ -171,11 +177,11 @@ def test_each_loss_has_the_gradients_of_its_formula(outside, loss):
     value, slopes = plain(loss, before, columns)
     found, _ = loops.add_gradients(made, [given._replace(columns=columns)], loss)
     assert found == pytest.approx(value, rel=1e-5)
-    grads = dict(loops.bench.gradients.arrays)
-    loops.bench.gradients.clear()
+    grads = dict(loops.base.bench.gradients.arrays)
+    loops.base.bench.gradients.clear()
     weights = {**columns, "advantages": (-slopes).astype(np.float32)}
     loops.add_gradients(made, [given._replace(columns=weights)], "cross_entropy")
-    wanted = loops.bench.gradients.arrays
+    wanted = loops.base.bench.gradients.arrays
     first, second = ({n: np.array(a) for n, a in g.items()} for g in (wanted, grads))
     assert distance(first, second) < 2e-4
 
@@ -192,7 +198,7 @@ def test_each_plan_gives_the_same_log_probabilities_and_gradients(outside, untie
         loss, found = loops.add_gradients(made, TEXTS, "importance_sampling")
         scores = loops.log_probabilities(made, TEXTS)
         assert np.concatenate(found) == pytest.approx(np.concatenate(scores), abs=1e-5)
-        held = loops.bench.gradients
+        held = loops.base.bench.gradients
         grads = {n: np.array(a) for n, a in held.take(list(held.sizes())).items()}
         results.append((loss, np.concatenate(found), grads))
         assert any("lm_head" in name for name in grads) is not tied
@@ -215,11 +221,10 @@ def test_models_take_turns_and_keep_gradients_and_optimizers(outside, disk):
             loops.add_gradients(made, TEXTS[2:], "cross_entropy")
             loops.update(made, FAST)
         alone[name] = adapters(loops)
-    loops = outside(plan=plan)
-    loops.config = replace(loops.config, spill=disk)
+    loops = outside(plan=plan, spill=disk)
     made = {name: loops.create(shape, RUNS / name) for name, shape in shapes.items()}
-    assert isinstance(loops.bench.gradients, SpilledGradients) is disk
-    assert isinstance(loops.bench.optimizer.states, SpilledStates) is disk
+    assert isinstance(loops.base.bench.gradients, SpilledGradients) is disk
+    assert isinstance(loops.base.bench.optimizer.states, SpilledStates) is disk
     for _ in range(2):
         for part in (TEXTS[:2], TEXTS[2:]):
             for each in made.values():
@@ -227,7 +232,7 @@ def test_models_take_turns_and_keep_gradients_and_optimizers(outside, disk):
         for each in made.values():
             loops.update(each, FAST)
     for name, each in made.items():
-        loops.activate(each)
+        loops.base.train(each)
         assert distance(alone[name], adapters(loops)) < 1e-6
 
 
@@ -236,13 +241,15 @@ def test_a_sampler_asks_what_was_saved_and_training_goes_on_unchanged(outside):
     made = loops.create(SHAPE, RUNS / "a")
     step(loops, made)
     saved = RUNS / "a" / "sampler_weights" / "one"
-    loops.save(made, saved, with_optimizer=False)
+    loops.base.save(made, saved, with_optimizer=False)
     before = np.concatenate(loops.log_probabilities(made, TEXTS))
-    base = np.concatenate(loops.log_probabilities(None, TEXTS))
+    base = np.concatenate(loops.log_probabilities(BASE, TEXTS))
     step(loops, made)
     after = np.concatenate(loops.log_probabilities(made, TEXTS))
-    assert np.array_equal(np.concatenate(loops.log_probabilities(saved, TEXTS)), before)
-    assert np.array_equal(np.concatenate(loops.log_probabilities(None, TEXTS)), base)
+    assert np.array_equal(
+        np.concatenate(loops.log_probabilities(SavedAdapters.at(saved), TEXTS)), before
+    )
+    assert np.array_equal(np.concatenate(loops.log_probabilities(BASE, TEXTS)), base)
     assert np.array_equal(np.concatenate(loops.log_probabilities(made, TEXTS)), after)
     assert not np.array_equal(before, after)
 
@@ -252,15 +259,71 @@ def test_what_was_saved_goes_on_with_the_same_bytes(outside):
     made = loops.create(SHAPE, RUNS / "a")
     step(loops, made)
     saved = RUNS / "a" / "weights" / "one"
-    loops.save(made, saved)
+    loops.base.save(made, saved)
     step(loops, made)
     wanted = adapters(loops)
     again = outside()
     other = again.create(SHAPE, RUNS / "b")
-    again.load(other, saved, with_optimizer=True)
+    again.base.load(other, saved, with_optimizer=True)
     step(again, other)
     found = adapters(again)
     assert all(np.array_equal(wanted[name], found[name]) for name in wanted)
+
+
+def test_a_sampler_that_was_replaced_is_read_again(outside):
+    loops = outside()
+    made = loops.create(SHAPE, RUNS / "a")
+    saved = RUNS / "a" / "sampler_weights" / "one"
+    found = []
+    for _ in range(2):
+        step(loops, made)
+        loops.base.save(made, saved, with_optimizer=False)
+        asked = loops.log_probabilities(SavedAdapters.at(saved), TEXTS)
+        wanted = loops.log_probabilities(made, TEXTS)
+        assert np.array_equal(np.concatenate(asked), np.concatenate(wanted))
+        found.append(np.concatenate(asked))
+        loops.log_probabilities(SavedAdapters.at(saved), TEXTS)  # it is the one that is there
+    assert not np.array_equal(*found)
+
+
+def test_gradients_that_wait_are_not_in_memory_beside_completions(outside):
+    """The plan does not count them there. They are used afterwards."""
+    loops = outside()
+    undisturbed, made = loops.create(SHAPE, RUNS / "a"), loops.create(SHAPE, RUNS / "b")
+    for each in (undisturbed, made):
+        loops.add_gradients(each, TEXTS, "ppo")
+    prompts = [RolloutPrompt(np.array([3, 4]), (1, 2))]
+    loops.sampled(made, prompts, sampler_of(1.0), (), 4)
+    assert not loops.base.bench.gradients.sizes()
+    wanted = loops.update(undisturbed, FAST)["grad_norm"]
+    assert loops.update(made, FAST)["grad_norm"] == pytest.approx(wanted, rel=1e-6)
+
+
+def test_the_policy_frees_memory_after_steps(outside):
+    """The training goes on as before."""
+    loops = outside()
+    made, other = loops.create(SHAPE, RUNS / "a"), loops.create(SHAPE, RUNS / "b")
+    loops.policy = replace(loops.policy, clear_cache_every=0, reload_interval=2)
+    for _ in range(4):
+        step(loops, made)
+    wanted = adapters(loops)
+    loops.policy = replace(loops.policy, reload_interval=0)
+    for _ in range(4):
+        step(loops, other)
+    assert distance(wanted, adapters(loops)) == 0
+    kinds = [[e.kind for e in events_of(RunFolder(RUNS / n), events.Action)] for n in "ab"]
+    assert kinds == [["reload_lora"] * 2, []]
+
+
+def test_a_process_over_its_limit_ends_with_one_line(outside, monkeypatch, capsys):
+    loops, ended = outside(), queue.Queue[int]()
+    loops.limit = replace(loops.limit, limit_bytes=1)
+    monkeypatch.setattr(os, "_exit", ended.put)
+    with loops.guarded():
+        assert ended.get(timeout=20) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: --max-memory: ")
+    assert said.count("\n") == 1
 
 
 def test_the_plan_counts_a_prompt_for_each_completion(outside):
@@ -325,11 +388,11 @@ def test_damage_of_what_was_saved_is_noticed(outside):
     loops = outside()
     made = loops.create(SHAPE, RUNS / "a")
     saved = RUNS / "a" / "weights" / "one"
-    loops.save(made, saved)
+    loops.base.save(made, saved)
     path = saved / checkpoint.ADAPTERS
     path.write_bytes(path.read_bytes()[:-8] + bytes(8 * [255]))
     with pytest.raises(UserError, match=str(path.name)):
-        loops.load(made, saved, with_optimizer=True)
+        loops.base.load(made, saved, with_optimizer=True)
 
 
 def test_several_targets_of_a_token_are_separate(outside):
@@ -381,18 +444,18 @@ def test_many_targets_need_no_more_memory_than_the_plan_counts(outside, loss, mo
 
     monkeypatch.setattr(outside_module, "batches_of", noted)
     total, found = loops.add_gradients(made, texts, loss)
-    assert loops.bench is not None
-    gradients = {n: np.array(a) for n, a in loops.bench.gradients.arrays.items()}
+    assert loops.base.bench is not None
+    gradients = {n: np.array(a) for n, a in loops.base.bench.gradients.arrays.items()}
     assert all(slots <= rows * batch.tokens.shape[1] for slots, rows, batch in sizes)
     assert max(slots for slots, _, _ in sizes) > 32
-    loops.bench.gradients.clear()
+    loops.base.bench.gradients.clear()
     monkeypatch.setattr(outside_module, "batches_of", batches_of)
     monkeypatch.setattr(loops, "rows_at", lambda tokens: 64)
     wanted_total, wanted = loops.add_gradients(made, texts, loss)
     assert total == pytest.approx(wanted_total, rel=1e-5)
     for own, other in zip(found, wanted, strict=True):
         assert own == pytest.approx(other, rel=1e-5)
-    again = {n: np.array(a) for n, a in loops.bench.gradients.arrays.items()}
+    again = {n: np.array(a) for n, a in loops.base.bench.gradients.arrays.items()}
     assert distance(gradients, again) < 1e-5
 
 
@@ -438,12 +501,12 @@ def test_a_damaged_file_changes_nothing(outside, name):
     made = loops.create(SHAPE, RUNS / "a")
     step(loops, made, "ppo")
     saved = RUNS / "a" / "weights" / "one"
-    loops.save(made, saved)
+    loops.base.save(made, saved)
     step(loops, made, "ppo")
     before = adapters(loops)
     flip(saved / name, -20)
     with pytest.raises(UserError, match=name):
-        loops.load(made, saved, with_optimizer=True)
+        loops.base.load(made, saved, with_optimizer=True)
     assert distance(adapters(loops), before) == 0
     assert made.step == 2
 
@@ -452,13 +515,13 @@ def test_a_damaged_sampler_is_not_asked_and_the_model_is_unchanged(outside):
     loops = outside()
     made = loops.create(SHAPE, RUNS / "a")
     saved = RUNS / "a" / "sampler_weights" / "one"
-    loops.save(made, saved, with_optimizer=False)
+    loops.base.save(made, saved, with_optimizer=False)
     before = adapters(loops)
     flip(saved / checkpoint.ADAPTERS, -20)
     for _ in range(2):
         with pytest.raises(UserError, match="checksum"):
-            loops.log_probabilities(saved, TEXTS)
-    loops.activate(made)
+            loops.log_probabilities(SavedAdapters.at(saved), TEXTS)
+    loops.base.train(made)
     assert distance(adapters(loops), before) == 0
 
 
@@ -466,7 +529,7 @@ def test_a_model_whose_file_is_lost_does_not_harm_others(outside):
     loops = outside()
     lost, kept = loops.create(SHAPE, RUNS / "a"), loops.create(SHAPE, RUNS / "b")
     wanted = loops.log_probabilities(kept, TEXTS)
-    (RUNS / "a" / "parked" / checkpoint.ADAPTERS).unlink()
+    (RUNS / "a" / PARKED_ADAPTERS / checkpoint.ADAPTERS).unlink()
     for _ in range(2):
         with pytest.raises(Exception, match=r"parked|adapters"):
             loops.add_gradients(lost, TEXTS, "ppo")

@@ -76,13 +76,14 @@ def tinker(request: TinkerRequest) -> None:
     with recorded_signals() as received, serving.listen(request.host, request.port) as listener:
         if not web.is_local(listener) and not request.token:
             raise UserError(f"--host {request.host}: other machines could use it; give --token")
-        outside = Outside(outside_config(request), tinker_server.HELD_BYTES)
+        outside = Outside(outside_config(request), tinker_server.HELD_BYTES, echo_note)
         service = tinker_server.Service(outside, Jobs(), RUNS, request.name)
         url = web.url_of(listener)
         echo(f"serving {service.name} to loops at {url}; Ctrl-C stops it")
         echo(f"use it: TINKER_BASE_URL={url} TINKER_API_KEY=tml-local python YOUR_LOOP.py")
         sys.stdout.flush()
-        tinker_server.serve(listener, service, request.token, received)
+        with outside.guarded():
+            tinker_server.serve(listener, service, request.token, received)
 
 
 def is_installed(module: str) -> bool:

@@ -86,6 +86,8 @@ class Jobs:
         """By model, those whose turn has not come."""
         self.next: dict[str, int] = {}
         """By model, the number of the job whose turn is next."""
+        self.forgotten: set[str] = set()
+        """Models whose jobs would never have their turn."""
 
     def add(self, job: QueuedJob, model: str | None = None, number: int = 0) -> QueuedJob:
         """Add a job, or return the one that has its id. Raises Full, ValueError.
@@ -95,6 +97,8 @@ class Jobs:
         with self.lock:
             if job.id in self.known:
                 return self.known[job.id]
+            if model in self.forgotten:
+                raise ValueError(f"model {shortened(str(model))}: was unloaded")
             if model is not None and number < self.next.get(model, 1):
                 raise ValueError(f"seq_id {number}: was done, and its result is forgotten")
             # Where nothing is ready, those that wait may wait for this one.
@@ -119,6 +123,7 @@ class Jobs:
     def forget(self, model: str) -> None:
         """Fail the jobs of a model whose turn will not come."""
         with self.lock:
+            self.forgotten.add(model)
             self.next.pop(model, None)
             for job in self.early.pop(model, {}).values():
                 self.finish(job, Result.failed("its model was unloaded", "user"))

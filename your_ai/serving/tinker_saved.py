@@ -15,7 +15,7 @@ from pathlib import Path
 from your_ai.errors import UserError
 from your_ai.files import atomic_folder
 from your_ai.gates.text import shortened
-from your_ai.training.outside import LoraShape, about_of, shape_in
+from your_ai.training.outside_models import LoraShape, about_of, shape_in
 
 SCHEME = "tinker://"
 WEIGHTS, SAMPLERS = "weights", "sampler_weights"

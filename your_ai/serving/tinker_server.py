@@ -42,7 +42,17 @@ from your_ai.serving.tinker_jobs import (
 from your_ai.serving.tinker_saved import SAMPLERS, WEIGHTS, Saved, SavedModels
 from your_ai.serving.tinker_wire import GradientsAsked, RequestFields, SampledTokens
 from your_ai.serving.web import Gate, Origins, RequestRefused, WebServer
-from your_ai.training.outside import Adam, LoraShape, Outside, OutsideModel, OutsideText, shape_in
+from your_ai.training.outside import Outside
+from your_ai.training.outside_models import (
+    BASE,
+    Adam,
+    Asked,
+    LoraShape,
+    OutsideModel,
+    SavedAdapters,
+    shape_in,
+)
+from your_ai.training.outside_texts import OutsideText
 
 POLL_S, CROWDED_POLL_S = 20.0, 0.5  # that a request for a result waits
 MOST_RANK = 512
@@ -187,7 +197,7 @@ class Service:
                     self.outside.end(model)
                 except (UserError, RunError) as error:
                     failed = RunError(first_line(error))
-                self.outside.forget(model)
+                self.outside.base.forget(model)
                 self.jobs.forget(name)
         if failed is not None:
             raise failed
@@ -227,7 +237,7 @@ class Service:
         about = {
             "arch": self.outside.architecture,
             "model_name": self.name,
-            "tokenizer_id": str(self.outside.base),
+            "tokenizer_id": str(self.outside.base.folder),
         }
         return {
             "type": "get_info",
@@ -300,7 +310,7 @@ class Service:
         target = self.saved.target(body.text("model_id"), WEIGHTS, body.text("path", "state"))
 
         def work(model: OutsideModel) -> Result:
-            self.outside.save(model, target.folder)
+            self.outside.base.save(model, target.folder)
             return Result.of({"type": "save_weights", "path": target.path})
 
         return self.in_turn(body, work)
@@ -312,7 +322,7 @@ class Service:
         target = self.saved.target(model_id, SAMPLERS, name)
 
         def work(model: OutsideModel) -> Result:
-            self.outside.save(model, target.folder, with_optimizer=False)
+            self.outside.base.save(model, target.folder, with_optimizer=False)
             answer = {"type": "save_weights_for_sampler", "path": target.path}
             if number >= 0:
                 del answer["path"]
@@ -327,7 +337,7 @@ class Service:
         folder = self.saved.find(path).folder
 
         def load(model: OutsideModel) -> None:
-            self.outside.load(model, folder, with_optimizer=with_optimizer)
+            self.outside.base.load(model, folder, with_optimizer=with_optimizer)
 
         if "session_id" not in body.body:
 
@@ -411,18 +421,18 @@ class Service:
         )  # fmt: skip
         return job, [f"{id}:{each}" for each in range(len(asked.seeds))]
 
-    def source(self, body: RequestFields) -> tuple[str, Path | None]:
-        """The name of a sampler, and the folder of its adapters; None for the base."""
+    def source(self, body: RequestFields) -> tuple[str, SavedAdapters]:
+        """The name of a sampler, and its adapters. Raises UserError."""
         if "sampling_session_id" in body.body:
             name = body.text("sampling_session_id")
             if name not in self.samplers:
                 raise UserError(f"sampler {shortened(name)}: is not here; create it again")
             saved = self.samplers[name]
-            return name, None if saved is None else saved.folder
+            return name, BASE if saved is None else SavedAdapters.at(saved.folder)
         if path := body.text("model_path", ""):
-            return path, self.saved.find(path).folder
+            return path, SavedAdapters.at(self.saved.find(path).folder)
         self.check_base(body.text("base_model"))
-        return "base", None
+        return "base", BASE
 
     def sample_asked(self, body: RequestFields) -> tuple[SampleAsked, tuple[float, float, int]]:
         prompt = body.tokens("prompt")
@@ -460,7 +470,7 @@ class Service:
         return SampleAsked(prompt, seeds, most, stops_of(given), scored, with_prompt), key
 
     def completed(
-        self, source: Path | None, every: Sequence[SampleAsked], sampler: Any
+        self, source: Asked, every: Sequence[SampleAsked], sampler: Any
     ) -> Sequence[Result]:
         """Completions for several requests at once, with their log-probabilities."""
         outside = self.outside

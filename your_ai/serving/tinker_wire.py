@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 from your_ai.data.target_columns import ColumnName
 from your_ai.gates.text import shown
 from your_ai.objectives.outside import BETA, CLIP_HIGH, CLIP_LOW, LOSSES
-from your_ai.training.outside import OutsideText
+from your_ai.training.outside_texts import OutsideText
 
 PACKAGE = "tinker_public"
 MOST_BYTES = 1 << 25  # of a request that is decompressed

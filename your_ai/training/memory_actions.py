@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from your_ai.config import TrainConfig
 from your_ai.data.batches import Batch
+from your_ai.engine.protocol import Engine
 from your_ai.engine.reload import reload_adapted
 from your_ai.errors import RunError
 from your_ai.gates.console import echo_error
@@ -113,21 +114,35 @@ class Governor:
         return None
 
     def perform(self, action: MemoryAction, step: int) -> None:
-        began, before, read = time.perf_counter(), probe.read(), 0
-        if action.kind != "clear_cache":
-            self.trainer.engine.drop()
-        if action.kind == "reload_lora":
+        def reload() -> int:
             self.log.write(events.Phase(text="reloading the adapted layers"))
-            read = reload_adapted(
-                self.trainer.model,
-                self.trainer.opened.tensors,
-                self.trainer.beside.sharing(self.trainer.job),
-            )
-            read += self.trainer.engine.forget()
-        allocator.free(collect=action.kind != "clear_cache")
-        after = probe.read()
+            twins = self.trainer.beside.sharing(self.trainer.job)
+            return reload_adapted(self.trainer.model, self.trainer.opened.tensors, twins)
+
+        before, after = carry_out(action, step, self.trainer.engine, reload, self.log)
         self.watch = acted(self.policy, self.watch, action, before, after)
-        self.log.write(action_event(action, step, before, after, time.perf_counter() - began, read))
+
+
+def carry_out(
+    action: MemoryAction,
+    step: int,
+    engine: Engine,
+    reload: Callable[[], int],
+    log: events.EventLog,
+) -> tuple[MemorySample, MemorySample]:
+    """Do a cheap action; return the gauges before and after.
+
+    reload: reads the frozen arrays of adapted layers again; returns the number of bytes.
+    """
+    began, before, read = time.perf_counter(), probe.read(), 0
+    if action.kind != "clear_cache":
+        engine.drop()
+    if action.kind == "reload_lora":
+        read = reload() + engine.forget()
+    allocator.free(collect=action.kind != "clear_cache")
+    after = probe.read()
+    log.write(action_event(action, step, before, after, time.perf_counter() - began, read))
+    return before, after
 
 
 def govern(
