@@ -586,7 +586,7 @@ def test_requests_that_are_read_take_no_more_than_the_plan_counts(server):
         while not over.wait(0.01):
             peak[0] = max(peak[0], process.memory_info().rss)
 
-    count = 1_200_000
+    count = 600_000
     ids = np.arange(count) % 60
     body = gradients_body("a:train:0", 1, {"tokens": ids, "target_tokens": ids})
     packed = zstandard.ZstdCompressor().compress(body)
@@ -600,7 +600,7 @@ def test_requests_that_are_read_take_no_more_than_the_plan_counts(server):
         over.set()
         watching.result()
     assert statuses == {422}
-    assert len(body) > 0.4 * MOST_BYTES
+    assert len(body) > 0.8 * MOST_BYTES
     assert peak[0] - before < HELD_BYTES
 
 

@@ -89,7 +89,7 @@ def is_tiled(workload: Workload, rows: int, tokens: int) -> bool:
 def guessed(facts: ModelFacts, training: Training, score_head: bool = False) -> Costs:
     """The costs of a model with these adapters; score_head: as in `Workload`."""
     kinds = [block_costs(alone, training, score_head) for alone in facts.alone]
-    return Costs(tuple(kinds), facts.order, head_costs(facts, score_head))
+    return Costs(tuple(kinds), facts.order, head_costs(facts, score_head, training))
 
 
 def block_costs(facts: ModelFacts, training: Training, score_head: bool) -> BlockCosts:
@@ -238,15 +238,19 @@ def curve_of(work: Callable[[int, int], float]) -> CostCurve:
     return CostCurve(*terms) if above > 1 else curve
 
 
-def head_costs(facts: ModelFacts, score_head: bool) -> dict[str, HeadCosts]:
+def head_costs(facts: ModelFacts, score_head: bool, training: Training) -> dict[str, HeadCosts]:
     """The costs of the head: slices of its logits and of its weight, and hidden states."""
+    added = [a for a in training.vocabulary if not a.is_embedding or a.is_tied]
+    arrays = [m for a in added if a.low_rank for m in a.matrices(training.ranks)]
+    gradients = 2 * 4 * sum(rows * columns * count for rows, columns, count in arrays)
     number = facts.float_bytes
 
     def staged(n: int) -> float:
         logits, weights = head_slices(facts, n, score_head)
         hidden = n * facts.hidden * number
         together = hidden * min(1.0, HEAD_ROWS / n)
-        own = 3.75 * logits + (2 if facts.head_quantized else 3) * weights + 5.7 * together
+        slices = (2 if facts.head_quantized else 3) + bool(added)
+        own = 3.75 * logits + slices * weights + 5.7 * together + gradients
         return own + 2 * (hidden - together)
 
     def fused(n: int) -> float:

@@ -20,10 +20,10 @@ from your_ai.errors import RunError, UserError, explain, first_line, is_memory_e
 from your_ai.gates.text import shortened
 
 MOST_WAITING = 2048
-MOST_WAITING_BYTES = 1 << 25  # of their requests
+MOST_WAITING_BYTES = 1 << 24  # of their requests
 GATHER_S = 0.02  # in which more jobs may come that are done with the first
 POLL_S = 0.2  # between two looks at whether it is over
-MOST_KEPT_BYTES = 1 << 25  # of results that were not fetched, or may be asked for again
+MOST_KEPT_BYTES = 1 << 24  # of results that were not fetched, or may be asked for again
 JOB_BYTES = 2000  # of a job that is done, beside its result
 MOST_TOGETHER = 1 << 20  # tokens that the jobs of one call may make
 Category = Literal["user", "server"]

@@ -59,9 +59,9 @@ MOST_RANK = 512
 MOST_SAMPLES = 1024  # of a request
 MOST_SESSIONS = 10_000
 MOST_SAMPLERS = 1_000_000
-# Of requests and answers, which the plan counts. One that is read is there three times: as bytes,
-# as messages and as arrays.
-HELD_BYTES = 3 * tinker_wire.MOST_BYTES + MOST_WAITING_BYTES + MOST_KEPT_BYTES
+# Of requests and answers, which the plan counts. One that is read is there several times: as bytes,
+# as messages and as arrays, and what was freed of these.
+HELD_BYTES = 6 * tinker_wire.MOST_BYTES + MOST_WAITING_BYTES + MOST_KEPT_BYTES
 SCORED_TOGETHER = 64  # completions whose texts are made together
 CLIENT = {
     "proto_compress_fwdbwd": True,

@@ -24,7 +24,7 @@ from your_ai.objectives.outside import BETA, CLIP_HIGH, CLIP_LOW, LOSSES
 from your_ai.training.outside_texts import OutsideText
 
 PACKAGE = "tinker_public"
-MOST_BYTES = 1 << 25  # of a request that is decompressed
+MOST_BYTES = 1 << 23  # of a request that is decompressed; clients send at most 5 MB and a text
 MOST_FIELDS = 1 << 19  # of a request, since an empty one takes 50 times the memory of its 2 bytes
 MOST_TEXTS = 1 << 14
 MOST_TARGETS = 1 << 21  # of a request
