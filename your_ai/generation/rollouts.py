@@ -10,9 +10,13 @@ Shapes: B rows in a wave, V vocabulary.
 from __future__ import annotations
 
 import copy
+import itertools
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,6 +28,8 @@ from your_ai.memory import allocator
 from your_ai.memory.sizes import PREFILL_TOKENS
 
 MOST_CACHED = 128 << 20  # bytes of freed buffers
+TURNS_APART = 8  # tokens until rows join the batch again, which copies its cache
+POLL_S = 0.05  # between two calls of `step` while all rows wait
 Sampler = Callable[[mx.array, mx.array], mx.array]  # ((B, V) logits, (B, 2) keys) -> (B,) tokens
 
 
@@ -53,6 +59,12 @@ class Completion:
     """As they were sampled, with the stop token if there is one."""
     stopped: bool
     """Whether it ended with a stop token, and not at the limit of tokens."""
+    spoken: tuple[tuple[int, int], ...] = ()
+    """The spans of `tokens` that were sampled; the others are answers."""
+    part: int = 0
+    """A conversation may have several parts, which are completions of prompts of their own."""
+    own_prompt: tuple[int, ...] = ()
+    """The tokens of that prompt, if it is not the first part."""
 
 
 def sampler_of(temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampler:
@@ -95,6 +107,31 @@ def keys_at(keys: mx.array, positions: mx.array) -> mx.array:
     return keys ^ mx.stack([positions, mx.zeros_like(positions)], axis=1)
 
 
+@dataclass(frozen=True)
+class Reply:
+    """What a conversation goes on with after a turn."""
+
+    tokens: tuple[int, ...]
+    """To append, at least one."""
+    most: int
+    """Of the next turn, in tokens; at least one."""
+    is_prompt: bool = False
+    """Whether they are all that is read next: a new part, which shares no tokens with the others.
+    """
+
+
+class Answering(Protocol):
+    """Answers the turns of conversations."""
+
+    def answer(
+        self, place: tuple[int, int], turn: tuple[int, ...], stopped: bool
+    ) -> Future[Reply | None]:
+        """What follows a turn, None if nothing does. place: the indices of prompt and seed."""
+
+    def waited(self, seconds: float) -> None:
+        """Is told how long nothing could be sampled because every row waited for an answer."""
+
+
 def complete(
     model: nn.Module,
     prompts: Sequence[RolloutPrompt],
@@ -103,53 +140,297 @@ def complete(
     max_new_tokens: int,
     rows_at_once: int,
     step: Callable[[int], None] = lambda _: None,
+    answering: Answering | None = None,
 ) -> Iterator[Completion]:
     """Yield the completions of all prompts, each when it is finished.
 
-    stop_tokens: the ids that end a completion. max_new_tokens: of each completion, at least one.
-    rows_at_once: rows that are generated together, in waves. Models whose caches cannot be
-        batched generate one row at a time.
-    step: is called with the number of rows before each token, and may raise.
+    stop_tokens: the ids that end a turn. max_new_tokens: of the first turn, at least one.
+    rows_at_once: rows that are in memory together. Models whose caches cannot be batched generate
+        one row at a time.
+    step: is called with the number of rows before each token, with 0 while all rows wait for
+        answers, and may raise.
+    answering: answers each turn, so that completions are conversations. Without it they have one.
 
-    Each prompt goes through the model once. Whoever changes the model must not do so before all
-    completions were yielded.
+    Each prompt goes through the model once, and what was sampled is not read again. Whoever changes
+    the model must not do so before all completions were yielded.
     """
-    rows = [(p, s) for p, prompt in enumerate(prompts) for s in range(len(prompt.seeds))]
-    prefilled: dict[int, list[Any]] = {}
+    batchable = all(hasattr(cache, "merge") for cache in make_prompt_cache(model))
     stops = frozenset(stop_tokens)
 
     def by_default(tokens: Sequence[int]) -> bool:
         return tokens[-1] in stops
 
-    batchable = all(hasattr(cache, "merge") for cache in make_prompt_cache(model))
-    rows_at_once = max(1, rows_at_once) if batchable else 1
+    rows = [
+        Row(
+            (number, sample), seed, [Part(tuple(prompt.tokens.tolist()))],
+            min(max_new_tokens, prompt.max_new_tokens or max_new_tokens), prompt.ends or by_default,
+        )
+        for number, prompt in enumerate(prompts)
+        for sample, seed in enumerate(prompt.seeds)
+    ]  # fmt: skip
+    at_once = max(1, rows_at_once) if batchable else 1
     with last_position_only(model):
-        for start in range(0, len(rows), rows_at_once):
-            wave = rows[start : start + rows_at_once]
-            left = {p for p, _ in rows[start + len(wave) :]}
-            for p in dict.fromkeys(p for p, _ in wave):
-                if p not in prefilled:
-                    prefilled[p] = prefill(model, prompts[p].tokens[:-1])
-            cache = batched([prefilled[p] for p, _ in wave], batchable, groups_heads(model))
-            for p in {p for p, _ in wave} - left:
-                del prefilled[p]
-            last = [int(prompts[p].tokens[-1]) for p, _ in wave]
-            keys = seed_keys([prompts[p].seeds[s] for p, s in wave])
-            own = [prompts[p].max_new_tokens or max_new_tokens for p, _ in wave]
-            most = [min(max_new_tokens, limit) for limit in own]
-            ends = [prompts[p].ends or by_default for p, _ in wave]
-            yield from run_wave(model, cache, wave, last, keys, sampler, ends, most, step)
-            del cache
+        yield from Rollouts(model, rows, sampler, at_once, step, answering, batchable).run()
+
+
+@dataclass
+class Part:
+    """Tokens of a row that the model reads one after the other."""
+
+    prompt: tuple[int, ...]
+    tokens: list[int] = field(default_factory=list)
+    """After the prompt."""
+    spoken: list[tuple[int, int]] = field(default_factory=list)
+    """The spans of `tokens` that were sampled."""
+
+    def unread(self, read: int) -> list[int]:
+        """The tokens after the first `read` ones."""
+        before = len(self.prompt)
+        return [*self.prompt[read:], *self.tokens[max(0, read - before) :]]
+
+
+@dataclass(eq=False)
+class Row:
+    """A completion that is being sampled."""
+
+    place: tuple[int, int]
+    """The indices of its prompt and seed."""
+    seed: int
+    parts: list[Part]
+    """At least one; the last is being sampled."""
+    most: int
+    """Of this turn, in tokens."""
+    ends: Callable[[Sequence[int]], bool]
+    turn: list[int] = field(default_factory=list)
+    """What it said since it was last answered."""
+    sampled: int = 0
+    """Tokens that were sampled, in all parts."""
+    read: int = 0
+    """Tokens of its last part that are in the cache."""
+    cache: list[Any] | None = None
+    """Its own, while it is not in the batch."""
+    stopped: bool = False
+
+    def hear(self, token: int) -> bool:
+        """Append a token that was sampled; return whether the turn is over."""
+        self.parts[-1].tokens.append(token)
+        self.turn.append(token)
+        self.sampled += 1
+        self.stopped = self.ends(self.turn)
+        return self.stopped or len(self.turn) >= self.most
+
+    def end_turn(self) -> tuple[int, ...]:
+        """Note the span of the turn; return its tokens."""
+        part, turn = self.parts[-1], tuple(self.turn)
+        part.spoken.append((len(part.tokens) - len(turn), len(part.tokens)))
+        self.turn.clear()
+        return turn
+
+    def go_on(self, reply: Reply) -> None:
+        self.most = reply.most
+        if reply.is_prompt:
+            self.parts.append(Part(reply.tokens))
+            self.read, self.cache = 0, None
+        else:
+            self.parts[-1].tokens.extend(reply.tokens)
+
+    def completions(self) -> Iterator[Completion]:
+        """Each part as a completion."""
+        for number, part in enumerate(self.parts):
+            yield Completion(
+                *self.place, tuple(part.tokens), self.stopped, tuple(part.spoken), number,
+                part.prompt if number else (),
+            )  # fmt: skip
+
+
+class Rollouts:
+    """Samples rows in one batch. They join it when there is room, and leave it after each turn."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rows: Sequence[Row],
+        sampler: Sampler,
+        at_once: int,
+        step: Callable[[int], None],
+        answering: Answering | None,
+        batchable: bool,
+    ) -> None:
+        self.model, self.sampler, self.step, self.answering = model, sampler, step, answering
+        self.at_once, self.batchable = at_once, batchable
+        self.queued = deque(rows)
+        self.asked: dict[Future[Reply | None], Row] = {}
+        """Rows that wait for an answer."""
+        self.ready: list[Row] = []
+        """Rows that are to join the batch."""
+        self.batch: list[Row] = []
+        self.cache: list[Any] = []
+        """That of the batch."""
+        self.prompts: dict[int, list[Any]] = {}
+        """The caches of prompts that more rows need."""
+
+    def run(self) -> Iterator[Completion]:
+        while self.queued or self.asked or self.ready or self.batch:
+            self.admit()
+            yield from self.answered()
+            self.join()
+            if self.batch:
+                yield from self.sample()
+
+    def admit(self) -> None:
+        """Read the prompts of as many rows as there is room for."""
+        room = self.at_once - len(self.asked) - len(self.ready) - len(self.batch)
+        for _ in range(min(room, len(self.queued))):
+            row = self.queued.popleft()
+            number, tokens = row.place[0], row.parts[0].prompt
+            if number not in self.prompts:
+                self.prompts[number] = prefill(self.model, np.array(tokens[:-1]))
+            row.cache, row.read = self.prompts[number], len(tokens) - 1
+            if not self.queued or self.queued[0].place[0] != number:
+                del self.prompts[number]
+            self.ready.append(row)
+
+    def answered(self) -> Iterator[Completion]:
+        """Take the answers that are there; wait for one if there is nothing else to do."""
+        if not self.asked:
+            return
+        is_idle, began = not (self.ready or self.batch), time.perf_counter()
+        while not (done := wait(self.asked, POLL_S * is_idle, FIRST_COMPLETED).done) and is_idle:
+            self.step(0)
+        if is_idle and self.answering is not None:
+            self.answering.waited(time.perf_counter() - began)
+        for future in sorted(done, key=lambda future: self.asked[future].place):
+            row = self.asked.pop(future)
+            if (reply := future.result()) is None:
+                row.cache = None
+                yield from row.completions()
+            else:
+                row.go_on(reply)
+                self.ready.append(row)
+
+    def join(self) -> None:
+        """Let the rows that are ready read what is new, and join the batch."""
+        rows, self.ready = self.ready, []
+        unread = {row: row.parts[-1].unread(row.read)[:-1] for row in rows}
+        for group in read_together([len(unread[row]) for row in rows]):
+            joining = [rows[place] for place in group]
+            caches = [row.cache or make_prompt_cache(self.model) for row in joining]
+            for row in joining:
+                row.cache = None
+            merged = batched(caches, self.batchable, groups_heads(self.model))
+            del caches
+            read(self.model, merged, [unread[row] for row in joining])
+            for mine, theirs in zip(self.cache, merged, strict=True) if self.batch else ():
+                mine.extend(theirs)
+                mx.eval(mine.state)
+            self.cache = self.cache if self.batch else merged
+            self.batch += joining
+
+    def sample(self) -> Iterator[Completion]:
+        """Sample tokens until rows may join or leave.
+
+        While the tokens of a step are looked at, those of the next are being computed.
+        """
+        may_join = self.queued or self.answering is not None
+        keys = seed_keys([row.seed for row in self.batch])
+        last = [row.parts[-1].unread(0)[-1] for row in self.batch]
+        tokens = self.next_tokens(mx.array(last, mx.int32), keys, 0)
+        for count in itertools.count(1):
+            goes_on = any(len(row.turn) + 1 < row.most for row in self.batch)
+            is_last = not goes_on or (may_join and count >= TURNS_APART)
+            following = None if is_last else self.next_tokens(tokens, keys, 1)
+            if mx.get_cache_memory() > MOST_CACHED:  # arrays grow: old buffers fit few new ones
+                allocator.free(collect=False)
+            keep, left = list[int](), list[int]()
+            for place, token in enumerate(np.array(tokens).tolist()):
+                row = self.batch[place]
+                (left if row.hear(token) else keep).append(place)
+                part = row.parts[-1]
+                row.read = len(part.prompt) + len(part.tokens) - (following is None)
+            for place in left:
+                yield from self.leave(place)
+            if left:
+                self.batch = [self.batch[place] for place in keep]
+            if not self.batch:
+                self.cache = []
+                return
+            if left:
+                chosen = mx.array(keep)
+                for layer in self.cache:
+                    layer.filter(chosen)
+                if following is not None:
+                    keys, following = keys[chosen], following[chosen]
+            if following is None:
+                return
+            tokens = following
+
+    def next_tokens(self, tokens: mx.array, keys: mx.array, ahead: int) -> mx.array:
+        """Read tokens, (B,), and sample the next ones; ahead: tokens not yet counted."""
+        self.step(len(self.batch))
+        logits = self.model(tokens[:, None], cache=self.cache)[:, -1]
+        places = mx.array([row.sampled + ahead for row in self.batch], mx.uint32)
+        sampled = self.sampler(logits, keys_at(keys, places)).astype(mx.int32)
+        mx.async_eval(sampled)
+        return sampled
+
+    def leave(self, place: int) -> Iterator[Completion]:
+        """End the turn of a row of the batch."""
+        row = self.batch[place]
+        turn = row.end_turn()
+        if self.answering is None:
+            yield from row.completions()
+            return
+        own = [layer.extract(place) for layer in self.cache] if self.batchable else self.cache
+        mx.eval([layer.state for layer in own])
+        row.cache = own
+        self.asked[self.answering.answer(row.place, turn, row.stopped)] = row
+
+
+def read_together(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Groups of texts of so many tokens, by index, each padded to at most PREFILL_TOKENS or alone.
+
+    Those without tokens are a group, too.
+    """
+    order = sorted(range(len(lengths)), key=lambda place: lengths[place])
+    group: list[int] = []
+    for place in order:
+        is_new = group and lengths[group[0]] == 0 < lengths[place]
+        if group and (is_new or (len(group) + 1) * lengths[place] > PREFILL_TOKENS):
+            yield group
+            group = []
+        group.append(place)
+    yield from [group] if group else []
+
+
+def read(model: nn.Module, cache: list[Any], texts: Sequence[Sequence[int]]) -> None:
+    """Read tokens of several rows into their cache; a group of `read_together`.
+
+    The rows are padded at their ends, which mlx-lm's caches then move to the beginnings. That works
+    in one call only.
+    """
+    lengths = [len(tokens) for tokens in texts]
+    longest = max(lengths)
+    if longest == 0:
+        return
+    padded = np.zeros((len(texts), longest), np.int32)
+    for row, tokens in enumerate(texts):
+        padded[row, : len(tokens)] = tokens
+    pads = min(lengths) < longest
+    for layer in cache if pads else ():
+        layer.prepare(lengths=lengths, right_padding=[longest - each for each in lengths])
+    for start in range(0, longest, PREFILL_TOKENS):
+        model(mx.array(padded[:, start : start + PREFILL_TOKENS]), cache=cache)
+        mx.eval([layer.state for layer in cache])
+    for layer in cache if pads else ():
+        layer.finalize()
+    mx.eval([layer.state for layer in cache])
+    allocator.free(collect=False)
 
 
 def prefill(model: nn.Module, tokens: np.ndarray) -> list[Any]:
     """mlx-lm's cache of a prompt; it is empty if there are no tokens."""
     cache = make_prompt_cache(model)
-    for start in range(0, len(tokens), PREFILL_TOKENS):
-        part = mx.array(tokens[None, start : start + PREFILL_TOKENS].astype(np.int32))
-        model(part, cache=cache)  # logits are lazy: nothing computes them
-        mx.eval([c.state for c in cache])
-    allocator.free(collect=False)
+    read(model, cache, [tokens.tolist()])
     return cache
 
 
@@ -183,60 +464,3 @@ def batched(caches: list[list[Any]], batchable: bool, grouped: bool = False) -> 
         layer.__class__ = GroupedHeads  # `merge` makes plain ones of empty caches in any case
     mx.eval([c.state for c in merged if not c.empty()])
     return merged
-
-
-def run_wave(
-    model: nn.Module,
-    cache: list[Any],
-    wave: list[tuple[int, int]],
-    last: list[int],
-    keys: mx.array,
-    sampler: Sampler,
-    ends: Sequence[Callable[[Sequence[int]], bool]],
-    most: Sequence[int],
-    step: Callable[[int], None],
-) -> Iterator[Completion]:
-    """Generate the rows of a wave; rows leave it when they are finished.
-
-    last: the last token of each prompt, which the cache does not have. ends: for each row, as of
-    `RolloutPrompt`. most: the maximum number of tokens of each row.
-
-    While the tokens of a step are looked at, those of the next are being computed.
-    """
-    found: list[list[int]] = [[] for _ in wave]
-    active = list(range(len(wave)))
-    tokens, position = mx.array(last, mx.int32), 0
-
-    def advance(tokens: mx.array, position: int) -> mx.array:
-        step(len(active))
-        logits = model(tokens[:, None], cache=cache)[:, -1]
-        places = mx.full((len(active),), position, mx.uint32)
-        sampled = sampler(logits, keys_at(keys, places)).astype(mx.int32)
-        mx.async_eval(sampled)
-        return sampled
-
-    tokens = advance(tokens, 0)
-    while active:
-        longest = max(most[row] for row in active)
-        following = advance(tokens, position + 1) if position + 1 < longest else None
-        position += 1
-        if mx.get_cache_memory() > MOST_CACHED:  # arrays grow, so old buffers fit few new ones
-            allocator.free(collect=False)
-        keep = []
-        for place, (row, token) in enumerate(zip(active, np.array(tokens).tolist(), strict=True)):
-            found[row].append(token)
-            stopped = ends[row](found[row])
-            if stopped or position == most[row]:
-                yield Completion(*wave[row], tuple(found[row]), stopped)
-            else:
-                keep.append(place)
-        if not keep:
-            return
-        assert following is not None  # a row goes on
-        if len(keep) < len(active):
-            active = [active[place] for place in keep]
-            chosen = mx.array(keep)
-            keys, following = keys[chosen], following[chosen]
-            for layer in cache:
-                layer.filter(chosen)
-        tokens = following
