@@ -497,6 +497,16 @@ class Encoder:
         tokens = self._tokenize(token + text, where, special=False)
         return tokens.without_first().moved(-len(token))
 
+    def tokenized(self, text: str, where: str) -> Tokens:
+        """The tokens of a text that a template rendered. Raises UserError."""
+        return self._tokenize(text, where, special=False)
+
+    @cached_property
+    def added_tokens(self) -> tuple[str, ...]:
+        """The texts that are a token wherever they stand, the longest first."""
+        found = {each.content for each in self.backend.get_added_tokens_decoder().values()}
+        return tuple(sorted((text for text in found if text.strip()), key=len, reverse=True))
+
     @cached_property
     def is_added(self) -> np.ndarray:
         """True where a text is cut at a token before its parts are tokenized, by id; the last entry
