@@ -109,7 +109,7 @@ def keys_at(keys: mx.array, positions: mx.array) -> mx.array:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a conversation goes on with after a turn."""
+    """Tokens with which a conversation goes on after a turn."""
 
     tokens: tuple[int, ...]
     """To append, at least one."""
@@ -126,10 +126,13 @@ class Answering(Protocol):
     def answer(
         self, place: tuple[int, int], turn: tuple[int, ...], stopped: bool
     ) -> Future[Reply | None]:
-        """What follows a turn, None if nothing does. place: the indices of prompt and seed."""
+        """Return what follows a turn, or None if nothing does.
+
+        place: the indices of prompt and seed.
+        """
 
     def waited(self, seconds: float) -> None:
-        """Is told how long nothing could be sampled because every row waited for an answer."""
+        """Note how long nothing could be sampled because every row waited for an answer."""
 
 
 def complete(

@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import load
 from tests.conftest import DEMO_FOLDER, TOKENIZER_FILES
 from tests.data.test_encode import make_tokenizer
 from tests.data.test_four_rules import TEMPLATES, TEXT
-from your_ai.data.conversations import CannotGoOn, Conversation
+from your_ai.data.sampled_chat import CannotGoOn, SampledChat
 from your_ai.data.encode import Encoder
 from your_ai.errors import UserError
 
@@ -36,9 +36,9 @@ def tokenizers() -> dict[str, Any]:
     return {name: make_tokenizer(text, TOKENS, END) for name, text in TEMPLATES.items()}
 
 
-def begun(tokenizer: Any, asked: str, tools: Any = None, **given: Any) -> Conversation:
+def begun(tokenizer: Any, asked: str, tools: Any = None, **given: Any) -> SampledChat:
     messages = [{"role": "user", "content": asked}]
-    return Conversation(Encoder(tokenizer), tools, messages, "rows:1", **given)
+    return SampledChat(Encoder(tokenizer), tools, messages, "rows:1", **given)
 
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:

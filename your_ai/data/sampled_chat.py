@@ -31,7 +31,7 @@ OTHER_FORM = (
 
 @dataclass(frozen=True)
 class Heard:
-    """What the model reads after its answer."""
+    """Tokens that the model reads after its answer."""
 
     ids: np.ndarray
     """(T,) uint32, at least one."""
@@ -44,7 +44,7 @@ class CannotGoOn(Exception):
 
 
 @dataclass
-class Conversation:
+class SampledChat:
     """Messages, and the tokens that the model reads of them."""
 
     encoder: Encoder
