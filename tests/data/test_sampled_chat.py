@@ -15,8 +15,8 @@ from mlx_lm.tokenizer_utils import load
 from tests.conftest import DEMO_FOLDER, TOKENIZER_FILES
 from tests.data.test_encode import make_tokenizer
 from tests.data.test_four_rules import TEMPLATES, TEXT
-from your_ai.data.sampled_chat import CannotGoOn, SampledChat
 from your_ai.data.encode import Encoder
+from your_ai.data.sampled_chat import CannotGoOn, SampledChat
 from your_ai.errors import UserError
 
 END = "<e>"

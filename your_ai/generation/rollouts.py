@@ -164,8 +164,8 @@ def complete(
         return tokens[-1] in stops
 
     rows = [
-        Row(
-            (number, sample), seed, [Part(tuple(prompt.tokens.tolist()))],
+        SampledRow(
+            (number, sample), seed, [RowPart(tuple(prompt.tokens.tolist()))],
             min(max_new_tokens, prompt.max_new_tokens or max_new_tokens), prompt.ends or by_default,
         )
         for number, prompt in enumerate(prompts)
@@ -177,7 +177,7 @@ def complete(
 
 
 @dataclass
-class Part:
+class RowPart:
     """Tokens of a row that the model reads one after the other."""
 
     prompt: tuple[int, ...]
@@ -193,13 +193,13 @@ class Part:
 
 
 @dataclass(eq=False)
-class Row:
+class SampledRow:
     """A completion that is being sampled."""
 
     place: tuple[int, int]
     """The indices of its prompt and seed."""
     seed: int
-    parts: list[Part]
+    parts: list[RowPart]
     """At least one; the last is being sampled."""
     most: int
     """Of this turn, in tokens."""
@@ -232,7 +232,7 @@ class Row:
     def go_on(self, reply: Reply) -> None:
         self.most = reply.most
         if reply.is_prompt:
-            self.parts.append(Part(reply.tokens))
+            self.parts.append(RowPart(reply.tokens))
             self.read, self.cache = 0, None
         else:
             self.parts[-1].tokens.extend(reply.tokens)
@@ -252,7 +252,7 @@ class Rollouts:
     def __init__(
         self,
         model: nn.Module,
-        rows: Sequence[Row],
+        rows: Sequence[SampledRow],
         sampler: Sampler,
         at_once: int,
         step: Callable[[int], None],
@@ -262,11 +262,11 @@ class Rollouts:
         self.model, self.sampler, self.step, self.answering = model, sampler, step, answering
         self.at_once, self.batchable = at_once, batchable
         self.queued = deque(rows)
-        self.asked: dict[Future[Reply | None], Row] = {}
+        self.asked: dict[Future[Reply | None], SampledRow] = {}
         """Rows that wait for an answer."""
-        self.ready: list[Row] = []
+        self.ready: list[SampledRow] = []
         """Rows that are to join the batch."""
-        self.batch: list[Row] = []
+        self.batch: list[SampledRow] = []
         self.cache: list[Any] = []
         """That of the batch."""
         self.prompts: dict[int, list[Any]] = {}
