@@ -34,14 +34,17 @@ class Partner:
         self.pool = ThreadPoolExecutor(8)
         self.slept = threading.Event()
 
-    def answer(
+    def ask(
         self, place: tuple[int, int], turn: tuple[int, ...], stopped: bool
     ) -> Future[Reply | None]:
         self.heard.setdefault(place, []).append(turn)
         number = self.count[place] = self.count.get(place, 0) + 1
-        return self.pool.submit(self.reply, place, number)
+        return self.pool.submit(self.made, place, number)
 
-    def reply(self, place: tuple[int, int], number: int) -> Reply | None:
+    def reply(self, place: tuple[int, int], found: Future[Reply | None]) -> Reply | None:
+        return found.result()
+
+    def made(self, place: tuple[int, int], number: int) -> Reply | None:
         if number >= self.turns:
             return None
         rng = random.Random(derive_seed(7, "reply", *place, number))
@@ -91,7 +94,11 @@ def conversations(
     found = complete(
         network, asked or prompts(), sampler_of(1.0), stops, MOST, rows_at_once, answering=partner
     )
-    return {(each.prompt, each.sample, each.part): each for each in found}
+    return {
+        (each.prompt, each.sample, number): part
+        for each in found
+        for number, part in enumerate((each, *each.more))
+    }
 
 
 def sampled(each: Completion) -> list[int]:
@@ -174,7 +181,7 @@ def test_a_row_that_waits_does_not_hold_the_others(network_of):
 
 def test_an_answer_that_fails_ends_the_sampling(network_of):
     partner = Partner()
-    partner.reply = lambda *_: 1 / 0  # type: ignore[assignment]
+    partner.made = lambda *_: 1 / 0  # type: ignore[assignment]
     with pytest.raises(ZeroDivisionError):
         conversations(network_of(), partner)
 

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -61,10 +61,10 @@ class Completion:
     """Whether it ended with a stop token, and not at the limit of tokens."""
     spoken: tuple[tuple[int, int], ...] = ()
     """The spans of `tokens` that were sampled; the others are answers."""
-    part: int = 0
-    """A conversation may have several parts, which are completions of prompts of their own."""
     own_prompt: tuple[int, ...] = ()
-    """The tokens of that prompt, if it is not the first part."""
+    """The tokens before `tokens`, if they are not those of its prompt."""
+    more: tuple[Completion, ...] = ()
+    """The later parts of a conversation, each with a prompt of its own."""
 
 
 def sampler_of(temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampler:
@@ -121,15 +121,13 @@ class Reply:
 
 
 class Answering(Protocol):
-    """Answers the turns of conversations."""
+    """Answers the turns of conversations. place: the indices of a prompt and a seed."""
 
-    def answer(
-        self, place: tuple[int, int], turn: tuple[int, ...], stopped: bool
-    ) -> Future[Reply | None]:
-        """Return what follows a turn, or None if nothing does.
+    def ask(self, place: tuple[int, int], turn: tuple[int, ...], stopped: bool) -> Future[Any]:
+        """Ask for what follows a turn; returns at once."""
 
-        place: the indices of prompt and seed.
-        """
+    def reply(self, place: tuple[int, int], found: Future[Any]) -> Reply | None:
+        """Return what follows, or None if nothing does. found: is done."""
 
     def waited(self, seconds: float) -> None:
         """Note how long nothing could be sampled because every row waited for an answer."""
@@ -237,13 +235,17 @@ class SampledRow:
         else:
             self.parts[-1].tokens.extend(reply.tokens)
 
-    def completions(self) -> Iterator[Completion]:
-        """Each part as a completion."""
-        for number, part in enumerate(self.parts):
-            yield Completion(
-                *self.place, tuple(part.tokens), self.stopped, tuple(part.spoken), number,
+    @property
+    def completion(self) -> Completion:
+        """The first part, with the later ones."""
+        first, *more = [
+            Completion(
+                *self.place, tuple(part.tokens), self.stopped, tuple(part.spoken),
                 part.prompt if number else (),
-            )  # fmt: skip
+            )
+            for number, part in enumerate(self.parts)
+        ]  # fmt: skip
+        return replace(first, more=tuple(more))
 
 
 class Rollouts:
@@ -262,15 +264,15 @@ class Rollouts:
         self.model, self.sampler, self.step, self.answering = model, sampler, step, answering
         self.at_once, self.batchable = at_once, batchable
         self.queued = deque(rows)
-        self.asked: dict[Future[Reply | None], SampledRow] = {}
+        self.asked: dict[Future[Any], SampledRow] = {}
         """Rows that wait for an answer."""
         self.ready: list[SampledRow] = []
         """Rows that are to join the batch."""
         self.batch: list[SampledRow] = []
         self.cache: list[Any] = []
         """That of the batch."""
-        self.prompts: dict[int, list[Any]] = {}
-        """The caches of prompts that more rows need."""
+        self.prompts: dict[tuple[int, ...], list[Any]] = {}
+        """The caches of prompts that more rows need, by their tokens."""
 
     def run(self) -> Iterator[Completion]:
         while self.queued or self.asked or self.ready or self.batch:
@@ -285,12 +287,12 @@ class Rollouts:
         room = self.at_once - len(self.asked) - len(self.ready) - len(self.batch)
         for _ in range(min(room, len(self.queued))):
             row = self.queued.popleft()
-            number, tokens = row.place[0], row.parts[0].prompt
-            if number not in self.prompts:
-                self.prompts[number] = prefill(self.model, np.array(tokens[:-1]))
-            row.cache, row.read = self.prompts[number], len(tokens) - 1
-            if not self.queued or self.queued[0].place[0] != number:
-                del self.prompts[number]
+            tokens = row.parts[0].prompt
+            if tokens not in self.prompts:
+                self.prompts[tokens] = prefill(self.model, np.array(tokens[:-1]))
+            row.cache, row.read = self.prompts[tokens], len(tokens) - 1
+            if not self.queued or self.queued[0].parts[0].prompt != tokens:
+                del self.prompts[tokens]
             self.ready.append(row)
 
     def answered(self) -> Iterator[Completion]:
@@ -300,13 +302,14 @@ class Rollouts:
         is_idle, began = not (self.ready or self.batch), time.perf_counter()
         while not (done := wait(self.asked, POLL_S * is_idle, FIRST_COMPLETED).done) and is_idle:
             self.step(0)
-        if is_idle and self.answering is not None:
+        assert self.answering is not None
+        if is_idle:
             self.answering.waited(time.perf_counter() - began)
         for future in sorted(done, key=lambda future: self.asked[future].place):
             row = self.asked.pop(future)
-            if (reply := future.result()) is None:
+            if (reply := self.answering.reply(row.place, future)) is None:
                 row.cache = None
-                yield from row.completions()
+                yield row.completion
             else:
                 row.go_on(reply)
                 self.ready.append(row)
@@ -381,12 +384,12 @@ class Rollouts:
         row = self.batch[place]
         turn = row.end_turn()
         if self.answering is None:
-            yield from row.completions()
+            yield row.completion
             return
         own = [layer.extract(place) for layer in self.cache] if self.batchable else self.cache
         mx.eval([layer.state for layer in own])
         row.cache = own
-        self.asked[self.answering.answer(row.place, turn, row.stopped)] = row
+        self.asked[self.answering.ask(row.place, turn, row.stopped)] = row
 
 
 def read_together(lengths: Sequence[int]) -> Iterator[list[int]]:
