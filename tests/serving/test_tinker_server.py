@@ -355,7 +355,26 @@ def refusals(model: str, sampler: str) -> Iterator[tuple[str, Any, tuple[int, ..
         {"prompt": {"chunks": [{"tokens": [1] * 129}]}}, {"prompt": {"chunks": [{}] * 20_000}},
         {"prompt": {"chunks": [{"type": "image", "data": ""}]}}, {"base_model": "x"},
         {"sampling_session_id": "unknown"}, {"model_path": "tinker://a"}, {"seq_id": -1},
-        {"prompt_logprobs": 3}, {"topk_prompt_logprobs": 3},
+        {"prompt_logprobs": 3},
+        *({name: value} for value in (-1, HUGE, 129, 1.5, "3", True, None, [])
+          for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")
+          if value is not None),
+        *({"target_prompt_logprobs": value} for value in (
+            3, [], {}, {"shape": [2, 1]}, {"data": [3, 4], "shape": [2, 1]},
+            *({"dtype": "int64", **each} for each in (
+                {"data": [3, 4], "shape": [1, 2]}, {"data": [3], "shape": [2, 1]},
+                {"data": [], "shape": [2, 0]}, {"data": [10**6, 3], "shape": [2, 1]},
+                {"data": [HUGE, 3], "shape": [2, 1]}, {"data": [-2, 3], "shape": [2, 1]},
+                {"data": [1.5, 3], "shape": [2, 1]}, {"data": [3, 4], "shape": [2, True]},
+                {"data": [3], "shape": [2, 9], "sparse_crow_indices": [0, 1]},
+                {"data": [3], "shape": [2, 9], "sparse_crow_indices": [0, 1, 1],
+                 "sparse_col_indices": [9]},
+                {"data": [3], "shape": [2, 9], "sparse_crow_indices": [0, 2, 1],
+                 "sparse_col_indices": [1]},
+                {"data": [3], "shape": [2, HUGE], "sparse_crow_indices": [0, 1, 1],
+                 "sparse_col_indices": [1]},
+            )),
+        )),
     ):  # fmt: skip
         yield "asample", sample_body(**more), (422,)
     for value in (None, "", 3, [], "a" * 5000):

@@ -15,6 +15,7 @@ from tests.conftest import events_of, flip, make_model, train
 from your_ai.config.requests import TinkerRequest
 from your_ai.engine.gradients import SpilledGradients
 from your_ai.errors import RunError, UserError
+from your_ai.generation.likely import drawn, top
 from your_ai.generation.rollouts import RolloutPrompt, sampler_of
 from your_ai.nets import model as nets
 from your_ai.objectives.outside import LOSSES
@@ -344,6 +345,34 @@ def test_completions_have_the_log_probabilities_of_their_texts(outside):
         (1, 0): (5, False),
         (2, 0): (3, True),
     }
+
+
+@pytest.mark.parametrize("plan", ["fused", "staged", "streamed"])
+@pytest.mark.parametrize("architecture", ["llama", "untied", "gemma2"])
+def test_likely_tokens_have_the_log_probabilities_of_targets(
+    outside, untied, tmp_path, plan, architecture
+):
+    given = {"untied": {"model": untied}}
+    if architecture == "gemma2":  # its logits are capped
+        given["gemma2"] = {"model": str(make_model(tmp_path / "gemma2", "gemma2"))}
+    loops = outside(plan=plan, **given.get(architecture, {}))
+    made = loops.create(SHAPE, RUNS / "a")
+    step(loops, made)
+    tokens = text(40, 2).tokens
+    for choose in (top(5), drawn(3, 7, 0.8)):
+        found = loops.likely(made, tokens, 4, choose)
+        places = np.repeat(np.arange(3, 39), found.ids.shape[1])
+        wanted = loops.log_probabilities(made, [of_targets(tokens[:-1], places, found.ids)])[0]
+        assert found.logprobs.reshape(-1) == pytest.approx(wanted, abs=1e-4)
+        assert len(found.ids) == 36
+
+
+def of_targets(tokens: np.ndarray, positions: np.ndarray, ids: np.ndarray) -> OutsideText:
+    count = len(positions)
+    columns = {name: np.zeros(count, np.float32) for name in text(1).columns}
+    return OutsideText(
+        tokens, positions.astype(np.int32), ids.reshape(-1), columns, np.ones(count, bool)
+    )
 
 
 def test_events_show_a_loop_as_a_run(outside):

@@ -27,6 +27,7 @@ from your_ai.data.target_columns import Columns
 from your_ai.errors import RunError, UserError, first_line
 from your_ai.gates.text import counted, shortened, shown
 from your_ai.gates.token_ids import check_ids
+from your_ai.generation.likely import drawn, top
 from your_ai.generation.rollouts import RolloutPrompt, sampler_of
 from your_ai.rng import derive_seed
 from your_ai.serving import admission, tinker_wire, web
@@ -40,7 +41,14 @@ from your_ai.serving.tinker_jobs import (
     Result,
 )
 from your_ai.serving.tinker_saved import SAMPLERS, WEIGHTS, Saved, SavedModels
-from your_ai.serving.tinker_wire import GradientsAsked, RequestFields, SampledTokens
+from your_ai.serving.tinker_wire import (
+    MOST_CELLS,
+    GradientsAsked,
+    RequestFields,
+    SampledTokens,
+    ScoredPrompt,
+    TargetTable,
+)
 from your_ai.serving.web import Gate, Origins, RequestRefused, WebServer
 from your_ai.training.outside import Outside
 from your_ai.training.outside_models import (
@@ -62,6 +70,7 @@ MOST_SAMPLERS = 1_000_000
 # Of requests and answers, which the plan counts. One that is read is there several times: as bytes,
 # as messages and as arrays, and what was freed of these.
 HELD_BYTES = 6 * tinker_wire.MOST_BYTES + MOST_WAITING_BYTES + MOST_KEPT_BYTES
+MOST_TOP = 128  # tokens at a place
 SCORED_TOGETHER = 64  # completions whose texts are made together
 CLIENT = {
     "proto_compress_fwdbwd": True,
@@ -85,6 +94,21 @@ class SampleAsked:
     """The last tokens of the prompt whose log-probabilities are given, too."""
     with_prompt: bool
     """Whether there is an answer on the prompt."""
+    temperature: float
+    seed: int
+    top_of_prompt: int
+    """The most likely tokens that are given at each of the `scored` places; 0 for none."""
+    top_of_samples: int
+    """The same of completions."""
+    alternatives: int
+    """Tokens that are drawn at each place of the prompt after the first."""
+    targets: TargetTable | None
+    """Ids to score at these places."""
+
+    @property
+    def size_bytes(self) -> int:
+        cells = 0 if self.targets is None else len(self.targets.ids)
+        return self.prompt.nbytes + 40 * len(self.seeds) + 32 * cells
 
 
 @dataclass
@@ -415,7 +439,7 @@ class Service:
         job = self.jobs.add(
             QueuedJob(
                 id, asked, work, ("sample", source, key),
-                size_bytes=asked.prompt.nbytes + 40 * len(asked.seeds),
+                size_bytes=asked.size_bytes,
                 tokens=asked.most * len(asked.seeds),
             )
         )  # fmt: skip
@@ -437,11 +461,6 @@ class Service:
     def sample_asked(self, body: RequestFields) -> tuple[SampleAsked, tuple[float, float, int]]:
         prompt = body.tokens("prompt")
         given, outside = body.fields("sampling_params"), self.outside
-        for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
-            if body.whole(name, 0, 1 << 20, 0):
-                raise ValueError(f"{name}: is not supported here")
-        if "target_prompt_logprobs" in body.body:
-            raise ValueError("target_prompt_logprobs: is not supported here")
         check_ids(prompt, outside.vocabulary, outside.tokenizer, "prompt")
         room = outside.longest + 1 - len(prompt)
         most = given.whole("max_tokens", 1, 1 << 30, max(1, room))
@@ -463,11 +482,29 @@ class Service:
             given.number("top_p", 1e-6, 1, 1.0),
             max(0, given.whole("top_k", -1, 1 << 30, -1)),
         )
+        top_of_prompt, top_of_samples, alternatives = (
+            body.whole(name, 0, MOST_TOP, 0)
+            for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")
+        )
         before = len(prompt) - 1  # the first has no log-probability
+        targets = body.table("target_prompt_logprobs", before)
+        if targets is not None:
+            ids = targets.ids[targets.ids >= 0]
+            check_ids(ids, outside.vocabulary, outside.tokenizer, "target_prompt_logprobs")
+        cells = top_of_prompt * len(prompt) + top_of_samples * count * most + alternatives * before
+        if cells > MOST_CELLS:
+            raise ValueError(
+                f"topk_prompt_logprobs, topk_sample_logprobs, prompt_alt_tokens_k: give {cells:,} "
+                f"log-probabilities; ask for at most {MOST_CELLS:,} at once"
+            )
         scored = body.whole("prompt_logprobs_last_n", 1, max(1, before), max(1, before))
         with_prompt = body.truth("prompt_logprobs")
-        scored = min(before, scored) if with_prompt else 0
-        return SampleAsked(prompt, seeds, most, stops_of(given), scored, with_prompt), key
+        scored = min(before, scored) if with_prompt or top_of_prompt else 0
+        asked = SampleAsked(
+            prompt, seeds, most, stops_of(given), scored, with_prompt, key[0], seed,
+            top_of_prompt, top_of_samples, alternatives, targets,
+        )  # fmt: skip
+        return asked, key
 
     def completed(
         self, source: Asked, every: Sequence[SampleAsked], sampler: Any
@@ -490,17 +527,49 @@ class Service:
         of_prompts: list[np.ndarray | None] = [None] * len(every)
         for completion, values in zip(found, scores, strict=True):
             asked, count = every[completion.prompt], len(completion.tokens)
+            best = None
+            if asked.top_of_samples:
+                whole = np.append(asked.prompt, np.array(completion.tokens, np.int32))
+                choose = top(asked.top_of_samples)
+                best = outside.likely(source, whole, len(asked.prompt), choose)
             answers[completion.prompt][completion.sample] = SampledTokens(
-                completion.tokens, values[len(values) - count :], completion.stopped
+                completion.tokens, values[len(values) - count :], completion.stopped, best
             )
             if asked.with_prompt:
-                whole = np.full(len(asked.prompt), np.nan, np.float32)
-                whole[len(whole) - asked.scored :] = values[: len(values) - count]
-                of_prompts[completion.prompt] = whole
+                scored = np.full(len(asked.prompt), np.nan, np.float32)
+                scored[len(scored) - asked.scored :] = values[: len(values) - count]
+                of_prompts[completion.prompt] = scored
         return [
-            Result(tinker_wire.sample_answer([group[s] for s in sorted(group)], prompt), True)
-            for group, prompt in zip(answers, of_prompts, strict=True)
+            Result(
+                tinker_wire.sample_answer(
+                    [group[s] for s in sorted(group)],
+                    self.scored_prompt(source, asked, logprobs),
+                    len(asked.prompt),
+                ),
+                True,
+            )
+            for asked, group, logprobs in zip(every, answers, of_prompts, strict=True)
         ]
+
+    def scored_prompt(
+        self, source: Asked, asked: SampleAsked, logprobs: np.ndarray | None
+    ) -> ScoredPrompt:
+        """The answer on a prompt; logprobs: as of `ScoredPrompt`."""
+        outside, prompt = self.outside, asked.prompt
+        best = others = targets = None
+        if asked.top_of_prompt and asked.scored:
+            choose = top(asked.top_of_prompt)
+            best = outside.likely(source, prompt, len(prompt) - asked.scored, choose)
+        if asked.alternatives and len(prompt) > 1:
+            choose = drawn(asked.alternatives, asked.seed, asked.temperature)
+            others = outside.likely(source, prompt, 1, choose)
+        if (table := asked.targets) is not None:
+            wanted, values = table.ids >= 0, np.zeros(len(table.ids), np.float32)
+            rows, ids = table.rows[wanted].astype(np.int32), table.ids[wanted].astype(np.int32)
+            text = text_of_targets(prompt[:-1], rows, ids)
+            values[wanted] = outside.log_probabilities(source, [text])[0]
+            targets = table, values
+        return ScoredPrompt(logprobs, best, targets, others)
 
     def ends(self, stops: tuple[Any, ...] | None) -> Callable[[Sequence[int]], bool] | None:
         """Return what says whether a completion ends; None: the tokens that end an answer."""
@@ -593,9 +662,14 @@ def text_to_score(asked: SampleAsked, tokens: Sequence[int]) -> OutsideText:
     whole = np.append(asked.prompt, np.array(tokens, np.int32)).astype(np.int32)
     start = len(asked.prompt) - 1 - asked.scored
     positions = np.arange(start, len(whole) - 1, dtype=np.int32)
+    return text_of_targets(whole[:-1], positions, whole[positions + 1])
+
+
+def text_of_targets(tokens: np.ndarray, positions: np.ndarray, targets: np.ndarray) -> OutsideText:
+    """A text of which only log-probabilities are wanted."""
     zeros = np.zeros(len(positions), np.float32)
     columns: Columns = dict.fromkeys(("advantages", "old", "clip_low", "clip_high"), zeros)
-    return OutsideText(whole[:-1], positions, whole[positions + 1], columns, zeros == 0)
+    return OutsideText(tokens, positions, targets, columns, zeros == 0)
 
 
 # Routes

@@ -30,6 +30,7 @@ from your_ai.errors import UserError
 from your_ai.gates.console import echo_error
 from your_ai.gates.text import counted, size_text
 from your_ai.gates.token_ids import check_ids, vocabulary_of
+from your_ai.generation.likely import Chosen, TokensAtPlaces, likely
 from your_ai.generation.rollouts import Completion, RolloutPrompt, Sampler, complete
 from your_ai.hub.find import find_model
 from your_ai.memory import allocator, probe
@@ -380,6 +381,15 @@ class Outside:
         found = list(complete(network, prompts, sampler, stop_tokens, most, wave, step))
         allocator.free(collect=False)
         return found
+
+    def likely(self, of: Asked, tokens: np.ndarray, start: int, choose: Chosen) -> TokensAtPlaces:
+        """Tokens at the places of a text from `start` on; of: as in `sampled`. There are no more
+        logits at a time than the plan counts for completions."""
+        network = self.base.ask(of).opened.network
+        network.eval()
+        self.check_stop()
+        wave = self.budget.choice.option.plan.wave or 1
+        return likely(network, tokens, start, wave, choose)
 
     def check(self, texts: Sequence[OutsideText]) -> None:
         """Raise UserError for a text that is too long, or tokens that the model has not."""
