@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import hmac
+import re
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,7 +24,7 @@ import numpy as np
 from anyio import to_thread
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from your_ai.data.target_columns import Columns
@@ -40,7 +44,7 @@ from your_ai.serving.tinker_jobs import (
     QueuedJob,
     Result,
 )
-from your_ai.serving.tinker_saved import SAMPLERS, WEIGHTS, Saved, SavedModels
+from your_ai.serving.tinker_saved import EXTERNAL, MLX, SAMPLERS, WEIGHTS, Saved, SavedModels
 from your_ai.serving.tinker_wire import (
     MOST_CELLS,
     GradientsAsked,
@@ -49,7 +53,7 @@ from your_ai.serving.tinker_wire import (
     ScoredPrompt,
     TargetTable,
 )
-from your_ai.serving.web import Gate, Origins, RequestRefused, WebServer
+from your_ai.serving.web import Gate, Origins, RequestHead, RequestRefused, WebServer
 from your_ai.training.outside import Outside
 from your_ai.training.outside_models import (
     BASE,
@@ -72,6 +76,9 @@ MOST_SAMPLERS = 1_000_000
 HELD_BYTES = 6 * tinker_wire.MOST_BYTES + MOST_WAITING_BYTES + MOST_KEPT_BYTES
 MOST_TOP = 128  # tokens at a place
 SCORED_TOGETHER = 64  # completions whose texts are made together
+FILES = "/api/v1/files/"
+LINK = re.compile(rf"({FILES}[!-~]*)\?until=([0-9]{{1,12}})&signature=([0-9a-f]{{64}})")
+LINK_S = 3600.0  # for which an address is good
 CLIENT = {
     "proto_compress_fwdbwd": True,
     "parallel_fwdbwd_chunks": False,
@@ -122,14 +129,18 @@ class Session:
 class Service:
     """The work of the routes."""
 
-    def __init__(self, outside: Outside, jobs: Jobs, folder: Path, name: str = "") -> None:
-        """folder: of the runs. name: what loops call the base; by default as its user does."""
+    def __init__(
+        self, outside: Outside, jobs: Jobs, folder: Path, name: str = "", url: str = ""
+    ) -> None:
+        """folder: of the runs. name: what loops call the base; by default as its user does. url:
+        of the server."""
         self.outside, self.jobs, self.saved = outside, jobs, SavedModels(folder)
         self.name = name or outside.config.model
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, OutsideModel] = {}
         self.samplers: dict[str, Saved | None] = {}
         """By the id of a sampling session; None for the base."""
+        self.links = Links(url)
         self.polls = 0
         """Requests that wait for a result."""
 
@@ -355,6 +366,36 @@ class Service:
             return Result.of(answer)
 
         return self.in_turn(body, work)
+
+    def save_external(self, body: RequestFields) -> QueuedJob:
+        if body.body.get("age_encryption_recipients"):
+            raise ValueError("age_encryption_recipients: files are not encrypted here")
+        target = self.saved.target(body.text("model_id"), EXTERNAL, body.text("path"))
+
+        def work(model: OutsideModel) -> Result:
+            self.outside.export(model, target.folder, MLX)
+            size = target.facts["size_bytes"]
+            answer = {"type": "save_weights_external", "path": target.path, "size_bytes": size}
+            return Result.of(answer)
+
+        return self.in_turn(body, work)
+
+    def urls(self, model: str, checkpoint: str) -> object:
+        """Addresses of the files of external weights, which need no token for a while."""
+        files = self.saved.files(model, checkpoint)
+        return {
+            "urls": {name: self.links.url(f"{FILES}{model}/{checkpoint}/{name}") for name in files},
+            "expires": datetime.fromtimestamp(time.time() + LINK_S, UTC).isoformat(),
+        }
+
+    def file(self, path: str) -> Response:
+        """A file by the end of its address. Raises UserError."""
+        model, kind, name, *rest = path.split("/") + [""] * 3
+        files = self.saved.files(model, f"{kind}/{name}")
+        found = files.get("/".join(part for part in rest if part))
+        if found is None:
+            raise NotHere(f"file {shortened(path)}: is not here")
+        return FileResponse(found)
 
     def load(self, body: RequestFields) -> QueuedJob:
         path, with_optimizer = body.text("path"), body.truth("optimizer")
@@ -627,6 +668,28 @@ def new_name() -> str:
     return f"tinker-{stamp}-{secrets.token_hex(3)}"
 
 
+@dataclass(frozen=True)
+class Links:
+    """Addresses that are signed, so that whoever has one needs no token."""
+
+    server: str
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+
+    def url(self, path: str) -> str:
+        until = int(time.time() + LINK_S)
+        return f"{self.server}{path}?until={until}&signature={self.signature(path, until)}"
+
+    def signature(self, path: str, until: int) -> str:
+        return hmac.new(self.secret, f"{path}?{until}".encode(), hashlib.sha256).hexdigest()
+
+    def allows(self, target: str) -> bool:
+        """Return whether a path with its query was signed here, and not too long ago."""
+        found = LINK.fullmatch(target)
+        if found is None or int(found[2]) < time.time():
+            return False
+        return secrets.compare_digest(found[3], self.signature(found[1], int(found[2])))
+
+
 class NotHere(Exception):
     """A request names something that is not here."""
 
@@ -734,7 +797,8 @@ def routes_of(service: Service) -> list[Route]:
     def get(path: str, answer: Callable[[dict[str, Any]], object], method: str = "GET") -> Route:
         async def respond(request: Request) -> Response:
             try:
-                return JSONResponse(answer({**request.query_params, **request.path_params}))
+                found = answer({**request.query_params, **request.path_params})
+                return found if isinstance(found, Response) else JSONResponse(found)
             except Exception as error:
                 return refusal_of(error)
 
@@ -780,6 +844,11 @@ def routes_of(service: Service) -> list[Route]:
         get("sessions/{name}", lambda asked: service.session_facts(asked["name"])),
         get("sessions/{name}/finish", lambda asked: service.finish(asked["name"]), "POST"),
         get("training_runs", lambda asked: service.runs(*page_of(asked))),
+        get("files/{path:path}", lambda asked: service.file(asked["path"])),
+        get(
+            "training_runs/{id}/checkpoints/{name:path}/external_weights_urls",
+            lambda asked: service.urls(asked["id"], asked["name"]),
+        ),
         get("training_runs/{id}", lambda asked: saved.run_facts(asked["id"], service.name)),
         get("training_runs/{id}/checkpoints", lambda asked: checkpoints(saved, [asked["id"]])),
         get("checkpoints", lambda asked: checkpoints(saved, saved.models(), *page_of(asked))),
@@ -802,6 +871,7 @@ def routes_of(service: Service) -> list[Route]:
         post("optim_step", service.update),
         post("save_weights", service.save),
         post("save_weights_for_sampler", service.save_sampler),
+        post("save_weights_external", service.save_external),
         post("load_weights", service.load),
         post("weights_info", service.weights_info),
         post("create_sampling_session", service.create_sampler),
@@ -830,17 +900,19 @@ def page_of(asked: dict[str, Any]) -> tuple[int, int]:
     return max(0, first), max(0, min(most, 1000))
 
 
-def gate_of(is_local: bool, token: str) -> Gate:
+def gate_of(is_local: bool, token: str, links: Links) -> Gate:
     """The rule by which clients may use the server: on this machine all, else those with `token`,
-    which they send as their API key."""
+    which they send as their API key, or with an address of `links`."""
 
-    def check(headers: Headers) -> None:
+    def check(head: RequestHead) -> None:
+        headers = head.headers
         web.check_origin(headers, Origins())
         host = headers.get("host")
         if host is not None and is_local:
             web.check_host(host, web.is_own)
         given = headers.get("x-api-key", "")
-        if token and not secrets.compare_digest(given.encode(), token.encode()):
+        has_token = secrets.compare_digest(given.encode(), token.encode())
+        if token and not (has_token or links.allows(head.target)):
             raise RequestRefused(401, "give the token of this server as TINKER_API_KEY")
 
     def refusal(found: RequestRefused, _: Headers) -> Response:
@@ -860,7 +932,7 @@ def serve(listener: socket.socket, service: Service, token: str, received: Seque
             raise RunError("the server stops")
 
     service.outside.check_stop = check_stop
-    gate = gate_of(web.is_local(listener), token)
+    gate = gate_of(web.is_local(listener), token, service.links)
     server = WebServer(listener, routes_of(service), gate)
     try:
         service.jobs.run(lambda: bool(received))  # in this thread, to which arrays of MLX belong

@@ -27,6 +27,8 @@ from your_ai.engine.measure_costs import measure_costs
 from your_ai.engine.reload import reload_adapted
 from your_ai.engine.weights import Opened, open_model
 from your_ai.errors import UserError
+from your_ai.export import peft
+from your_ai.files import atomic_folder
 from your_ai.gates.console import echo_error
 from your_ai.gates.text import counted, size_text
 from your_ai.gates.token_ids import check_ids, vocabulary_of
@@ -44,6 +46,7 @@ from your_ai.memory.sample import MemorySample, in_gb
 from your_ai.memory.workload import DataSizes, workload_of
 from your_ai.nets import model
 from your_ai.nets.numerics import compute_dtype
+from your_ai.nets.saved_adapter import Trained, read_adapter
 from your_ai.objectives.outside import GSPO, LOGPROBS, TOKEN_LOSSES, gspo_weights
 from your_ai.run import checkpoint, child, events
 from your_ai.run.folder import RunFolder, creating
@@ -227,6 +230,20 @@ class Outside:
                 adapter_step=of.step,
             )
         )  # fmt: skip
+
+    def export(self, of: OutsideModel, target: Path, beside: str) -> None:
+        """Write a model as it is now as a PEFT adapter to `target`, which is replaced, with the
+        adapter of mlx-lm in its folder `beside`. Raises UserError."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        run = RunFolder(of.folder)
+        with atomic_folder(target) as folder:
+            self.base.save(of, folder / beside, with_optimizer=False)
+            adapter = read_adapter(folder / beside)
+            made = folder / f"{beside}.peft"
+            peft.write(Trained(run, run.read_config(), adapter, self.base.folder), made)
+            for path in made.iterdir():
+                path.rename(folder / path.name)
+            made.rmdir()
 
     # -- what loops ask for
 
