@@ -22,6 +22,7 @@ from your_ai.objectives.outside import LOSSES
 from your_ai.run import checkpoint, events
 from your_ai.run.folder import RUNS, RunFolder
 from your_ai.training import outside as outside_module
+from your_ai.training import rollouts
 from your_ai.training import train as recipe
 from your_ai.training.optimizer_states import SpilledStates
 from your_ai.training.outside import Outside, outside_config
@@ -128,6 +129,56 @@ def test_the_same_rows_train_the_same_adapter_as_a_run(outside, configure, monke
         found, _ = loops.add_gradients(made, texts, "cross_entropy")
         assert found == pytest.approx(loss, rel=1e-6)
         loops.update(made, FAST)
+    trained = {n: np.array(a) for n, a in checkpoint.load_adapters(run.adapter).items()}
+    assert distance(trained, adapters(loops)) < 1e-6
+
+
+def test_the_same_rollouts_train_the_same_adapter_as_a_run(outside, rewarded, monkeypatch):
+    """With the clipped ratio of GRPO, which differs from 1 in the second update of a batch."""
+    steps: list[list[OutsideText]] = []
+    batched = rollouts.RolloutSource.batched
+
+    def noted(source, records, rows_at):
+        texts = []
+        total = sum(len(record.tokens) for record in records)
+        for (prompt, answer), record in zip(source.texts(records), records, strict=True):
+            whole, count = np.append(prompt, answer).astype(np.int32), len(answer)
+            columns = {
+                "advantages": np.full(count, record.advantage / total, np.float32),
+                "old": np.array(record.old, np.float32),
+                "clip_low": np.full(count, 0.8, np.float32),
+                "clip_high": np.full(count, 1.2, np.float32),
+            }
+            places = np.arange(len(prompt) - 1, len(whole) - 1, dtype=np.int32)
+            texts.append(
+                OutsideText(whole[:-1], places, answer.astype(np.int32), columns, places >= 0)
+            )
+        steps.append(texts)
+        return batched(source, records, rows_at)
+
+    monkeypatch.setattr(rollouts.RolloutSource, "batched", noted)
+    run = train(
+        rewarded(
+            max_steps=5, lora_targets=["all-linear"], lora_layers="all", lora_rank=4,
+            lora_alpha=32.0, seed=1, learning_rate=3e-3, lr_schedule="constant", warmup_steps=0,
+            weight_decay=0.0, adam_beta2=0.95, adam_epsilon=1e-12, adam_bias_correction=True,
+            max_grad_norm=0.0, updates_per_batch=2, reward=["contains:e"], rollouts=6,
+        )
+    )  # fmt: skip
+    found = events_of(run, events.Step)
+    assert len(steps) == len(found) == 5
+    loops = outside(max_seq_length=256)
+    made = loops.create(SHAPE, RUNS / "loop")
+    clipped = 0.0
+    for texts, step in zip(steps, found, strict=True):
+        loss, scores = loops.add_gradients(made, texts, "ppo")
+        assert loss == pytest.approx(step.loss, abs=1e-6)  # of terms that cancel
+        ratios = [
+            np.exp(own - each.columns["old"]) for own, each in zip(scores, texts, strict=True)
+        ]
+        clipped = max(clipped, *(abs(r - 1).max() for r in ratios))
+        loops.update(made, Adam(learning_rate=3e-3))
+    assert clipped > 0.1
     trained = {n: np.array(a) for n, a in checkpoint.load_adapters(run.adapter).items()}
     assert distance(trained, adapters(loops)) < 1e-6
 
