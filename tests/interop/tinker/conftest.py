@@ -15,7 +15,7 @@ from tests.interop.tinker.served import Served, put_tokenizer, serving
 
 NEEDED = ("tinker", "tinker_cookbook", "torch", "datasets")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-# Qwen2.5-0.5B, but for its vocabulary; where tests are to be quick, with a quarter of its width, and
+# Qwen2.5-0.5B, but for its vocabulary; where tests are to be quick, a quarter of its width, and
 # three blocks.
 WHOLE = {"hidden_size": 896, "num_hidden_layers": 24, "intermediate_size": 4864, "head_dim": 64}
 NARROW = {"hidden_size": 224, "num_hidden_layers": 3, "intermediate_size": 1216, "head_dim": 16}
