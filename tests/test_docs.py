@@ -26,7 +26,7 @@ def test_files_named_in_the_docs_exist():
     assert not missing
 
 
-@pytest.mark.parametrize("name", ["data", "exports"])
+@pytest.mark.parametrize("name", ["data", "exports", "tinker"])
 def test_tables_of_a_page_are_those_of_the_code(name):
     made = runpy.run_path(str(DOCS / f"make_{name}.py"))
     text = made["PAGE"].read_text(encoding="utf-8")

@@ -327,6 +327,7 @@ def refusals(model: str, sampler: str) -> Iterator[tuple[str, Any, tuple[int, ..
     for value in NO_NAMES:
         yield "save_weights", {**own, "path": value}, (422,)
         yield "save_weights_for_sampler", {**own, "path": value}, (422,)
+        yield "save_weights_external", {**own, "path": value}, (422,)
     for value in (-1, HUGE, "1", True):
         yield "save_weights_for_sampler", {**own, "sampling_session_seq_id": value}, (422,)
     for value in PATHS:
@@ -355,7 +356,26 @@ def refusals(model: str, sampler: str) -> Iterator[tuple[str, Any, tuple[int, ..
         {"prompt": {"chunks": [{"tokens": [1] * 129}]}}, {"prompt": {"chunks": [{}] * 20_000}},
         {"prompt": {"chunks": [{"type": "image", "data": ""}]}}, {"base_model": "x"},
         {"sampling_session_id": "unknown"}, {"model_path": "tinker://a"}, {"seq_id": -1},
-        {"prompt_logprobs": 3}, {"topk_prompt_logprobs": 3},
+        {"prompt_logprobs": 3},
+        *({name: value} for value in (-1, HUGE, 129, 1.5, "3", True, None, [])
+          for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")
+          if value is not None),
+        *({"target_prompt_logprobs": value} for value in (
+            3, [], {}, {"shape": [2, 1]}, {"data": [3, 4], "shape": [2, 1]},
+            *({"dtype": "int64", **each} for each in (
+                {"data": [3, 4], "shape": [1, 2]}, {"data": [3], "shape": [2, 1]},
+                {"data": [], "shape": [2, 0]}, {"data": [10**6, 3], "shape": [2, 1]},
+                {"data": [HUGE, 3], "shape": [2, 1]}, {"data": [-2, 3], "shape": [2, 1]},
+                {"data": [1.5, 3], "shape": [2, 1]}, {"data": [3, 4], "shape": [2, True]},
+                {"data": [3], "shape": [2, 9], "sparse_crow_indices": [0, 1]},
+                {"data": [3], "shape": [2, 9], "sparse_crow_indices": [0, 1, 1],
+                 "sparse_col_indices": [9]},
+                {"data": [3], "shape": [2, 9], "sparse_crow_indices": [0, 2, 1],
+                 "sparse_col_indices": [1]},
+                {"data": [3], "shape": [2, HUGE], "sparse_crow_indices": [0, 1, 1],
+                 "sparse_col_indices": [1]},
+            )),
+        )),
     ):  # fmt: skip
         yield "asample", sample_body(**more), (422,)
     for value in (None, "", 3, [], "a" * 5000):
@@ -511,6 +531,23 @@ def test_a_damaged_or_foreign_run_does_not_hide_the_others(server):
     assert status == 200
     assert model in [each["training_run_id"] for each in found["training_runs"]]
     assert server.get("checkpoints?limit=1000")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", "x", "{m}/external_weights/a", "{m}/external_weights/a/no", "{m}/external_weights/b/c",
+     "{m}/external_weights/a/../a/adapter_config.json", "{m}/external_weights/a//etc/passwd",
+     "{m}/external_weights/a/%2e%2e/%2e%2e/config.yaml", "{m}/weights/w/model.json",
+     "../../external_weights/a/b"],
+)  # fmt: skip
+def test_only_files_of_external_weights_are_given(server, path):
+    model = server.model()
+    server.result("save_weights", {"model_id": model, "seq_id": 1, "path": "w"})
+    server.result("save_weights_external", {"model_id": model, "seq_id": 2, "path": "a"})
+    assert server.get(f"files/{model}/external_weights/a/adapter_config.json")[0] == 200
+    assert server.get(f"files/{path.format(m=model)}")[0] in (404, 422)
+    place = f"training_runs/{model}/checkpoints/weights/w"
+    assert server.get(f"{place}/external_weights_urls")[0] == 422
 
 
 @pytest.mark.parametrize(
@@ -697,7 +734,33 @@ def test_others_need_the_token(tmp_path, tiny_model):
             status, found = server.post("create_session", {}, **headers)
             assert (status, "token" in found["detail"]) == (401, True)
             assert "secret" not in found["detail"]
-        assert server.post("create_session", {}, X_API_Key="secret")[0] == 200
+        key = {"X_API_Key": "secret"}
+        assert server.post("create_session", {}, **key)[0] == 200
+        session = server.good("create_session", {}, **key)["session_id"]
+
+        def wait(path: str, body: Any) -> Any:
+            asked = server.good(path, body, **key)
+            while True:
+                found = server.good("retrieve_future", asked, **key)
+                if not isinstance(found, dict) or found.get("type") != "try_again":
+                    return found
+
+        model = wait("create_model", model_body(session))["model_id"]
+        body = {"model_id": model, "seq_id": 1, "path": "a"}
+        saved = wait("save_weights_external", body)
+        assert saved["size_bytes"] > 1000
+        place = f"training_runs/{model}/checkpoints/external_weights/a/external_weights_urls"
+        assert server.get(place)[0] == 401
+        status, found = server.ask("GET", place, b"", **key)
+        assert status == 200
+        assert {"adapter_model.safetensors", "mlx/adapters.safetensors"} <= {*found["urls"]}
+        for url in found["urls"].values():
+            target = url.partition("/api/v1/")[2]
+            end = "0" if target[-1] != "0" else "1"
+            assert server.get(target)[0] == 200
+            for wrong in (target[:-1] + end, target.partition("?")[0],
+                          target.replace("until=", "until=9")):  # fmt: skip
+                assert server.get(wrong)[0] == 401
 
 
 @pytest.mark.parametrize("kind", ["samples", "gradients"])

@@ -374,7 +374,7 @@ def test_answer_has_each_completion(completions, with_prompt):
     ]
     prompt = np.array([np.nan, -1, -2], F32) if with_prompt else None
     answer = message_class("SampleResponse")()
-    answer.ParseFromString(wire.sample_answer(made, prompt))
+    answer.ParseFromString(wire.sample_answer(made, wire.ScoredPrompt(prompt), 3))
     for found, own in zip(answer.sequences, made, strict=True):
         assert tuple(np.frombuffer(found.tokens, "<i4")) == own.tokens
         assert np.array_equal(np.frombuffer(found.logprobs, "<f4"), own.logprobs)

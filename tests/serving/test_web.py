@@ -136,8 +136,8 @@ def refusal(refused: RequestRefused, asked: Headers) -> Response:
 
 @pytest.fixture
 def server() -> Iterator[WebServer]:
-    def check(headers: Headers) -> None:
-        web.check_host(headers.get("host", ""), web.is_loopback)
+    def check(head: web.RequestHead) -> None:
+        web.check_host(head.headers.get("host", ""), web.is_loopback)
 
     routes = [Route("/size", size, methods=["POST"]), Route("/endless", endless)]
     server = WebServer(web.listen("127.0.0.1", 0), routes, Gate(("GET", "POST"), check, refusal))
@@ -247,7 +247,7 @@ def test_too_many_connections_are_refused(server):
 def test_stop_ends_all_connections_and_the_thread(monkeypatch):
     monkeypatch.setattr(web, "GRACE_S", 0.2)
     before = threading.active_count()
-    gate = Gate(("GET",), lambda headers: None, refusal)
+    gate = Gate(("GET",), lambda head: None, refusal)
     server = WebServer(web.listen("127.0.0.1", 0), [Route("/endless", endless)], gate)
     idle, stuck = connect(server), connect(server)
     stuck.sendall(b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n")

@@ -15,12 +15,14 @@ from tests.conftest import events_of, flip, make_model, train
 from your_ai.config.requests import TinkerRequest
 from your_ai.engine.gradients import SpilledGradients
 from your_ai.errors import RunError, UserError
+from your_ai.generation.likely import drawn, top
 from your_ai.generation.rollouts import RolloutPrompt, sampler_of
 from your_ai.nets import model as nets
 from your_ai.objectives.outside import LOSSES
 from your_ai.run import checkpoint, events
 from your_ai.run.folder import RUNS, RunFolder
 from your_ai.training import outside as outside_module
+from your_ai.training import rollouts
 from your_ai.training import train as recipe
 from your_ai.training.optimizer_states import SpilledStates
 from your_ai.training.outside import Outside, outside_config
@@ -127,6 +129,56 @@ def test_the_same_rows_train_the_same_adapter_as_a_run(outside, configure, monke
         found, _ = loops.add_gradients(made, texts, "cross_entropy")
         assert found == pytest.approx(loss, rel=1e-6)
         loops.update(made, FAST)
+    trained = {n: np.array(a) for n, a in checkpoint.load_adapters(run.adapter).items()}
+    assert distance(trained, adapters(loops)) < 1e-6
+
+
+def test_the_same_rollouts_train_the_same_adapter_as_a_run(outside, rewarded, monkeypatch):
+    """With the clipped ratio of GRPO, which differs from 1 in the second update of a batch."""
+    steps: list[list[OutsideText]] = []
+    batched = rollouts.RolloutSource.batched
+
+    def noted(source, records, rows_at):
+        texts = []
+        total = sum(len(record.tokens) for record in records)
+        for (prompt, answer), record in zip(source.texts(records), records, strict=True):
+            whole, count = np.append(prompt, answer).astype(np.int32), len(answer)
+            columns = {
+                "advantages": np.full(count, record.advantage / total, np.float32),
+                "old": np.array(record.old, np.float32),
+                "clip_low": np.full(count, 0.8, np.float32),
+                "clip_high": np.full(count, 1.2, np.float32),
+            }
+            places = np.arange(len(prompt) - 1, len(whole) - 1, dtype=np.int32)
+            texts.append(
+                OutsideText(whole[:-1], places, answer.astype(np.int32), columns, places >= 0)
+            )
+        steps.append(texts)
+        return batched(source, records, rows_at)
+
+    monkeypatch.setattr(rollouts.RolloutSource, "batched", noted)
+    run = train(
+        rewarded(
+            max_steps=5, lora_targets=["all-linear"], lora_layers="all", lora_rank=4,
+            lora_alpha=32.0, seed=1, learning_rate=3e-3, lr_schedule="constant", warmup_steps=0,
+            weight_decay=0.0, adam_beta2=0.95, adam_epsilon=1e-12, adam_bias_correction=True,
+            max_grad_norm=0.0, updates_per_batch=2, reward=["contains:e"], rollouts=6,
+        )
+    )  # fmt: skip
+    found = events_of(run, events.Step)
+    assert len(steps) == len(found) == 5
+    loops = outside(max_seq_length=256)
+    made = loops.create(SHAPE, RUNS / "loop")
+    clipped = 0.0
+    for texts, step in zip(steps, found, strict=True):
+        loss, scores = loops.add_gradients(made, texts, "ppo")
+        assert loss == pytest.approx(step.loss, abs=1e-6)  # of terms that cancel
+        ratios = [
+            np.exp(own - each.columns["old"]) for own, each in zip(scores, texts, strict=True)
+        ]
+        clipped = max(clipped, *(abs(r - 1).max() for r in ratios))
+        loops.update(made, Adam(learning_rate=3e-3))
+    assert clipped > 0.1
     trained = {n: np.array(a) for n, a in checkpoint.load_adapters(run.adapter).items()}
     assert distance(trained, adapters(loops)) < 1e-6
 
@@ -344,6 +396,34 @@ def test_completions_have_the_log_probabilities_of_their_texts(outside):
         (1, 0): (5, False),
         (2, 0): (3, True),
     }
+
+
+@pytest.mark.parametrize("plan", ["fused", "staged", "streamed"])
+@pytest.mark.parametrize("architecture", ["llama", "untied", "gemma2"])
+def test_likely_tokens_have_the_log_probabilities_of_targets(
+    outside, untied, tmp_path, plan, architecture
+):
+    given = {"untied": {"model": untied}}
+    if architecture == "gemma2":  # its logits are capped
+        given["gemma2"] = {"model": str(make_model(tmp_path / "gemma2", "gemma2"))}
+    loops = outside(plan=plan, **given.get(architecture, {}))
+    made = loops.create(SHAPE, RUNS / "a")
+    step(loops, made)
+    tokens = text(40, 2).tokens
+    for choose in (top(5), drawn(3, 7, 0.8)):
+        found = loops.likely(made, tokens, 4, choose)
+        places = np.repeat(np.arange(3, 39), found.ids.shape[1])
+        wanted = loops.log_probabilities(made, [of_targets(tokens[:-1], places, found.ids)])[0]
+        assert found.logprobs.reshape(-1) == pytest.approx(wanted, abs=1e-4)
+        assert len(found.ids) == 36
+
+
+def of_targets(tokens: np.ndarray, positions: np.ndarray, ids: np.ndarray) -> OutsideText:
+    count = len(positions)
+    columns = {name: np.zeros(count, np.float32) for name in text(1).columns}
+    return OutsideText(
+        tokens, positions.astype(np.int32), ids.reshape(-1), columns, np.ones(count, bool)
+    )
 
 
 def test_events_show_a_loop_as_a_run(outside):

@@ -35,7 +35,7 @@ from your_ai.run.child import DONE
 from your_ai.run.folder import RunFolder, is_running
 from your_ai.run.stopping import recorded_signals
 from your_ai.serving import web
-from your_ai.serving.web import Gate, RequestRefused, WebServer
+from your_ai.serving.web import Gate, RequestHead, RequestRefused, WebServer
 from your_ai.session.attach import GRACE_S
 from your_ai.session.run_list import rollout_samples
 
@@ -169,11 +169,12 @@ class LivePage:
             self.readers -= 1
 
 
-def check_reader(headers: Headers) -> None:
+def check_reader(head: RequestHead) -> None:
     """Raise RequestRefused for another page, or a host name that may mean another machine.
 
     A web page could let its own domain resolve to 127.0.0.1 and read the answers.
     """
+    headers = head.headers
     host = headers.get("host", "")
     web.check_host(host, web.is_loopback)
     web.check_origin(headers, (f"http://{host}",))

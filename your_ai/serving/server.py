@@ -47,7 +47,7 @@ from your_ai.generation.generate import Sampling, context_tokens, load_run
 from your_ai.memory.sizes import PREFILL_TOKENS
 from your_ai.nets.saved_adapter import Trained
 from your_ai.serving import admission, web
-from your_ai.serving.web import Gate, Origins, RequestRefused, WebServer
+from your_ai.serving.web import Gate, Origins, RequestHead, RequestRefused, WebServer
 
 DEFAULT = "default_model"  # mlx-lm's name for the model if a request names none
 COMPLETIONS = "/v1/completions"
@@ -301,9 +301,9 @@ class Handler(APIHandler):
 def gate_of(origins: Origins, is_local: bool) -> Gate:
     """Return the gate for pages of `origins`. is_local: only this machine reaches the server."""
 
-    def check(headers: Headers) -> None:
-        web.check_origin(headers, origins)
-        host = headers.get("host")
+    def check(head: RequestHead) -> None:
+        web.check_origin(head.headers, origins)
+        host = head.headers.get("host")
         if host is not None and is_local:
             web.check_host(host, web.is_own)
 

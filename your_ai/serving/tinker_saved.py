@@ -18,10 +18,11 @@ from your_ai.gates.text import shortened
 from your_ai.training.outside_models import LoraShape, about_of, shape_in
 
 SCHEME = "tinker://"
-WEIGHTS, SAMPLERS = "weights", "sampler_weights"
-KINDS = {WEIGHTS: "training", SAMPLERS: "sampler"}
+WEIGHTS, SAMPLERS, EXTERNAL = "weights", "sampler_weights", "external_weights"
+KINDS = {WEIGHTS: "training", SAMPLERS: "sampler", EXTERNAL: "external"}
+MLX = "mlx"  # the folder of the mlx-lm adapter in external weights, which are a PEFT adapter
 PATH = re.compile(
-    rf"{SCHEME}([A-Za-z0-9._-]+:train:[0-9]+)/({WEIGHTS}|{SAMPLERS})/([A-Za-z0-9][A-Za-z0-9._-]*)"
+    rf"{SCHEME}([A-Za-z0-9._-]+:train:[0-9]+)/({'|'.join(KINDS)})/([A-Za-z0-9][A-Za-z0-9._-]*)"
 )
 MODEL = re.compile(r"[A-Za-z0-9._-]{1,80}:train:[0-9]{1,9}")
 RUN = re.compile(r"(.+)-train-([0-9]+)")
@@ -44,7 +45,7 @@ class Saved:
     @property
     def facts(self) -> dict[str, object]:
         """It as an entry of lists."""
-        size = sum(file.stat().st_size for file in self.folder.iterdir() if file.is_file())
+        size = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
         return {
             "checkpoint_id": f"{self.kind}/{self.name}",
             "checkpoint_type": KINDS[self.kind],
@@ -78,7 +79,7 @@ class SavedModels:
         if found is None:
             raise UserError(f"path {shortened(path)}: give {SCHEME}MODEL/{WEIGHTS}/NAME")
         saved = self.target(*found.groups())
-        about_of(saved.folder)
+        about_of(saved.folder / MLX if saved.kind == EXTERNAL else saved.folder)
         return saved
 
     def of_model(self, model: str) -> list[Saved]:
@@ -99,6 +100,14 @@ class SavedModels:
             name = RUN.sub(r"\1:train:\2", folder.name)
             if MODEL.fullmatch(name) and ".." not in name:
                 yield name
+
+    def files(self, model: str, checkpoint: str) -> dict[str, Path]:
+        """Those of external weights, by their paths in the folder. Raises UserError."""
+        saved = self.find(f"{SCHEME}{model}/{checkpoint}")
+        if saved.kind != EXTERNAL:
+            raise UserError(f"{saved.path}: only {EXTERNAL} can be downloaded")
+        found = sorted(path for path in saved.folder.rglob("*") if path.is_file())
+        return {path.relative_to(saved.folder).as_posix(): path for path in found}
 
     def delete(self, model: str, checkpoint: str) -> object:
         """Delete one by its id, KIND/NAME. Raises UserError."""

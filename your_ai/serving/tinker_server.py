@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import hmac
+import re
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,13 +24,14 @@ import numpy as np
 from anyio import to_thread
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from your_ai.data.target_columns import Columns
 from your_ai.errors import RunError, UserError, first_line
 from your_ai.gates.text import counted, shortened, shown
 from your_ai.gates.token_ids import check_ids
+from your_ai.generation.likely import drawn, top
 from your_ai.generation.rollouts import RolloutPrompt, sampler_of
 from your_ai.rng import derive_seed
 from your_ai.serving import admission, tinker_wire, web
@@ -39,9 +44,16 @@ from your_ai.serving.tinker_jobs import (
     QueuedJob,
     Result,
 )
-from your_ai.serving.tinker_saved import SAMPLERS, WEIGHTS, Saved, SavedModels
-from your_ai.serving.tinker_wire import GradientsAsked, RequestFields, SampledTokens
-from your_ai.serving.web import Gate, Origins, RequestRefused, WebServer
+from your_ai.serving.tinker_saved import EXTERNAL, MLX, SAMPLERS, WEIGHTS, Saved, SavedModels
+from your_ai.serving.tinker_wire import (
+    MOST_CELLS,
+    GradientsAsked,
+    RequestFields,
+    SampledTokens,
+    ScoredPrompt,
+    TargetTable,
+)
+from your_ai.serving.web import Gate, Origins, RequestHead, RequestRefused, WebServer
 from your_ai.training.outside import Outside
 from your_ai.training.outside_models import (
     BASE,
@@ -62,7 +74,11 @@ MOST_SAMPLERS = 1_000_000
 # Of requests and answers, which the plan counts. One that is read is there several times: as bytes,
 # as messages and as arrays, and what was freed of these.
 HELD_BYTES = 6 * tinker_wire.MOST_BYTES + MOST_WAITING_BYTES + MOST_KEPT_BYTES
+MOST_TOP = 128  # tokens at a place
 SCORED_TOGETHER = 64  # completions whose texts are made together
+FILES = "/api/v1/files/"
+LINK = re.compile(rf"({FILES}[!-~]*)\?until=([0-9]{{1,12}})&signature=([0-9a-f]{{64}})")
+LINK_S = 3600.0  # for which an address is good
 CLIENT = {
     "proto_compress_fwdbwd": True,
     "parallel_fwdbwd_chunks": False,
@@ -85,6 +101,21 @@ class SampleAsked:
     """The last tokens of the prompt whose log-probabilities are given, too."""
     with_prompt: bool
     """Whether there is an answer on the prompt."""
+    temperature: float
+    seed: int
+    top_of_prompt: int
+    """The most likely tokens that are given at each of the `scored` places; 0 for none."""
+    top_of_samples: int
+    """The same of completions."""
+    alternatives: int
+    """Tokens that are drawn at each place of the prompt after the first."""
+    targets: TargetTable | None
+    """Ids to score at these places."""
+
+    @property
+    def size_bytes(self) -> int:
+        cells = 0 if self.targets is None else len(self.targets.ids)
+        return self.prompt.nbytes + 40 * len(self.seeds) + 32 * cells
 
 
 @dataclass
@@ -98,14 +129,18 @@ class Session:
 class Service:
     """The work of the routes."""
 
-    def __init__(self, outside: Outside, jobs: Jobs, folder: Path, name: str = "") -> None:
-        """folder: of the runs. name: what loops call the base; by default as its user does."""
+    def __init__(
+        self, outside: Outside, jobs: Jobs, folder: Path, name: str = "", url: str = ""
+    ) -> None:
+        """folder: of the runs. name: what loops call the base; by default as its user does. url:
+        of the server."""
         self.outside, self.jobs, self.saved = outside, jobs, SavedModels(folder)
         self.name = name or outside.config.model
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, OutsideModel] = {}
         self.samplers: dict[str, Saved | None] = {}
         """By the id of a sampling session; None for the base."""
+        self.links = Links(url)
         self.polls = 0
         """Requests that wait for a result."""
 
@@ -332,6 +367,36 @@ class Service:
 
         return self.in_turn(body, work)
 
+    def save_external(self, body: RequestFields) -> QueuedJob:
+        if body.body.get("age_encryption_recipients"):
+            raise ValueError("age_encryption_recipients: files are not encrypted here")
+        target = self.saved.target(body.text("model_id"), EXTERNAL, body.text("path"))
+
+        def work(model: OutsideModel) -> Result:
+            self.outside.export(model, target.folder, MLX)
+            size = target.facts["size_bytes"]
+            answer = {"type": "save_weights_external", "path": target.path, "size_bytes": size}
+            return Result.of(answer)
+
+        return self.in_turn(body, work)
+
+    def urls(self, model: str, checkpoint: str) -> object:
+        """Addresses of the files of external weights, which need no token for a while."""
+        files = self.saved.files(model, checkpoint)
+        return {
+            "urls": {name: self.links.url(f"{FILES}{model}/{checkpoint}/{name}") for name in files},
+            "expires": datetime.fromtimestamp(time.time() + LINK_S, UTC).isoformat(),
+        }
+
+    def file(self, path: str) -> Response:
+        """A file by the end of its address. Raises UserError."""
+        model, kind, name, *rest = path.split("/") + [""] * 3
+        files = self.saved.files(model, f"{kind}/{name}")
+        found = files.get("/".join(part for part in rest if part))
+        if found is None:
+            raise NotHere(f"file {shortened(path)}: is not here")
+        return FileResponse(found)
+
     def load(self, body: RequestFields) -> QueuedJob:
         path, with_optimizer = body.text("path"), body.truth("optimizer")
         folder = self.saved.find(path).folder
@@ -415,7 +480,7 @@ class Service:
         job = self.jobs.add(
             QueuedJob(
                 id, asked, work, ("sample", source, key),
-                size_bytes=asked.prompt.nbytes + 40 * len(asked.seeds),
+                size_bytes=asked.size_bytes,
                 tokens=asked.most * len(asked.seeds),
             )
         )  # fmt: skip
@@ -437,11 +502,6 @@ class Service:
     def sample_asked(self, body: RequestFields) -> tuple[SampleAsked, tuple[float, float, int]]:
         prompt = body.tokens("prompt")
         given, outside = body.fields("sampling_params"), self.outside
-        for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
-            if body.whole(name, 0, 1 << 20, 0):
-                raise ValueError(f"{name}: is not supported here")
-        if "target_prompt_logprobs" in body.body:
-            raise ValueError("target_prompt_logprobs: is not supported here")
         check_ids(prompt, outside.vocabulary, outside.tokenizer, "prompt")
         room = outside.longest + 1 - len(prompt)
         most = given.whole("max_tokens", 1, 1 << 30, max(1, room))
@@ -463,11 +523,29 @@ class Service:
             given.number("top_p", 1e-6, 1, 1.0),
             max(0, given.whole("top_k", -1, 1 << 30, -1)),
         )
+        top_of_prompt, top_of_samples, alternatives = (
+            body.whole(name, 0, MOST_TOP, 0)
+            for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")
+        )
         before = len(prompt) - 1  # the first has no log-probability
+        targets = body.table("target_prompt_logprobs", before)
+        if targets is not None:
+            ids = targets.ids[targets.ids >= 0]
+            check_ids(ids, outside.vocabulary, outside.tokenizer, "target_prompt_logprobs")
+        cells = top_of_prompt * len(prompt) + top_of_samples * count * most + alternatives * before
+        if cells > MOST_CELLS:
+            raise ValueError(
+                f"topk_prompt_logprobs, topk_sample_logprobs, prompt_alt_tokens_k: give {cells:,} "
+                f"log-probabilities; ask for at most {MOST_CELLS:,} at once"
+            )
         scored = body.whole("prompt_logprobs_last_n", 1, max(1, before), max(1, before))
         with_prompt = body.truth("prompt_logprobs")
-        scored = min(before, scored) if with_prompt else 0
-        return SampleAsked(prompt, seeds, most, stops_of(given), scored, with_prompt), key
+        scored = min(before, scored) if with_prompt or top_of_prompt else 0
+        asked = SampleAsked(
+            prompt, seeds, most, stops_of(given), scored, with_prompt, key[0], seed,
+            top_of_prompt, top_of_samples, alternatives, targets,
+        )  # fmt: skip
+        return asked, key
 
     def completed(
         self, source: Asked, every: Sequence[SampleAsked], sampler: Any
@@ -490,17 +568,49 @@ class Service:
         of_prompts: list[np.ndarray | None] = [None] * len(every)
         for completion, values in zip(found, scores, strict=True):
             asked, count = every[completion.prompt], len(completion.tokens)
+            best = None
+            if asked.top_of_samples:
+                whole = np.append(asked.prompt, np.array(completion.tokens, np.int32))
+                choose = top(asked.top_of_samples)
+                best = outside.likely(source, whole, len(asked.prompt), choose)
             answers[completion.prompt][completion.sample] = SampledTokens(
-                completion.tokens, values[len(values) - count :], completion.stopped
+                completion.tokens, values[len(values) - count :], completion.stopped, best
             )
             if asked.with_prompt:
-                whole = np.full(len(asked.prompt), np.nan, np.float32)
-                whole[len(whole) - asked.scored :] = values[: len(values) - count]
-                of_prompts[completion.prompt] = whole
+                scored = np.full(len(asked.prompt), np.nan, np.float32)
+                scored[len(scored) - asked.scored :] = values[: len(values) - count]
+                of_prompts[completion.prompt] = scored
         return [
-            Result(tinker_wire.sample_answer([group[s] for s in sorted(group)], prompt), True)
-            for group, prompt in zip(answers, of_prompts, strict=True)
+            Result(
+                tinker_wire.sample_answer(
+                    [group[s] for s in sorted(group)],
+                    self.scored_prompt(source, asked, logprobs),
+                    len(asked.prompt),
+                ),
+                True,
+            )
+            for asked, group, logprobs in zip(every, answers, of_prompts, strict=True)
         ]
+
+    def scored_prompt(
+        self, source: Asked, asked: SampleAsked, logprobs: np.ndarray | None
+    ) -> ScoredPrompt:
+        """The answer on a prompt; logprobs: as of `ScoredPrompt`."""
+        outside, prompt = self.outside, asked.prompt
+        best = others = targets = None
+        if asked.top_of_prompt and asked.scored:
+            choose = top(asked.top_of_prompt)
+            best = outside.likely(source, prompt, len(prompt) - asked.scored, choose)
+        if asked.alternatives and len(prompt) > 1:
+            choose = drawn(asked.alternatives, asked.seed, asked.temperature)
+            others = outside.likely(source, prompt, 1, choose)
+        if (table := asked.targets) is not None:
+            wanted, values = table.ids >= 0, np.zeros(len(table.ids), np.float32)
+            rows, ids = table.rows[wanted].astype(np.int32), table.ids[wanted].astype(np.int32)
+            text = text_of_targets(prompt[:-1], rows, ids)
+            values[wanted] = outside.log_probabilities(source, [text])[0]
+            targets = table, values
+        return ScoredPrompt(logprobs, best, targets, others)
 
     def ends(self, stops: tuple[Any, ...] | None) -> Callable[[Sequence[int]], bool] | None:
         """Return what says whether a completion ends; None: the tokens that end an answer."""
@@ -558,6 +668,28 @@ def new_name() -> str:
     return f"tinker-{stamp}-{secrets.token_hex(3)}"
 
 
+@dataclass(frozen=True)
+class Links:
+    """Addresses that are signed, so that whoever has one needs no token."""
+
+    server: str
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+
+    def url(self, path: str) -> str:
+        until = int(time.time() + LINK_S)
+        return f"{self.server}{path}?until={until}&signature={self.signature(path, until)}"
+
+    def signature(self, path: str, until: int) -> str:
+        return hmac.new(self.secret, f"{path}?{until}".encode(), hashlib.sha256).hexdigest()
+
+    def allows(self, target: str) -> bool:
+        """Return whether a path with its query was signed here, and not too long ago."""
+        found = LINK.fullmatch(target)
+        if found is None or int(found[2]) < time.time():
+            return False
+        return secrets.compare_digest(found[3], self.signature(found[1], int(found[2])))
+
+
 class NotHere(Exception):
     """A request names something that is not here."""
 
@@ -593,9 +725,14 @@ def text_to_score(asked: SampleAsked, tokens: Sequence[int]) -> OutsideText:
     whole = np.append(asked.prompt, np.array(tokens, np.int32)).astype(np.int32)
     start = len(asked.prompt) - 1 - asked.scored
     positions = np.arange(start, len(whole) - 1, dtype=np.int32)
+    return text_of_targets(whole[:-1], positions, whole[positions + 1])
+
+
+def text_of_targets(tokens: np.ndarray, positions: np.ndarray, targets: np.ndarray) -> OutsideText:
+    """A text of which only log-probabilities are wanted."""
     zeros = np.zeros(len(positions), np.float32)
     columns: Columns = dict.fromkeys(("advantages", "old", "clip_low", "clip_high"), zeros)
-    return OutsideText(whole[:-1], positions, whole[positions + 1], columns, zeros == 0)
+    return OutsideText(tokens, positions, targets, columns, zeros == 0)
 
 
 # Routes
@@ -660,7 +797,8 @@ def routes_of(service: Service) -> list[Route]:
     def get(path: str, answer: Callable[[dict[str, Any]], object], method: str = "GET") -> Route:
         async def respond(request: Request) -> Response:
             try:
-                return JSONResponse(answer({**request.query_params, **request.path_params}))
+                found = answer({**request.query_params, **request.path_params})
+                return found if isinstance(found, Response) else JSONResponse(found)
             except Exception as error:
                 return refusal_of(error)
 
@@ -706,6 +844,11 @@ def routes_of(service: Service) -> list[Route]:
         get("sessions/{name}", lambda asked: service.session_facts(asked["name"])),
         get("sessions/{name}/finish", lambda asked: service.finish(asked["name"]), "POST"),
         get("training_runs", lambda asked: service.runs(*page_of(asked))),
+        get("files/{path:path}", lambda asked: service.file(asked["path"])),
+        get(
+            "training_runs/{id}/checkpoints/{name:path}/external_weights_urls",
+            lambda asked: service.urls(asked["id"], asked["name"]),
+        ),
         get("training_runs/{id}", lambda asked: saved.run_facts(asked["id"], service.name)),
         get("training_runs/{id}/checkpoints", lambda asked: checkpoints(saved, [asked["id"]])),
         get("checkpoints", lambda asked: checkpoints(saved, saved.models(), *page_of(asked))),
@@ -728,6 +871,7 @@ def routes_of(service: Service) -> list[Route]:
         post("optim_step", service.update),
         post("save_weights", service.save),
         post("save_weights_for_sampler", service.save_sampler),
+        post("save_weights_external", service.save_external),
         post("load_weights", service.load),
         post("weights_info", service.weights_info),
         post("create_sampling_session", service.create_sampler),
@@ -756,17 +900,19 @@ def page_of(asked: dict[str, Any]) -> tuple[int, int]:
     return max(0, first), max(0, min(most, 1000))
 
 
-def gate_of(is_local: bool, token: str) -> Gate:
+def gate_of(is_local: bool, token: str, links: Links) -> Gate:
     """The rule by which clients may use the server: on this machine all, else those with `token`,
-    which they send as their API key."""
+    which they send as their API key, or with an address of `links`."""
 
-    def check(headers: Headers) -> None:
+    def check(head: RequestHead) -> None:
+        headers = head.headers
         web.check_origin(headers, Origins())
         host = headers.get("host")
         if host is not None and is_local:
             web.check_host(host, web.is_own)
         given = headers.get("x-api-key", "")
-        if token and not secrets.compare_digest(given.encode(), token.encode()):
+        has_token = secrets.compare_digest(given.encode(), token.encode())
+        if token and not (has_token or links.allows(head.target)):
             raise RequestRefused(401, "give the token of this server as TINKER_API_KEY")
 
     def refusal(found: RequestRefused, _: Headers) -> Response:
@@ -786,7 +932,7 @@ def serve(listener: socket.socket, service: Service, token: str, received: Seque
             raise RunError("the server stops")
 
     service.outside.check_stop = check_stop
-    gate = gate_of(web.is_local(listener), token)
+    gate = gate_of(web.is_local(listener), token, service.links)
     server = WebServer(listener, routes_of(service), gate)
     try:
         service.jobs.run(lambda: bool(received))  # in this thread, to which arrays of MLX belong

@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 
 from your_ai.data.target_columns import ColumnName
 from your_ai.gates.text import shown
+from your_ai.generation.likely import TokensAtPlaces
 from your_ai.objectives.outside import BETA, CLIP_HIGH, CLIP_LOW, LOSSES
 from your_ai.training.outside_texts import OutsideText
 
@@ -88,12 +89,15 @@ MESSAGES: dict[str, tuple[tuple[int, str, str], ...]] = {
     "SampleResponse": (
         (1, "sequences", "SampledSequence*"), (2, "prompt_logprobs", "bytes?"),
         (3, "topk_prompt_logprobs", "TopkLogprobs"), (4, "prompt_cache_hit_tokens", "int32"),
-        (5, "target_prompt_logprobs", "Tensor"),
+        (5, "target_prompt_logprobs", "Tensor"), (6, "prompt_alt_tokens", "PromptAltTokens"),
     ),
+    "PromptAltTokens": ((1, "tokens", "Tensor"), (2, "logprobs", "Tensor")),
 }  # fmt: skip
 NUMBERS: dict[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 FLOAT32, INT64 = 1, 2
 STOP, LENGTH = 0, 1  # why a sequence ended
+NO_TOP = -99999.0  # of the token 0: there is none
+MOST_CELLS = 1 << 19  # of all tables of an answer, beside its tokens
 
 
 @cache
@@ -373,20 +377,89 @@ class SampledTokens:
     tokens: tuple[int, ...]
     logprobs: np.ndarray
     stopped: bool
+    top: TokensAtPlaces | None = None
+    """The most likely tokens, if they were asked for."""
 
 
-def sample_answer(sequences: Sequence[SampledTokens], prompt: np.ndarray | None) -> bytes:
-    """Completions. prompt: (n,) log-probabilities of its tokens, NaN where there are none."""
+@dataclass(frozen=True)
+class ScoredPrompt:
+    """The answer on a prompt of n tokens."""
+
+    logprobs: np.ndarray | None = None
+    """(n,), NaN where there are none."""
+    top: TokensAtPlaces | None = None
+    """Of its last m tokens."""
+    targets: tuple[TargetTable, np.ndarray] | None = None
+    """Those that were asked for, and a log-probability for each cell."""
+    alternatives: TokensAtPlaces | None = None
+    """Of all its tokens but the first."""
+
+
+def sample_answer(sequences: Sequence[SampledTokens], prompt: ScoredPrompt, length: int) -> bytes:
+    """Completions of a prompt of `length` tokens."""
     answer = message_class("SampleResponse")()
     for sequence in sequences:
-        answer.sequences.add(
+        added = answer.sequences.add(
             stop_reason=STOP if sequence.stopped else LENGTH,
             tokens=np.array(sequence.tokens, "<i4").tobytes(),
             logprobs=sequence.logprobs.astype("<f4").tobytes(),
         )
-    if prompt is not None:
-        answer.prompt_logprobs = prompt.astype("<f4").tobytes()
+        if sequence.top is not None:
+            write_top(added.topk_sampled_logprobs, sequence.top, len(sequence.tokens))
+    if prompt.logprobs is not None:
+        answer.prompt_logprobs = prompt.logprobs.astype("<f4").tobytes()
+    if prompt.top is not None:
+        write_top(answer.topk_prompt_logprobs, prompt.top, length)
+    if prompt.targets is not None:
+        table, values = prompt.targets
+        write_tensor(answer.target_prompt_logprobs, values.astype("<f4"), table.shape, table.csr)
+    if (found := prompt.alternatives) is not None:
+        write_tensor(answer.prompt_alt_tokens.tokens, found.ids.astype("<i8"), found.ids.shape)
+        write_tensor(
+            answer.prompt_alt_tokens.logprobs, found.logprobs.astype("<f4"), found.ids.shape
+        )
     return bytes(answer.SerializeToString())
+
+
+def write_top(message: Any, found: TokensAtPlaces, length: int) -> None:
+    """Write tokens of the last places of `length`; others are marked as having none."""
+    count, k = found.ids.shape
+    ids, logprobs = np.zeros((length, k), "<i4"), np.full((length, k), NO_TOP, "<f4")
+    ids[length - count :], logprobs[length - count :] = found
+    message.token_ids, message.logprobs = ids.tobytes(), logprobs.tobytes()
+    message.k, message.length = k, length
+
+
+def write_tensor(
+    message: Any,
+    values: np.ndarray,
+    shape: Sequence[int],
+    csr: tuple[np.ndarray, np.ndarray] | None = None,
+) -> None:
+    """Write a tensor; csr: as of `TargetTable`."""
+    message.dtype = FLOAT32 if values.dtype.kind == "f" else INT64
+    message.shape.extend(shape)
+    if csr is None:
+        message.dense = values.tobytes()
+        return
+    sparse, (starts, columns) = message.sparse_csr, csr
+    sparse.values = values.tobytes()
+    sparse.crow_indices = starts.astype("<i8").tobytes()
+    sparse.col_indices = columns.astype("<i8").tobytes()
+
+
+@dataclass(frozen=True)
+class TargetTable:
+    """Ids to score at the n - 1 places of a prompt after the first, a row for each place."""
+
+    shape: tuple[int, int]
+    rows: np.ndarray
+    """(cells,) int64, the row of each cell."""
+    ids: np.ndarray
+    """(cells,) int64; -1 asks for nothing."""
+    csr: tuple[np.ndarray, np.ndarray] | None
+    """(rows + 1,) and (cells,) int64, where each row begins and the columns; None if all cells are
+    given."""
 
 
 # Fields of JSON
@@ -424,6 +497,42 @@ class RequestFields:
         if not is_number or not least <= value <= most:  # so it is finite
             raise ValueError(f"{name}: give a number from {least:g} to {most:g}")
         return float(value)
+
+    def table(self, name: str, rows: int) -> TargetTable | None:
+        """Token ids in a table of so many rows, dense or sparse CSR; None if there is none."""
+        if self.body.get(name) is None:
+            return None
+        given = self.fields(name)
+        shape, ids = given.wholes("shape", 2), given.wholes("data", MOST_CELLS)
+        if given.body.get("dtype") != "int64" or len(shape) != 2 or shape[0] != rows:
+            raise ValueError(f"{name}: give int64 ids in the shape ({rows}, K)")
+        if not len(ids) or (ids < -1).any():
+            raise ValueError(f"{name}: give token ids, and -1 for none")
+        width = int(shape[1])
+        if given.body.get("sparse_crow_indices") is None:
+            if len(ids) != rows * width:
+                raise ValueError(f"{name}: has {len(ids)} ids, not {rows} x {width}")
+            return TargetTable((rows, width), np.arange(len(ids)) // width, ids, None)
+        starts = given.wholes("sparse_crow_indices", rows + 1)
+        columns = given.wholes("sparse_col_indices", MOST_CELLS)
+        counts = np.diff(starts)
+        right = len(starts) == rows + 1 and starts[0] == 0 and starts[-1] == len(ids)
+        if not right or (counts < 0).any() or len(columns) != len(ids):
+            raise ValueError(f"{name}: the sparse indices do not fit")
+        if (columns < 0).any() or (columns >= width).any():
+            raise ValueError(f"{name}: a column is outside of the shape")
+        return TargetTable(
+            (rows, width), np.repeat(np.arange(rows), counts), ids, (starts, columns)
+        )
+
+    def wholes(self, name: str, most: int) -> np.ndarray:
+        """(n,) int64 of a list of whole numbers."""
+        value = self.body.get(name)
+        if not isinstance(value, list) or len(value) > most or {*map(type, value)} - {int}:
+            raise ValueError(f"{self.name}: {name}: give at most {most} whole numbers")
+        if any(not -(2**31) <= each < 2**31 for each in value):
+            raise ValueError(f"{self.name}: {name}: a number is too large")
+        return np.array(value, np.int64)
 
     def truth(self, name: str, default: bool = False) -> bool:
         value = self.body.get(name)

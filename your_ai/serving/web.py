@@ -74,7 +74,7 @@ class Gate:
     """The rule by which requests reach the routes of a server, and the refusal of all others."""
 
     methods: tuple[str, ...]
-    check: Callable[[Headers], None]
+    check: Callable[[RequestHead], None]
     """Raises RequestRefused for a sender that may not use the server: its host, origin or token."""
     refusal: Callable[[RequestRefused, Headers], Response]
     """The answer to a request with these headers that is refused, in the format of the clients."""
@@ -168,6 +168,11 @@ class RequestHead:
     @property
     def method(self) -> str:
         return self.line.split(b" ")[0].decode()
+
+    @property
+    def target(self) -> str:
+        """The path with its query, as it was sent."""
+        return self.line.split(b" ")[1].decode()
 
     def for_h11(self, length: int) -> bytes:
         """Return the head of the only request of its connection, with a body of `length` bytes.
@@ -289,7 +294,7 @@ class StrictProtocol(H11Protocol):
 
     def admit(self, head: RequestHead) -> None:
         """Raise RequestRefused if the request is not allowed or its body is too large."""
-        self.gate.check(head.headers)
+        self.gate.check(head)
         expected = head.headers.get("expect")
         if expected is not None and expected.lower() != "100-continue":
             raise RequestRefused(417, "the server only supports Expect: 100-continue")

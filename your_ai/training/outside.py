@@ -27,9 +27,12 @@ from your_ai.engine.measure_costs import measure_costs
 from your_ai.engine.reload import reload_adapted
 from your_ai.engine.weights import Opened, open_model
 from your_ai.errors import UserError
+from your_ai.export import peft
+from your_ai.files import atomic_folder
 from your_ai.gates.console import echo_error
 from your_ai.gates.text import counted, size_text
 from your_ai.gates.token_ids import check_ids, vocabulary_of
+from your_ai.generation.likely import Chosen, TokensAtPlaces, likely
 from your_ai.generation.rollouts import Completion, RolloutPrompt, Sampler, complete
 from your_ai.hub.find import find_model
 from your_ai.memory import allocator, probe
@@ -43,6 +46,7 @@ from your_ai.memory.sample import MemorySample, in_gb
 from your_ai.memory.workload import DataSizes, workload_of
 from your_ai.nets import model
 from your_ai.nets.numerics import compute_dtype
+from your_ai.nets.saved_adapter import Trained, read_adapter
 from your_ai.objectives.outside import GSPO, LOGPROBS, TOKEN_LOSSES, gspo_weights
 from your_ai.run import checkpoint, child, events
 from your_ai.run.folder import RunFolder, creating
@@ -227,6 +231,20 @@ class Outside:
             )
         )  # fmt: skip
 
+    def export(self, of: OutsideModel, target: Path, beside: str) -> None:
+        """Write a model as it is now as a PEFT adapter to `target`, which is replaced, with the
+        adapter of mlx-lm in its folder `beside`. Raises UserError."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        run = RunFolder(of.folder)
+        with atomic_folder(target) as folder:
+            self.base.save(of, folder / beside, with_optimizer=False)
+            adapter = read_adapter(folder / beside)
+            made = folder / f"{beside}.peft"
+            peft.write(Trained(run, run.read_config(), adapter, self.base.folder), made)
+            for path in made.iterdir():
+                path.rename(folder / path.name)
+            made.rmdir()
+
     # -- what loops ask for
 
     def log_probabilities(self, of: Asked, texts: Sequence[OutsideText]) -> list[np.ndarray]:
@@ -380,6 +398,15 @@ class Outside:
         found = list(complete(network, prompts, sampler, stop_tokens, most, wave, step))
         allocator.free(collect=False)
         return found
+
+    def likely(self, of: Asked, tokens: np.ndarray, start: int, choose: Chosen) -> TokensAtPlaces:
+        """Tokens at the places of a text from `start` on; of: as in `sampled`. There are no more
+        logits at a time than the plan counts for completions."""
+        network = self.base.ask(of).opened.network
+        network.eval()
+        self.check_stop()
+        wave = self.budget.choice.option.plan.wave or 1
+        return likely(network, tokens, start, wave, choose)
 
     def check(self, texts: Sequence[OutsideText]) -> None:
         """Raise UserError for a text that is too long, or tokens that the model has not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,10 +15,13 @@ from tests.interop.tinker.served import Served, put_tokenizer, serving
 
 NEEDED = ("tinker", "tinker_cookbook", "torch", "datasets")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-# As Qwen2.5-0.5B, with a quarter of its width, and three blocks.
+# Qwen2.5-0.5B, but for its vocabulary; where tests are to be quick, a quarter of its width, and
+# three blocks.
+WHOLE = {"hidden_size": 896, "num_hidden_layers": 24, "intermediate_size": 4864, "head_dim": 64}
+NARROW = {"hidden_size": 224, "num_hidden_layers": 3, "intermediate_size": 1216, "head_dim": 16}
 QWEN: dict[str, Any] = {
-    "hidden_size": 224, "num_hidden_layers": 3, "intermediate_size": 1216,
-    "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 16, "factor": 1,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "factor": 1,
+    **(WHOLE if os.environ.get("YOUR_AI_SLOW") else NARROW),
 }  # fmt: skip
 
 

@@ -147,6 +147,55 @@ def test_completions_have_the_log_probabilities_of_training(model: TrainingClien
     np.testing.assert_allclose(computed[1:], logprobs(model), atol=TOLERANCE)
 
 
+def test_more_log_probabilities_are_those_of_training(model: TrainingClient) -> None:
+    """The most likely tokens, given ones (dense and sparse), and draws, at the places of a prompt
+    and of what was sampled."""
+    step(model, [text()])
+    sampler = model.save_weights_and_get_sampling_client().result()
+    prompt, count = IDS[:6], len(IDS[:6]) - 1
+    targets = np.array([[3, -1], [4, 5], [-1, -1], [6, 7], [8, -1]])
+    params = SamplingParams(max_tokens=4, seed=1)
+
+    def sampled(**more: Any) -> Any:
+        asked = ModelInput.from_ints(prompt)
+        return sampler.sample(asked, 2, params, topk_prompt_logprobs=3, **more).result()
+
+    found = sampled(
+        topk_sample_logprobs=2, prompt_alt_tokens_k=4,
+        target_prompt_logprobs=tinker.TensorData.from_numpy(targets),
+    )  # fmt: skip
+
+    def check(prefix: list[int], ids: Any, values: Any) -> None:
+        wanted = [logprobs(model, [*prefix, int(token)])[-1] for token in ids]
+        np.testing.assert_allclose(values, wanted, atol=TOLERANCE)
+
+    assert found.topk_prompt_logprobs[0] is None
+    alternatives = found.prompt_alt_tokens
+    ids = np.array(alternatives.tokens.data).reshape(count, 4)
+    scores = np.array(alternatives.logprobs.data).reshape(count, 4)
+    own = np.array(found.target_prompt_logprobs.data).reshape(count, 2)
+    for place in range(count):
+        before = prompt[: place + 1]
+        check(before, *zip(*found.topk_prompt_logprobs[place + 1], strict=True))
+        check(before, ids[place], scores[place])
+        asked = targets[place] >= 0
+        check(before, targets[place][asked], own[place][asked])
+        assert not own[place][~asked].any()
+    for sequence in found.sequences:
+        for place, best in enumerate(sequence.topk_logprobs):
+            assert len(best) == 2
+            check(prompt + sequence.tokens[:place], *zip(*best, strict=True))
+    sparse = tinker.TensorData(
+        data=[4, 8], dtype="int64", shape=[count, 9], sparse_crow_indices=[0, 0, 1, 1, 1, 2],
+        sparse_col_indices=[0, 7],
+    )  # fmt: skip
+    again = sampled(target_prompt_logprobs=sparse, prompt_logprobs_last_n=2,
+                    include_prompt_logprobs=True)  # fmt: skip
+    assert again.target_prompt_logprobs.sparse_col_indices == [0, 7]
+    np.testing.assert_allclose(again.target_prompt_logprobs.data, own[[1, 4], [0, 0]], atol=1e-4)
+    assert [best is None for best in again.topk_prompt_logprobs] == [True] * 4 + [False] * 2
+
+
 def test_the_base_gives_what_an_untrained_model_gives(service: tinker.ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model=NAME).result()
     computed = sampler.compute_logprobs(ModelInput.from_ints(IDS)).result()

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 import tinker
+import torch
+from peft import PeftModel
 from tinker import ModelInput, SamplingParams
+from tinker_cookbook import weights
 
 from tests.conftest import DEMO_FOLDER
+from tests.interop.bases import load, make_base
 from tests.interop.tinker.served import Served, serving
 from tests.interop.tinker.test_client import IDS, logprobs, new_model, step, text
 from your_ai.run.checkpoint import ADAPTERS
@@ -129,3 +134,33 @@ def test_a_sampler_cannot_be_trained_on_with_an_optimizer(service: tinker.Servic
     with pytest.raises(tinker.RequestFailedError, match="without an optimizer"):
         service.create_training_client_from_state_with_optimizer(path).result()
     assert step(model, [text()]) > 0
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "head"])
+def test_external_weights_are_downloaded_as_adapters_of_peft_and_mlx(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
+) -> None:
+    """Both programs compute what the server does; a head that is not tied is adapted, too."""
+    base = make_base(tmp_path / "base", "llama" if tied else "qwen2")
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+    with (
+        serving(base, tmp_path / "server") as server,
+        tinker.ServiceClient(base_url=server.url, api_key="tml-local") as service,
+    ):
+        model = new_model(service, 8)
+        losses(model, 3)
+        path = model.save_weights_external("end").result().path
+        wanted = logprobs(model)
+        out = tmp_path / "out"
+        weights.download(tinker_path=path, output_dir=str(out), base_url=server.url)
+        with pytest.raises(tinker.UnprocessableEntityError, match="not encrypted"):
+            model.save_weights_external("b", age_encryption_recipients=["age1x"]).result()
+    network = PeftModel.from_pretrained(load(base), out).eval()
+    with torch.no_grad():
+        logits = network(torch.tensor([IDS[:-1]])).logits[0]
+    scores = torch.log_softmax(logits, -1)[torch.arange(len(IDS) - 1), IDS[1:]]
+    np.testing.assert_allclose(scores.numpy(), wanted, atol=1e-4)
+    assert {path.name for path in (out / "mlx").iterdir()} >= {ADAPTERS, "adapter_config.json"}
+    names = {name for file in (out / "mlx").glob("*.safetensors") for name in mx.load(str(file))}
+    assert any("lm_head" in name for name in names) is not tied
+    assert not list((server.folder / "runs").rglob("*.peft"))
