@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 from collections.abc import Callable
@@ -181,6 +182,23 @@ def test_the_same_rollouts_train_the_same_adapter_as_a_run(outside, rewarded, mo
     assert clipped > 0.1
     trained = {n: np.array(a) for n, a in checkpoint.load_adapters(run.adapter).items()}
     assert distance(trained, adapters(loops)) < 1e-6
+
+
+def test_an_export_that_fails_leaves_the_one_that_was_there(outside, monkeypatch):
+    loops = outside()
+    made, target = loops.create(SHAPE, RUNS / "loop"), RUNS / "loop" / "external_weights" / "a"
+    loops.export(made, target, "mlx", lambda folder: (folder / "more").touch())
+    before = {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
+    assert {path.name for path in before} > {"more", "adapter_model.safetensors", "README.md"}
+
+    def full(trained, place):
+        raise UserError("no space") from OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(outside_module.peft, "write", full)
+    with pytest.raises(UserError, match="no space"):
+        loops.export(made, target, "mlx", lambda folder: None)
+    assert [path.name for path in target.parent.iterdir()] == ["a"]
+    assert before == {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
 
 
 def plain(loss: str, x: np.ndarray, columns: dict[str, np.ndarray]) -> tuple[float, np.ndarray]:

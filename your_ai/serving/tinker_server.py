@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from your_ai.generation.likely import drawn, top
 from your_ai.generation.rollouts import RolloutPrompt, sampler_of
 from your_ai.rng import derive_seed
 from your_ai.serving import admission, tinker_wire, web
+from your_ai.serving.tinker_encryption import encrypt_files, recipients_of
 from your_ai.serving.tinker_jobs import (
     MOST_KEPT_BYTES,
     MOST_TOGETHER,
@@ -57,6 +59,7 @@ from your_ai.serving.web import Gate, Origins, RequestHead, RequestRefused, WebS
 from your_ai.training.outside import Outside
 from your_ai.training.outside_models import (
     BASE,
+    SHAPE,
     Adam,
     Asked,
     LoraShape,
@@ -129,18 +132,15 @@ class Session:
 class Service:
     """The work of the routes."""
 
-    def __init__(
-        self, outside: Outside, jobs: Jobs, folder: Path, name: str = "", url: str = ""
-    ) -> None:
-        """folder: of the runs. name: what loops call the base; by default as its user does. url:
-        of the server."""
+    def __init__(self, outside: Outside, jobs: Jobs, folder: Path, name: str = "") -> None:
+        """folder: of the runs. name: what loops call the base; by default as its user does."""
         self.outside, self.jobs, self.saved = outside, jobs, SavedModels(folder)
         self.name = name or outside.config.model
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, OutsideModel] = {}
         self.samplers: dict[str, Saved | None] = {}
         """By the id of a sampling session; None for the base."""
-        self.links = Links(url)
+        self.links = Links()
         self.polls = 0
         """Requests that wait for a result."""
 
@@ -368,24 +368,25 @@ class Service:
         return self.in_turn(body, work)
 
     def save_external(self, body: RequestFields) -> QueuedJob:
-        if body.body.get("age_encryption_recipients"):
-            raise ValueError("age_encryption_recipients: files are not encrypted here")
+        keys = recipients_of(body.body.get("age_encryption_recipients"))
         target = self.saved.target(body.text("model_id"), EXTERNAL, body.text("path"))
 
         def work(model: OutsideModel) -> Result:
-            self.outside.export(model, target.folder, MLX)
+            self.outside.export(model, target.folder, MLX, partial(encrypt_files, keys, SHAPE))
             size = target.facts["size_bytes"]
             answer = {"type": "save_weights_external", "path": target.path, "size_bytes": size}
             return Result.of(answer)
 
         return self.in_turn(body, work)
 
-    def urls(self, model: str, checkpoint: str) -> object:
-        """Addresses of the files of external weights, which need no token for a while."""
+    def urls(self, model: str, checkpoint: str, server: str) -> object:
+        """Addresses of the files of external weights, which need no token for a while. server: as
+        the client calls it. Raises UserError."""
+        until, place = int(time.time() + LINK_S), f"{FILES}{model}/{checkpoint}/"
         files = self.saved.files(model, checkpoint)
         return {
-            "urls": {name: self.links.url(f"{FILES}{model}/{checkpoint}/{name}") for name in files},
-            "expires": datetime.fromtimestamp(time.time() + LINK_S, UTC).isoformat(),
+            "urls": {name: f"{server}{self.links.signed(place + name, until)}" for name in files},
+            "expires": datetime.fromtimestamp(until, UTC).isoformat(),
         }
 
     def file(self, path: str) -> Response:
@@ -672,12 +673,11 @@ def new_name() -> str:
 class Links:
     """Addresses that are signed, so that whoever has one needs no token."""
 
-    server: str
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
 
-    def url(self, path: str) -> str:
-        until = int(time.time() + LINK_S)
-        return f"{self.server}{path}?until={until}&signature={self.signature(path, until)}"
+    def signed(self, path: str, until: int) -> str:
+        """A path with its query, good until a time, in seconds since 1970."""
+        return f"{path}?until={until}&signature={self.signature(path, until)}"
 
     def signature(self, path: str, until: int) -> str:
         return hmac.new(self.secret, f"{path}?{until}".encode(), hashlib.sha256).hexdigest()
@@ -823,6 +823,13 @@ def routes_of(service: Service) -> list[Route]:
                 service.pass_over(error.model_id, error.seq_id)
             return refusal_of(error)
 
+    async def addresses(request: Request) -> Response:
+        try:
+            asked, server = request.path_params, str(request.base_url).rstrip("/")
+            return JSONResponse(service.urls(asked["id"], asked["name"], server))
+        except Exception as error:
+            return refusal_of(error)
+
     def cancel(body: RequestFields) -> object:
         service.jobs.cancel(body.text("request_id", most=4000))
         return {}
@@ -845,9 +852,13 @@ def routes_of(service: Service) -> list[Route]:
         get("sessions/{name}/finish", lambda asked: service.finish(asked["name"]), "POST"),
         get("training_runs", lambda asked: service.runs(*page_of(asked))),
         get("files/{path:path}", lambda asked: service.file(asked["path"])),
+        Route(
+            "/api/v1/training_runs/{id}/checkpoints/{name:path}/external_weights_urls", addresses
+        ),
         get(
-            "training_runs/{id}/checkpoints/{name:path}/external_weights_urls",
-            lambda asked: service.urls(asked["id"], asked["name"]),
+            "training_runs/{id}/checkpoints/{name:path}/ttl",
+            lambda asked: saved.keep(asked["id"], asked["name"]),
+            "PUT",
         ),
         get("training_runs/{id}", lambda asked: saved.run_facts(asked["id"], service.name)),
         get("training_runs/{id}/checkpoints", lambda asked: checkpoints(saved, [asked["id"]])),
@@ -918,7 +929,7 @@ def gate_of(is_local: bool, token: str, links: Links) -> Gate:
     def refusal(found: RequestRefused, _: Headers) -> Response:
         return refused(found.status, found.message)
 
-    return Gate(("GET", "POST", "DELETE"), check, refusal)
+    return Gate(("GET", "POST", "PUT", "DELETE"), check, refusal)
 
 
 def serve(listener: socket.socket, service: Service, token: str, received: Sequence[int]) -> None:
