@@ -10,26 +10,28 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import os
 import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from anyio import to_thread
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from your_ai.data.target_columns import Columns
 from your_ai.errors import RunError, UserError, first_line
+from your_ai.files import open_regular
 from your_ai.gates.text import counted, shortened, shown
 from your_ai.gates.token_ids import check_ids
 from your_ai.generation.likely import drawn, top
@@ -82,6 +84,7 @@ SCORED_TOGETHER = 64  # completions whose texts are made together
 FILES = "/api/v1/files/"
 LINK = re.compile(rf"({FILES}[!-~]*)\?until=([0-9]{{1,12}})&signature=([0-9a-f]{{64}})")
 LINK_S = 3600.0  # for which an address is good
+PIECE_BYTES = 1 << 16  # of a file, in memory at once
 CLIENT = {
     "proto_compress_fwdbwd": True,
     "parallel_fwdbwd_chunks": False,
@@ -390,13 +393,18 @@ class Service:
         }
 
     def file(self, path: str) -> Response:
-        """A file by the end of its address. Raises UserError."""
+        """A file by the end of its address. Raises UserError or OSError.
+
+        It is open before the answer begins, so it may be replaced or deleted meanwhile.
+        """
         model, kind, name, *rest = path.split("/") + [""] * 3
         files = self.saved.files(model, f"{kind}/{name}")
         found = files.get("/".join(part for part in rest if part))
         if found is None:
             raise NotHere(f"file {shortened(path)}: is not here")
-        return FileResponse(found)
+        file = open_regular(found)
+        size = {"content-length": str(os.fstat(file.fileno()).st_size)}
+        return StreamingResponse(pieces_of(file), 200, size, "application/octet-stream")
 
     def load(self, body: RequestFields) -> QueuedJob:
         path, with_optimizer = body.text("path"), body.truth("optimizer")
@@ -661,6 +669,13 @@ class Service:
         with self.jobs.telling(job, tell), contextlib.suppress(TimeoutError):
             await asyncio.wait_for(arrived.wait(), patience_s)
         return job.done.is_set()
+
+
+def pieces_of(file: BinaryIO) -> Iterator[bytes]:
+    """The contents of a file, which is closed."""
+    with file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece
 
 
 def new_name() -> str:
