@@ -120,8 +120,19 @@ class SampleAsked:
 
     @property
     def size_bytes(self) -> int:
-        cells = 0 if self.targets is None else len(self.targets.ids)
-        return self.prompt.nbytes + 40 * len(self.seeds) + 32 * cells
+        asked = 0 if self.targets is None else len(self.targets.ids)
+        return self.prompt.nbytes + 40 * len(self.seeds) + 32 * asked
+
+    @property
+    def tokens(self) -> int:
+        """Maximum number that it may make."""
+        return self.most * len(self.seeds)
+
+    @property
+    def cells(self) -> int:
+        """Number in the tables of its answer."""
+        of_place = self.top_of_prompt + self.alternatives
+        return of_place * len(self.prompt) + self.top_of_samples * self.tokens
 
 
 @dataclass
@@ -490,7 +501,7 @@ class Service:
             QueuedJob(
                 id, asked, work, ("sample", source, key),
                 size_bytes=asked.size_bytes,
-                tokens=asked.most * len(asked.seeds),
+                tokens=asked.tokens + asked.cells,  # tables of many together must be few, too
             )
         )  # fmt: skip
         return job, [f"{id}:{each}" for each in range(len(asked.seeds))]
@@ -541,12 +552,6 @@ class Service:
         if targets is not None:
             ids = targets.ids[targets.ids >= 0]
             check_ids(ids, outside.vocabulary, outside.tokenizer, "target_prompt_logprobs")
-        cells = top_of_prompt * len(prompt) + top_of_samples * count * most + alternatives * before
-        if cells > MOST_CELLS:
-            raise ValueError(
-                f"topk_prompt_logprobs, topk_sample_logprobs, prompt_alt_tokens_k: give {cells:,} "
-                f"log-probabilities; ask for at most {MOST_CELLS:,} at once"
-            )
         scored = body.whole("prompt_logprobs_last_n", 1, max(1, before), max(1, before))
         with_prompt = body.truth("prompt_logprobs")
         scored = min(before, scored) if with_prompt or top_of_prompt else 0
@@ -554,6 +559,11 @@ class Service:
             prompt, seeds, most, stops_of(given), scored, with_prompt, key[0], seed,
             top_of_prompt, top_of_samples, alternatives, targets,
         )  # fmt: skip
+        if asked.cells > MOST_CELLS:
+            raise ValueError(
+                f"topk_prompt_logprobs, topk_sample_logprobs, prompt_alt_tokens_k: give "
+                f"{asked.cells:,} log-probabilities; ask for at most {MOST_CELLS:,} at once"
+            )
         return asked, key
 
     def completed(
