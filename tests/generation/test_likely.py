@@ -10,6 +10,7 @@ from tests.conftest import TINY, make_model
 from your_ai.engine.weights import open_model
 from your_ai.generation.likely import drawn, likely, top
 
+KERNELS = "measured"
 TOKENS = np.random.default_rng(0).integers(3, 60, 50)
 
 
@@ -63,3 +64,15 @@ def test_draws_are_as_frequent_as_they_are_likely(network, scores, temperature):
 def test_without_temperature_the_most_likely_is_drawn(network, scores):
     found = likely(network, TOKENS, 1, 8, drawn(3, 1, 0.0))
     assert (found.ids == scores.argmax(-1)[:, None]).all()
+
+
+@pytest.mark.parametrize("choose", [top(64), drawn(64, 1, 1.0)], ids=["top", "drawn"])
+def test_more_tokens_at_a_place_need_no_more_memory_than_its_scores(choose):
+    """The plan counts three arrays as large as the logits of a wave, or more."""
+    scores = mx.random.normal((4, 200_000))
+    mx.eval(scores)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(choose(scores, 1))
+    assert mx.get_peak_memory() - before < 2.1 * scores.nbytes

@@ -486,7 +486,7 @@ def test_old_numbers_are_the_same_job_and_never_another(server):
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("PUT", "healthz", 405), ("PATCH", "create_model", 405), ("GET", "create_model", 404),
+        ("PUT", "healthz", 404), ("PATCH", "create_model", 405), ("GET", "create_model", 404),
         ("POST", "healthz", 404), ("GET", "", 404), ("GET", "../../etc/passwd", 404),
         ("GET", "sessions/..", 404), ("GET", "sessions/%2e%2e%2f", 404),
         ("GET", "training_runs/..", 422), ("GET", "training_runs/%2e%2e", 422),
@@ -499,6 +499,8 @@ def test_old_numbers_are_the_same_job_and_never_another(server):
         ("DELETE", "training_runs/a:train:1/checkpoints/parked/a", 422),
         ("DELETE", "training_runs/a:train:1/checkpoints/weights/..", 422),
         ("DELETE", "healthz", 404), ("POST", "sessions/unknown/finish", 404),
+        ("PUT", "training_runs/a:train:1/checkpoints/external_weights/../ttl", 422),
+        ("GET", "training_runs/..:train:1/checkpoints/weights/a/external_weights_urls", 422),
     ],
 )  # fmt: skip
 def test_wrong_addresses_are_refused(server, method, path, status):
@@ -594,7 +596,7 @@ def test_large_and_slow_requests_do_not_hold_up_others(server):
     assert server.is_well()
 
 
-OTHERWISE = {"DELETE": {404}, "a request in a body": {404}}
+OTHERWISE = {"DELETE": {404}, "PUT": {411}, "a request in a body": {404}}
 
 
 def test_hostile_clients_are_refused_as_by_the_other_server(server):
@@ -605,7 +607,7 @@ def test_hostile_clients_are_refused_as_by_the_other_server(server):
     assert len(asked) >= 60
     for each in asked:
         answer = hostile.send(server.port, each)
-        # Here a path of the other server is nothing, and DELETE is a method.
+        # Here a path of the other server is nothing, and DELETE and PUT are methods.
         allowed = OTHERWISE.get(each.name) or {404 if s == 200 else s for s in each.allowed}
         assert answer.status in allowed, (each.name, answer)
         assert answer.seconds < hostile.MOST_S, each.name
@@ -754,6 +756,8 @@ def test_others_need_the_token(tmp_path, tiny_model):
         status, found = server.ask("GET", place, b"", **key)
         assert status == 200
         assert {"adapter_model.safetensors", "mlx/adapters.safetensors"} <= {*found["urls"]}
+        called = server.ask("GET", place, b"", **key, Host="mac.example:80")[1]["urls"]
+        assert all(url.startswith("http://mac.example:80/api/v1/files/") for url in called.values())
         for url in found["urls"].values():
             target = url.partition("/api/v1/")[2]
             end = "0" if target[-1] != "0" else "1"

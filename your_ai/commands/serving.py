@@ -77,8 +77,8 @@ def tinker(request: TinkerRequest) -> None:
         if not web.is_local(listener) and not request.token:
             raise UserError(f"--host {request.host}: other machines could use it; give --token")
         outside = Outside(outside_config(request), tinker_server.HELD_BYTES, echo_note)
+        service = tinker_server.Service(outside, Jobs(), RUNS, request.name)
         url = web.url_of(listener)
-        service = tinker_server.Service(outside, Jobs(), RUNS, request.name, url)
         echo(f"serving {service.name} to loops at {url}; Ctrl-C stops it")
         echo(f"use it: TINKER_BASE_URL={url} TINKER_API_KEY=tml-local python YOUR_LOOP.py")
         sys.stdout.flush()

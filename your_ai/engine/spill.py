@@ -154,8 +154,11 @@ class Place(NamedTuple):
         return self.dtype.size * math.prod(self.shape)
 
 
-def header_of(places: Mapping[str, Place]) -> bytes:
-    """The beginning of a safetensors file with arrays in these places after it."""
+def header_of(places: Mapping[str, Place], library: str = "mlx") -> bytes:
+    """The beginning of a safetensors file with arrays in these places after it.
+
+    library: whose layout the arrays have, mlx or pt.
+    """
     entries = {
         name: {
             "dtype": DTYPE_NAMES[place.dtype],
@@ -164,7 +167,7 @@ def header_of(places: Mapping[str, Place]) -> bytes:
         }
         for name, place in places.items()
     }
-    header = json.dumps({"__metadata__": {"format": "mlx"}, **entries}).encode()
+    header = json.dumps({"__metadata__": {"format": library}, **entries}).encode()
     header += b" " * (-len(header) % ALIGNMENT)
     return len(header).to_bytes(8, "little") + header
 

@@ -52,13 +52,16 @@ from your_ai.export.transformers_names import KNOWN
 from your_ai.gates.text import counted, shown
 from your_ai.gates.untrusted import is_number
 from your_ai.hub.find import HubName
+from your_ai.modelfiles.shards import open_shard, write_array
 from your_ai.nets.layer_sizes import LayerSize
-from your_ai.nets.saved_adapter import Trained, check_is_adapter, has_score_head, read_score_head
-from your_ai.run.checkpoint import (
-    PEFT_ADAPTERS,
-    SCORE_WEIGHT,
-    save_arrays,
+from your_ai.nets.saved_adapter import (
+    Trained,
+    check_is_adapter,
+    has_score_head,
+    read_adapter,
+    read_score_head,
 )
+from your_ai.run.checkpoint import PEFT_ADAPTERS, SCORE_WEIGHT
 
 PREFIX = "base_model.model."
 SUFFIXES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnitude_vector"}
@@ -77,13 +80,17 @@ def write(trained: Trained, target: Path) -> None:
     check_dense(trained, "PEFT", experts=True)
     check_experts(trained, kind)
     check_layers(trained, kind)
-    arrays = arrays_of(trained.adapter.layers, kind) | vocabulary_arrays(trained.adapter, PREFIX)
+    lazy = read_adapter(trained.adapter.folder)  # again, as nothing else holds what is read of it
+    arrays = arrays_of(lazy.layers, kind) | vocabulary_arrays(lazy, PREFIX)
+    del lazy
     if has_score_head(trained.adapter):
         check_scorer(trained.base, KNOWN[kind])
         arrays[f"{PREFIX}{SCORE_WEIGHT}"] = read_score_head(trained.adapter)
 
     def save(folder: Path) -> None:
-        save_arrays(folder / PEFT_ADAPTERS, arrays, "pt")
+        with open_shard(folder / PEFT_ADAPTERS, dict(arrays), "pt") as file:
+            for name in list(arrays):
+                write_array(trained.adapter.folder, file, arrays.pop(name))
         if trained.tokenizer_files is not None:
             trained.tokenizer().save_pretrained(str(folder))
 

@@ -35,7 +35,7 @@ def top(k: int) -> Chosen:
 
     def choose(scores: mx.array, _: int) -> mx.array:
         most = min(k, scores.shape[-1])
-        found = mx.argpartition(-scores, most - 1, axis=-1)[:, :most]
+        found = mx.argpartition(scores, -most, axis=-1)[:, -most:]
         order = mx.argsort(-mx.take_along_axis(scores, found, axis=-1), axis=-1)
         return mx.take_along_axis(found, order, axis=-1)
 
@@ -51,9 +51,12 @@ def drawn(k: int, seed: int, temperature: float) -> Chosen:
         places = range(first, first + len(scores))
         seeds = [derive_seed(seed, "alternative", place) % 2**64 for place in places]
         keys = mx.array([[each >> 32, each & 0xFFFFFFFF] for each in seeds], mx.uint32)
-        several = mx.vmap(lambda key: mx.random.split(key, k))(keys)
-        found = mx.vmap(mx.vmap(draw, in_axes=(None, 0)))(scores * (1 / temperature), several)
-        return found
+        draws = []
+        for each in range(k):  # each has as many random numbers as there are scores
+            counted = keys ^ mx.array([0, each], mx.uint32)
+            draws.append(mx.vmap(draw)(scores * (1 / temperature), counted))
+            mx.eval(draws[-1])
+        return mx.stack(draws, axis=-1)
 
     return choose
 
@@ -72,6 +75,7 @@ def likely(
         part = tokens[place - 1 : min(place - 1 + at_once, len(tokens) - 1)]
         logits = model(mx.array(part[None].astype(np.int32)), cache=cache)[0].astype(mx.float32)
         scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        del logits
         found = choose(scores, place)
         ids.append(np.array(found.astype(mx.int32)))
         logprobs.append(np.array(mx.take_along_axis(scores, found, axis=-1)))

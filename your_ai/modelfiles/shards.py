@@ -257,9 +257,11 @@ def compute(source: Path, array: mx.array) -> None:
 
 
 @contextlib.contextmanager
-def open_shard(path: Path, arrays: dict[str, mx.array]) -> Iterator[BinaryIO]:
+def open_shard(path: Path, arrays: dict[str, mx.array], library: str = "mlx") -> Iterator[BinaryIO]:
     """Yield a safetensors file, to which these arrays are then written in this order. It is
-    complete or not there at all. arrays: emptied. Raises OSError if it cannot be written.
+    complete or not there at all. Raises OSError if it cannot be written.
+
+    arrays: emptied. library: whose layout they have, mlx or pt.
     """
     places, end = dict[str, Place](), 0
     for name, array in arrays.items():
@@ -269,7 +271,7 @@ def open_shard(path: Path, arrays: dict[str, mx.array]) -> Iterator[BinaryIO]:
     part = path.with_name("part.safetensors")
     try:
         with part.open("wb") as file:
-            file.write(header_of(places))
+            file.write(header_of(places, library))
             yield file
         sync(part)
         os.replace(part, path)

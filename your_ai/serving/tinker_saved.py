@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from your_ai.errors import UserError
-from your_ai.files import atomic_folder
+from your_ai.files import atomic_folder, is_plain_file
 from your_ai.gates.text import shortened
-from your_ai.training.outside_models import LoraShape, about_of, shape_in
+from your_ai.training.outside_models import SHAPE, LoraShape, about_of, shape_in
 
 SCHEME = "tinker://"
 WEIGHTS, SAMPLERS, EXTERNAL = "weights", "sampler_weights", "external_weights"
@@ -73,14 +73,22 @@ class SavedModels:
             raise UserError(f"path {shortened(name)}: give letters, digits, `.`, `_` and `-`")
         return Saved(model, kind, name, self.folder_of(model) / kind / name)
 
-    def find(self, path: str) -> Saved:
-        """A saved model by its path. Raises UserError if it is not there, or damaged."""
+    def find(self, path: str, kinds: Container[str] = (WEIGHTS, SAMPLERS)) -> Saved:
+        """A saved model by its path; kinds: those that are expected.
+
+        Raises UserError if it is not there, or damaged.
+        """
         found = PATH.fullmatch(path)
-        if found is None:
-            raise UserError(f"path {shortened(path)}: give {SCHEME}MODEL/{WEIGHTS}/NAME")
+        if found is None or found[2] not in kinds:
+            kind = WEIGHTS if WEIGHTS in kinds else EXTERNAL
+            raise UserError(f"path {shortened(path)}: give {SCHEME}MODEL/{kind}/NAME")
         saved = self.target(*found.groups())
-        about_of(saved.folder / MLX if saved.kind == EXTERNAL else saved.folder)
+        about_of(saved.folder)
         return saved
+
+    def by_id(self, model: str, checkpoint: str) -> Saved:
+        """One of any kind by its id, KIND/NAME. Raises UserError."""
+        return self.find(f"{SCHEME}{model}/{checkpoint}", KINDS)
 
     def of_model(self, model: str) -> list[Saved]:
         """Those of a model, the oldest first."""
@@ -103,20 +111,24 @@ class SavedModels:
 
     def files(self, model: str, checkpoint: str) -> dict[str, Path]:
         """Those of external weights, by their paths in the folder. Raises UserError."""
-        saved = self.find(f"{SCHEME}{model}/{checkpoint}")
-        if saved.kind != EXTERNAL:
-            raise UserError(f"{saved.path}: only {EXTERNAL} can be downloaded")
-        found = sorted(path for path in saved.folder.rglob("*") if path.is_file())
-        return {path.relative_to(saved.folder).as_posix(): path for path in found}
+        folder = self.find(f"{SCHEME}{model}/{checkpoint}", (EXTERNAL,)).folder
+        found = sorted(path for path in folder.rglob("*") if is_plain_file(path))
+        named = {path.relative_to(folder).as_posix(): path for path in found}
+        return {name: path for name, path in named.items() if name != SHAPE}
 
     def delete(self, model: str, checkpoint: str) -> object:
-        """Delete one by its id, KIND/NAME. Raises UserError."""
-        shutil.rmtree(self.find(f"{SCHEME}{model}/{checkpoint}").folder)
+        """Delete one by its id. Raises UserError."""
+        shutil.rmtree(self.by_id(model, checkpoint).folder)
+        return {}
+
+    def keep(self, model: str, checkpoint: str) -> object:
+        """Accept a time after which one may be deleted; none is. Raises UserError."""
+        self.by_id(model, checkpoint)
         return {}
 
     def copy(self, path: str, model: str) -> Saved:
         """Copy a saved model to another, which cannot be trained. Raises UserError."""
-        source = self.find(path)
+        source = self.find(path, KINDS)
         target = self.target(model, source.kind, source.name)
         target.folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic_folder(target.folder) as folder:
@@ -144,7 +156,7 @@ class SavedModels:
         return found
 
     def shape(self, path: str) -> LoraShape:
-        return shape_in(self.find(path).folder)
+        return shape_in(self.find(path, KINDS).folder)
 
 
 def rank_in(folder: Path) -> int | None:

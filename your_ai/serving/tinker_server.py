@@ -10,31 +10,35 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import os
 import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from anyio import to_thread
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from your_ai.data.target_columns import Columns
 from your_ai.errors import RunError, UserError, first_line
+from your_ai.files import open_regular
 from your_ai.gates.text import counted, shortened, shown
 from your_ai.gates.token_ids import check_ids
 from your_ai.generation.likely import drawn, top
 from your_ai.generation.rollouts import RolloutPrompt, sampler_of
 from your_ai.rng import derive_seed
 from your_ai.serving import admission, tinker_wire, web
+from your_ai.serving.tinker_encryption import encrypt_files, recipients_of
 from your_ai.serving.tinker_jobs import (
     MOST_KEPT_BYTES,
     MOST_TOGETHER,
@@ -57,6 +61,7 @@ from your_ai.serving.web import Gate, Origins, RequestHead, RequestRefused, WebS
 from your_ai.training.outside import Outside
 from your_ai.training.outside_models import (
     BASE,
+    SHAPE,
     Adam,
     Asked,
     LoraShape,
@@ -79,6 +84,7 @@ SCORED_TOGETHER = 64  # completions whose texts are made together
 FILES = "/api/v1/files/"
 LINK = re.compile(rf"({FILES}[!-~]*)\?until=([0-9]{{1,12}})&signature=([0-9a-f]{{64}})")
 LINK_S = 3600.0  # for which an address is good
+PIECE_BYTES = 1 << 16  # of a file, in memory at once
 CLIENT = {
     "proto_compress_fwdbwd": True,
     "parallel_fwdbwd_chunks": False,
@@ -114,8 +120,19 @@ class SampleAsked:
 
     @property
     def size_bytes(self) -> int:
-        cells = 0 if self.targets is None else len(self.targets.ids)
-        return self.prompt.nbytes + 40 * len(self.seeds) + 32 * cells
+        asked = 0 if self.targets is None else len(self.targets.ids)
+        return self.prompt.nbytes + 40 * len(self.seeds) + 32 * asked
+
+    @property
+    def tokens(self) -> int:
+        """Maximum number that it may make."""
+        return self.most * len(self.seeds)
+
+    @property
+    def cells(self) -> int:
+        """Number in the tables of its answer."""
+        of_place = self.top_of_prompt + self.alternatives
+        return of_place * len(self.prompt) + self.top_of_samples * self.tokens
 
 
 @dataclass
@@ -129,18 +146,15 @@ class Session:
 class Service:
     """The work of the routes."""
 
-    def __init__(
-        self, outside: Outside, jobs: Jobs, folder: Path, name: str = "", url: str = ""
-    ) -> None:
-        """folder: of the runs. name: what loops call the base; by default as its user does. url:
-        of the server."""
+    def __init__(self, outside: Outside, jobs: Jobs, folder: Path, name: str = "") -> None:
+        """folder: of the runs. name: what loops call the base; by default as its user does."""
         self.outside, self.jobs, self.saved = outside, jobs, SavedModels(folder)
         self.name = name or outside.config.model
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, OutsideModel] = {}
         self.samplers: dict[str, Saved | None] = {}
         """By the id of a sampling session; None for the base."""
-        self.links = Links(url)
+        self.links = Links()
         self.polls = 0
         """Requests that wait for a result."""
 
@@ -368,34 +382,40 @@ class Service:
         return self.in_turn(body, work)
 
     def save_external(self, body: RequestFields) -> QueuedJob:
-        if body.body.get("age_encryption_recipients"):
-            raise ValueError("age_encryption_recipients: files are not encrypted here")
+        keys = recipients_of(body.body.get("age_encryption_recipients"))
         target = self.saved.target(body.text("model_id"), EXTERNAL, body.text("path"))
 
         def work(model: OutsideModel) -> Result:
-            self.outside.export(model, target.folder, MLX)
+            self.outside.export(model, target.folder, MLX, partial(encrypt_files, keys, SHAPE))
             size = target.facts["size_bytes"]
             answer = {"type": "save_weights_external", "path": target.path, "size_bytes": size}
             return Result.of(answer)
 
         return self.in_turn(body, work)
 
-    def urls(self, model: str, checkpoint: str) -> object:
-        """Addresses of the files of external weights, which need no token for a while."""
+    def urls(self, model: str, checkpoint: str, server: str) -> object:
+        """Addresses of the files of external weights, which need no token for a while. server: as
+        the client calls it. Raises UserError."""
+        until, place = int(time.time() + LINK_S), f"{FILES}{model}/{checkpoint}/"
         files = self.saved.files(model, checkpoint)
         return {
-            "urls": {name: self.links.url(f"{FILES}{model}/{checkpoint}/{name}") for name in files},
-            "expires": datetime.fromtimestamp(time.time() + LINK_S, UTC).isoformat(),
+            "urls": {name: f"{server}{self.links.signed(place + name, until)}" for name in files},
+            "expires": datetime.fromtimestamp(until, UTC).isoformat(),
         }
 
     def file(self, path: str) -> Response:
-        """A file by the end of its address. Raises UserError."""
+        """A file by the end of its address. Raises UserError or OSError.
+
+        It is open before the answer begins, so it may be replaced or deleted meanwhile.
+        """
         model, kind, name, *rest = path.split("/") + [""] * 3
         files = self.saved.files(model, f"{kind}/{name}")
         found = files.get("/".join(part for part in rest if part))
         if found is None:
             raise NotHere(f"file {shortened(path)}: is not here")
-        return FileResponse(found)
+        file = open_regular(found)
+        size = {"content-length": str(os.fstat(file.fileno()).st_size)}
+        return StreamingResponse(pieces_of(file), 200, size, "application/octet-stream")
 
     def load(self, body: RequestFields) -> QueuedJob:
         path, with_optimizer = body.text("path"), body.truth("optimizer")
@@ -481,7 +501,7 @@ class Service:
             QueuedJob(
                 id, asked, work, ("sample", source, key),
                 size_bytes=asked.size_bytes,
-                tokens=asked.most * len(asked.seeds),
+                tokens=asked.tokens + asked.cells,  # tables of many together must be few, too
             )
         )  # fmt: skip
         return job, [f"{id}:{each}" for each in range(len(asked.seeds))]
@@ -532,12 +552,6 @@ class Service:
         if targets is not None:
             ids = targets.ids[targets.ids >= 0]
             check_ids(ids, outside.vocabulary, outside.tokenizer, "target_prompt_logprobs")
-        cells = top_of_prompt * len(prompt) + top_of_samples * count * most + alternatives * before
-        if cells > MOST_CELLS:
-            raise ValueError(
-                f"topk_prompt_logprobs, topk_sample_logprobs, prompt_alt_tokens_k: give {cells:,} "
-                f"log-probabilities; ask for at most {MOST_CELLS:,} at once"
-            )
         scored = body.whole("prompt_logprobs_last_n", 1, max(1, before), max(1, before))
         with_prompt = body.truth("prompt_logprobs")
         scored = min(before, scored) if with_prompt or top_of_prompt else 0
@@ -545,6 +559,11 @@ class Service:
             prompt, seeds, most, stops_of(given), scored, with_prompt, key[0], seed,
             top_of_prompt, top_of_samples, alternatives, targets,
         )  # fmt: skip
+        if asked.cells > MOST_CELLS:
+            raise ValueError(
+                f"topk_prompt_logprobs, topk_sample_logprobs, prompt_alt_tokens_k: give "
+                f"{asked.cells:,} log-probabilities; ask for at most {MOST_CELLS:,} at once"
+            )
         return asked, key
 
     def completed(
@@ -662,6 +681,13 @@ class Service:
         return job.done.is_set()
 
 
+def pieces_of(file: BinaryIO) -> Iterator[bytes]:
+    """The contents of a file, which is closed."""
+    with file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece
+
+
 def new_name() -> str:
     """A name for a session."""
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
@@ -672,12 +698,11 @@ def new_name() -> str:
 class Links:
     """Addresses that are signed, so that whoever has one needs no token."""
 
-    server: str
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
 
-    def url(self, path: str) -> str:
-        until = int(time.time() + LINK_S)
-        return f"{self.server}{path}?until={until}&signature={self.signature(path, until)}"
+    def signed(self, path: str, until: int) -> str:
+        """A path with its query, good until a time, in seconds since 1970."""
+        return f"{path}?until={until}&signature={self.signature(path, until)}"
 
     def signature(self, path: str, until: int) -> str:
         return hmac.new(self.secret, f"{path}?{until}".encode(), hashlib.sha256).hexdigest()
@@ -823,6 +848,13 @@ def routes_of(service: Service) -> list[Route]:
                 service.pass_over(error.model_id, error.seq_id)
             return refusal_of(error)
 
+    async def addresses(request: Request) -> Response:
+        try:
+            asked, server = request.path_params, str(request.base_url).rstrip("/")
+            return JSONResponse(service.urls(asked["id"], asked["name"], server))
+        except Exception as error:
+            return refusal_of(error)
+
     def cancel(body: RequestFields) -> object:
         service.jobs.cancel(body.text("request_id", most=4000))
         return {}
@@ -845,9 +877,13 @@ def routes_of(service: Service) -> list[Route]:
         get("sessions/{name}/finish", lambda asked: service.finish(asked["name"]), "POST"),
         get("training_runs", lambda asked: service.runs(*page_of(asked))),
         get("files/{path:path}", lambda asked: service.file(asked["path"])),
+        Route(
+            "/api/v1/training_runs/{id}/checkpoints/{name:path}/external_weights_urls", addresses
+        ),
         get(
-            "training_runs/{id}/checkpoints/{name:path}/external_weights_urls",
-            lambda asked: service.urls(asked["id"], asked["name"]),
+            "training_runs/{id}/checkpoints/{name:path}/ttl",
+            lambda asked: saved.keep(asked["id"], asked["name"]),
+            "PUT",
         ),
         get("training_runs/{id}", lambda asked: saved.run_facts(asked["id"], service.name)),
         get("training_runs/{id}/checkpoints", lambda asked: checkpoints(saved, [asked["id"]])),
@@ -918,7 +954,7 @@ def gate_of(is_local: bool, token: str, links: Links) -> Gate:
     def refusal(found: RequestRefused, _: Headers) -> Response:
         return refused(found.status, found.message)
 
-    return Gate(("GET", "POST", "DELETE"), check, refusal)
+    return Gate(("GET", "POST", "PUT", "DELETE"), check, refusal)
 
 
 def serve(listener: socket.socket, service: Service, token: str, received: Sequence[int]) -> None:

@@ -54,6 +54,7 @@ from your_ai.training import optimizer
 from your_ai.training.memory_actions import carry_out
 from your_ai.training.outside_models import (
     ALPHA,
+    SHAPE,
     Adam,
     Asked,
     Bench,
@@ -231,19 +232,31 @@ class Outside:
             )
         )  # fmt: skip
 
-    def export(self, of: OutsideModel, target: Path, beside: str) -> None:
+    def export(
+        self, of: OutsideModel, target: Path, beside: str, finish: Callable[[Path], object]
+    ) -> None:
         """Write a model as it is now as a PEFT adapter to `target`, which is replaced, with the
-        adapter of mlx-lm in its folder `beside`. Raises UserError."""
+        adapter of mlx-lm in its folder `beside`, and with this alone where PEFT lacks a layer.
+
+        finish: called with the folder before it is there. Raises UserError.
+        """
         target.parent.mkdir(parents=True, exist_ok=True)
         run = RunFolder(of.folder)
         with atomic_folder(target) as folder:
             self.base.save(of, folder / beside, with_optimizer=False)
             adapter = read_adapter(folder / beside)
             made = folder / f"{beside}.peft"
-            peft.write(Trained(run, run.read_config(), adapter, self.base.folder), made)
-            for path in made.iterdir():
-                path.rename(folder / path.name)
-            made.rmdir()
+            try:
+                peft.write(Trained(run, run.read_config(), adapter, self.base.folder), made)
+            except UserError as error:
+                if isinstance(error.__cause__, OSError):
+                    raise
+            else:
+                for path in made.iterdir():
+                    path.rename(folder / path.name)
+                made.rmdir()
+            (folder / beside / SHAPE).rename(folder / SHAPE)
+            finish(folder)
 
     # -- what loops ask for
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import mlx.core as mx
+import mlx_lm
 import numpy as np
+import pyrage
 import pytest
 import tinker
 import torch
@@ -29,11 +36,15 @@ def service(demo_server: Served) -> Iterator[tinker.ServiceClient]:
         yield client
 
 
+def place_of(server: Served, path: str) -> Path:
+    """The folder of a saved model."""
+    model, kind, name = path.removeprefix("tinker://").split("/")
+    return server.folder / "runs" / model.replace(":", "-") / kind / name
+
+
 def bytes_of(server: Served, path: str) -> bytes:
     """The adapters of a saved model."""
-    model, kind, name = path.removeprefix("tinker://").split("/")
-    run = server.folder / "runs" / model.replace(":", "-")
-    return (run / kind / name / ADAPTERS).read_bytes()
+    return (place_of(server, path) / ADAPTERS).read_bytes()
 
 
 def losses(model: tinker.TrainingClient, count: int) -> list[float]:
@@ -153,8 +164,6 @@ def test_external_weights_are_downloaded_as_adapters_of_peft_and_mlx(
         wanted = logprobs(model)
         out = tmp_path / "out"
         weights.download(tinker_path=path, output_dir=str(out), base_url=server.url)
-        with pytest.raises(tinker.UnprocessableEntityError, match="not encrypted"):
-            model.save_weights_external("b", age_encryption_recipients=["age1x"]).result()
     network = PeftModel.from_pretrained(load(base), out).eval()
     with torch.no_grad():
         logits = network(torch.tensor([IDS[:-1]])).logits[0]
@@ -164,3 +173,91 @@ def test_external_weights_are_downloaded_as_adapters_of_peft_and_mlx(
     names = {name for file in (out / "mlx").glob("*.safetensors") for name in mx.load(str(file))}
     assert any("lm_head" in name for name in names) is not tied
     assert not list((server.folder / "runs").rglob("*.peft"))
+
+
+def by_mlx_lm(base: Path, adapter: Path) -> np.ndarray:
+    """(n - 1,) log-probabilities of all of `IDS` but the first."""
+    model, _ = mlx_lm.load(str(base), adapter_path=str(adapter))
+    logits = model(mx.array([IDS])).astype(mx.float32)[0, :-1]
+    found = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    return np.array(mx.take_along_axis(found, mx.array(IDS)[1:, None], axis=1))[:, 0]
+
+
+def test_a_router_is_downloaded_for_mlx_lm_alone(tmp_path: Path) -> None:
+    """In transformers it is no linear layer."""
+    base = make_base(tmp_path / "base", "qwen3_moe")
+    with (
+        serving(base, tmp_path / "server") as server,
+        tinker.ServiceClient(base_url=server.url, api_key="tml-local") as service,
+    ):
+        made = new_model(service, 1)
+        losses(made, 2)
+        saved = place_of(server, made.save_weights_external("out").result().path)
+        assert sorted(path.name for path in saved.iterdir()) == ["mlx", "model.json"]
+        np.testing.assert_allclose(by_mlx_lm(base, saved / "mlx"), logprobs(made), atol=1e-4)
+
+
+def test_the_command_line_downloads_a_state_and_leaves_nothing(
+    service: tinker.ServiceClient, demo_server: Served, tmp_path: Path
+) -> None:
+    model = new_model(service, 7)
+    losses(model, 2)
+    path, wanted = model.save_state("end").result().path, logprobs(model)
+    command = [sys.executable, "-m", "tinker.cli", "checkpoint", "download", path]
+    environment = {**os.environ, "TINKER_BASE_URL": demo_server.url, "TINKER_API_KEY": "tml-local"}
+    subprocess.run([*command, "--output", tmp_path], env=environment, check=True)
+    (target,) = tmp_path.glob("*_weights_end")
+    np.testing.assert_allclose(by_mlx_lm(DEMO_FOLDER, target / "mlx"), wanted, atol=1e-4)
+    assert list((demo_server.folder / "runs").rglob("external_weights/*")) == []
+
+
+def test_the_cookbook_downloads_a_state_that_only_it_can_read(
+    service: tinker.ServiceClient,
+    demo_server: Served,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It gives a key for which all files are encrypted."""
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+    model = new_model(service, 9)
+    losses(model, 2)
+    path, wanted = model.save_state("end").result().path, logprobs(model)
+    weights.download(tinker_path=path, output_dir=str(tmp_path), base_url=demo_server.url)
+    np.testing.assert_allclose(by_mlx_lm(DEMO_FOLDER, tmp_path / "mlx"), wanted, atol=1e-4)
+    identity = pyrage.x25519.Identity.generate()
+    keys = [str(identity.to_public())]
+    out = model.save_weights_external("out", age_encryption_recipients=keys).result().path
+    urls = tinker.RestClient(base_url=demo_server.url).get_external_weights_urls(out).result().urls
+    assert all(name.endswith(".age") for name in urls)
+    plain = pyrage.decrypt(contents(urls[f"mlx/{ADAPTERS}.age"]), [identity])
+    assert plain == (tmp_path / "mlx" / ADAPTERS).read_bytes()
+    for wrong in (["age1x"], ["ssh-rsa x"], [keys[0] + "x" * 3000], keys * 11):
+        with pytest.raises(tinker.APIStatusError, match="public keys"):
+            model.save_weights_external("out", age_encryption_recipients=wrong).result()
+
+
+def test_external_weights_are_listed_replaced_and_deleted(
+    service: tinker.ServiceClient, demo_server: Served
+) -> None:
+    rest, model = service.create_rest_client(), new_model(service, 8)
+    path = model.save_weights_external("out").result().path
+    first = rest.get_external_weights_urls(path).result().urls
+    losses(model, 1)
+    assert model.save_weights_external("out").result().path == path
+    run = path.removeprefix("tinker://").partition("/")[0]
+    (listed,) = rest.list_checkpoints(run).result().checkpoints
+    assert (listed.tinker_path, listed.checkpoint_type) == (path, "external")
+    now = place_of(demo_server, path) / "mlx" / ADAPTERS
+    assert contents(first[f"mlx/{ADAPTERS}"]) == now.read_bytes()
+    with pytest.raises(tinker.APIStatusError, match="weights/NAME"):
+        service.create_training_client_from_state(path).result()
+    with pytest.raises(tinker.APIStatusError, match="weights/NAME"):
+        service.create_sampling_client(path).result()
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    with pytest.raises(urllib.error.HTTPError, match="422"):
+        contents(first["adapter_config.json"])
+
+
+def contents(url: str) -> bytes:
+    with urllib.request.urlopen(url) as answer:
+        return bytes(answer.read())
