@@ -42,7 +42,7 @@ from your_ai.environments.protocol import (
 from your_ai.environments.sandbox import choose_sandbox
 from your_ai.environments.tools import PYTHON, ToolEnvironment, load_tools
 from your_ai.errors import UserError
-from your_ai.gates.functions import UsersCodeFailed, load_function, running_users_code
+from your_ai.gates.functions import UsersCodeFailed, described, load_function, running_users_code
 
 MESSAGE_BYTES = 16
 BEGIN, END = b"b", b"e"
@@ -202,7 +202,7 @@ def converse(make: Callable[[], Environment], connection: socket.socket, most_by
     """Answer the requests of the pool until it closes the socket, or something fails.
 
     A request is a line of JSON, {"reset": [row, seed]}, {"step": [message]} or {"close": []}; an
-    answer {"observation": {...}} or {"error": text}.
+    answer {"observation": {...}} or {"error": text}, or an empty line after `close`.
     """
     environment: Environment | None = None
     for line in connection.makefile("rb"):
@@ -214,15 +214,18 @@ def converse(make: Callable[[], Environment], connection: socket.socket, most_by
                     environment = make()
                 result = finished(getattr(environment, name)(*given))
             if name == "close":
+                connection.sendall(b"\n")
                 return
             answer = line_of({"observation": asdict(observation_of(result))})
             if len(answer) > most_bytes:
-                raise EnvironmentFailed(f"{name}: returned more than {most_bytes:,} bytes")
+                raise EnvironmentFailed(f"returned more than {most_bytes:,} bytes")
         except UsersCodeFailed as error:
             traceback.print_exception(error.__cause__)
             answer = line_of({"error": f"{name}: {error}"})
-        except (EnvironmentFailed, MemoryError, RecursionError) as error:
-            answer = line_of({"error": f"{name}: {error or type(error).__name__}"})
+        except EnvironmentFailed as error:
+            answer = line_of({"error": f"{name}: {error}"})
+        except (MemoryError, RecursionError) as error:
+            answer = line_of({"error": f"{name}: {described(error)}"})
         connection.sendall(answer)
 
 

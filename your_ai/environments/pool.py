@@ -121,7 +121,9 @@ class EnvironmentPool:
         return self.submit(self.leave(key))
 
     def shutdown(self) -> None:
-        """End all conversations, and the host, by force."""
+        """End all conversations, and the host, by force. May be called again."""
+        if self.loop.is_closed():
+            return
         asyncio.run_coroutine_threadsafe(self.stop(), self.loop).result()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
@@ -174,10 +176,12 @@ class EnvironmentPool:
         conversation = self.conversations.get(key)
         if conversation is None:
             return
-        with contextlib.suppress(OSError, asyncio.TimeoutError, asyncio.LimitOverrunError):
+        waits = min(CLOSE_S, self.options.timeout_s)
+        with contextlib.suppress(
+            OSError, EOFError, asyncio.TimeoutError, asyncio.LimitOverrunError
+        ):
             conversation.writer.write(line_of({"close": []}))
-            waits = min(CLOSE_S, self.options.timeout_s)
-            await asyncio.wait_for(conversation.reader.read(), waits)
+            await asyncio.wait_for(conversation.reader.readuntil(b"\n"), waits)
         self.end(key)
 
     async def stop(self) -> None:
@@ -223,7 +227,7 @@ class EnvironmentPool:
         except TimeoutError as error:
             raise UserError(f"{where}: cannot be imported within {START_S:g} s") from error
         except ValueError as error:
-            raise UserError(f"{where}: its offer cannot be read ({shown(error)})") from error
+            raise UserError(f"{where}: its offer cannot be read ({shown(str(error))})") from error
         self.control.settimeout(None)
         if not isinstance(offer, dict) or "error" in offer:
             raise UserError(shown(offer["error"] if isinstance(offer, dict) else offer, 1000))

@@ -149,7 +149,7 @@ def line_of(value: Any) -> bytes:
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise EnvironmentFailed(f"returned what is not JSON ({shown(error)})") from error
+        raise EnvironmentFailed(f"returned what is not JSON ({shown(str(error))})") from error
     return text.encode("utf-8", "replace") + b"\n"
 
 
@@ -160,7 +160,7 @@ def answer_of(line: bytes) -> Observation:
         if b"\\ud" in line.lower():  # may be half a surrogate pair, which is no text
             answer = parse_json(line_of(answer), standard=True)
     except ValueError as error:
-        raise EnvironmentFailed(f"its answer cannot be read: {shown(error)}") from error
+        raise EnvironmentFailed(f"its answer cannot be read: {shown(str(error))}") from error
     if not isinstance(answer, dict) or not {"observation", "error"} & set(answer):
         raise EnvironmentFailed("its answer has another form")
     if "error" in answer:

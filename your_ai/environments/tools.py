@@ -69,7 +69,7 @@ class ToolEnvironment:
         return Observation(answers, done=not calls, info=info)
 
     def call(self, name: str, arguments: Any) -> str:
-        """The result of a call as text, cut off. Raises ToolError."""
+        """The result of a call as text. Raises ToolError."""
         tool = self.tools.get(name)
         if tool is None:
             hint = nearest(name, self.tools) or f"; the tools are {', '.join(self.tools)}"
@@ -82,17 +82,16 @@ class ToolEnvironment:
 
         def result() -> str:
             with running_users_code():
-                return cut(text_of(finished(tool.function(**arguments))), self.output_characters)
+                return text_of(finished(tool.function(**arguments)))
 
         try:
             return attempt(result, self.timeout_s)
         except UsersCodeFailed as error:
-            raise ToolError(described(error.__cause__ or error)) from None
+            cause = error.__cause__ or error
+            raise cause if isinstance(cause, ToolError) else ToolError(described(cause)) from None
         except CallDied as error:
             if not hasattr(select, "epoll"):  # a copy of a process has no kqueue (macOS)
                 loop.cache_clear()
-            raise ToolError(f"{name}: {error}") from None
-        except EnvironmentFailed as error:
             raise ToolError(f"{name}: {error}") from None
         except OSError as error:
             raise ToolError(f"{name} cannot be started ({error.strerror})") from None
@@ -120,13 +119,13 @@ def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def text_of(result: Any) -> str:
-    """The result of a tool as text: a text as it is, anything else as JSON."""
+    """The result of a tool as text: a text as it is, anything else as JSON. Raises ToolError."""
     if isinstance(result, str):
         return result
     try:
         return json.dumps(result, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise EnvironmentFailed(f"its result is not JSON ({shown(error)})") from error
+        raise ToolError(f"its result is not JSON ({shown(str(error))})") from error
 
 
 def cut(text: str, most: int) -> str:
