@@ -38,10 +38,14 @@ def visible_files() -> list[tuple[str, str]]:
     """The system's programs and this Python: where each is, and where the code finds it."""
     program = os.path.realpath(sys.executable)
     own = [sys.prefix, sys.exec_prefix, sys.base_prefix, os.path.dirname(os.path.dirname(program))]
-    home = Path.home()
-    kept = [path for path in (*SYSTEM_FILES, *own) if not home.is_relative_to(path)]
+    kept = [path for path in (*SYSTEM_FILES, *own) if not home().is_relative_to(path)]
     found = [(path if os.path.islink(path) else os.path.realpath(path), path) for path in kept]
     return list(dict.fromkeys((*found, *((source, source) for source, _ in found))))
+
+
+def home() -> Path:
+    """The home folder. Where a user has none, a path that does not exist."""
+    return Path(os.path.expanduser("~"))
 
 
 def in_namespaces(folder: str) -> list[str]:
@@ -72,7 +76,7 @@ def seatbelt_profile(folder: str) -> str:
 (allow signal (target self))
 (allow sysctl-read)
 (allow file-read*)
-(deny file-read-data {paths([str(Path.home())])})
+(deny file-read-data {paths([str(home())])})
 (allow file-read* {own} {paths([folder])})
 (allow file-write* {paths([folder])})
 (allow file-write-data (literal "/dev/null"))
@@ -204,8 +208,9 @@ print("done")
 
 def fault_of_sandbox(sandbox: Sandbox) -> str | None:
     """Try what code must not do. Say what of it is possible, or why code cannot run."""
-    files = (entry.path for entry in os.scandir(Path.home()) if entry.is_file())
-    private = next((path for path in files if os.access(path, os.R_OK)), "/nonexistent")
+    files = home().iterdir() if os.access(home(), os.R_OK) else iter(())
+    readable = (str(path) for path in files if path.is_file() and os.access(path, os.R_OK))
+    private = next(readable, "/nonexistent")
     with tempfile.TemporaryDirectory() as outside, socket.create_server(("127.0.0.1", 0)) as server:
         kept = Path(outside, "kept")
         kept.write_text("kept")
