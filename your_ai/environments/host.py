@@ -44,6 +44,7 @@ from your_ai.environments.tools import PYTHON, ToolEnvironment, load_tools
 from your_ai.errors import UserError
 from your_ai.gates.functions import UsersCodeFailed, described, load_function, running_users_code
 
+VERIFIERS = "verifiers:"  # before the name of an environment of that package
 MESSAGE_BYTES = 16
 BEGIN, END = b"b", b"e"
 LOGGED_BYTES = 1 << 16  # of what the code of one conversation prints
@@ -258,6 +259,13 @@ def kill_large(most_bytes: int) -> None:
 def offered(options: HostOptions) -> tuple[Callable[[], Environment], dict[str, Any]]:
     """A maker of environments, and the offer that the pool is told. Raises UserError."""
     limits = (options.timeout_s, options.memory_mb, options.output_characters)
+    if options.environment.startswith(VERIFIERS):
+        # imports asyncio, which other conversations may not need
+        from your_ai.environments.from_verifiers import VerifiersEnvironment, load_verifiers
+
+        loaded = load_verifiers(options.environment)
+        rows = len(loaded.get_dataset())
+        return lambda: VerifiersEnvironment(loaded), {"is_pure": False, "tools": [], "rows": rows}
     if options.environment:
         where = f"--environment {options.environment}"
         made = load_function(

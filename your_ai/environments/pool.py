@@ -102,6 +102,8 @@ class EnvironmentPool:
         """Whether the same calls always give the same results, as the user's code says."""
         self.tools: list[Mapping[str, Any]] = offer["tools"]
         """The schemas of `--tools`; empty for an environment, whose `reset` gives them."""
+        self.rows: int | None = offer.get("rows")
+        """How many examples an environment of `verifiers` has."""
         self.loop = asyncio.new_event_loop()
         self.slots = asyncio.Semaphore(at_once)
         self.thread = threading.Thread(target=self.loop.run_forever, name="pool", daemon=True)

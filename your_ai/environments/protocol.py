@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from your_ai.gates.untrusted import is_number, parse_json
 MB = 1_000_000
 GRACE_S = 5.0  # for what is not the user's code
 MOST_CALLS = 32  # of one message to tools; further ones are errors
-MESSAGE_KEYS = ("role", "content", "name", "tool_call_id")
+TEXT_KEYS = ("role", "content", "reasoning_content", "name", "tool_call_id")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -32,7 +32,8 @@ class Observation:
     """An answer to a conversation: what it sees next."""
 
     messages: Sequence[Mapping[str, Any]]
-    """To append, in OpenAI's form: role, content (text), name, tool_call_id."""
+    """To append, in OpenAI's form: role, content (text), name, tool_call_id; in a prompt also
+    reasoning_content and tool_calls."""
     tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas in OpenAI's form; only `reset` gives them."""
     reward: float | None = None
@@ -50,10 +51,10 @@ class Environment(Protocol):
     attribute `is_pure = True` says that the same calls always give the same results.
     """
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
+    def reset(self, row: Mapping[str, Any], seed: int) -> Observation | Awaitable[Observation]:
         """Begin the conversation of a row of the data."""
 
-    def step(self, message: Mapping[str, Any]) -> Observation:
+    def step(self, message: Mapping[str, Any]) -> Observation | Awaitable[Observation]:
         """Answer a message of the assistant, whose `tool_calls` are parsed: each {"type",
         "function": {"name", "arguments"}} with an object as arguments, and an "id" if the model
         gave one."""
@@ -67,7 +68,7 @@ class HostOptions:
     """A choice of environment or tools for a host to serve, and limits of each conversation."""
 
     environment: str = ""
-    """`module:Class`, or else tools."""
+    """`module:Class` or `verifiers:NAME`, or else tools."""
     tools: Sequence[str] = ()
     """Each `module`, `module:name,name`, or `python`."""
     timeout_s: float = 30.0
@@ -129,7 +130,10 @@ def objects_in(value: Any, name: str) -> list[dict[str, Any]]:
 
 def checked_message(message: dict[str, Any]) -> dict[str, Any]:
     for name, value in message.items():
-        if name not in MESSAGE_KEYS:
+        if name == "tool_calls":  # of an earlier turn of the assistant, in the prompt
+            objects_in(value, "messages: tool_calls")
+            continue
+        if name not in TEXT_KEYS:
             raise EnvironmentFailed(f"messages: unknown key {quoted(name, 80)}")
         if not isinstance(value, str):
             raise EnvironmentFailed(f"messages: {name}: {shown(value)} is not text")
