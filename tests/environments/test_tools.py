@@ -282,7 +282,7 @@ def test_own_functions_are_tools_and_imported_or_private_ones_are_not(own_folder
     Path("own_tools.py").write_text(
         "from os.path import join\nclass C: pass\ndef _f(): pass\ndef f():\n 'D.'"
     )
-    tools, is_pure = load_tools(["own_tools"], python=len)
+    tools, is_pure = load_tools(["own_tools"], make_python=lambda: len)
     sys.modules.pop("own_tools")
     assert (list(tools), is_pure) == (["f"], False)
 

@@ -40,7 +40,7 @@ from your_ai.environments.protocol import (
     observation_of,
 )
 from your_ai.environments.sandbox import choose_sandbox
-from your_ai.environments.tools import PYTHON, ToolEnvironment, load_tools
+from your_ai.environments.tools import ToolEnvironment, load_tools
 from your_ai.errors import UserError
 from your_ai.gates.functions import UsersCodeFailed, described, load_function, running_users_code
 
@@ -275,15 +275,9 @@ def offered(options: HostOptions) -> tuple[Callable[[], Environment], dict[str, 
             if not callable(getattr(made, name, None)):
                 raise UserError(f"{where}: has no method {name}")
         return made, {"is_pure": getattr(made, "is_pure", False) is True, "tools": []}
-    trusted = options.trust_code
-
-    def python(code: str) -> str:
-        raise NotImplementedError
-
-    function: Callable[..., Any] = python
-    if PYTHON in options.tools:
-        function = choose_sandbox(*limits, trusted).python
-    tools, is_pure = load_tools(options.tools, function)
+    tools, is_pure = load_tools(
+        options.tools, lambda: choose_sandbox(*limits, options.trust_code).python
+    )
 
     def make() -> Environment:
         return ToolEnvironment(tools, options.timeout_s, options.output_characters)

@@ -134,19 +134,19 @@ def cut(text: str, most: int) -> str:
 
 
 def load_tools(
-    given: Sequence[str], python: Callable[..., Any]
+    given: Sequence[str], make_python: Callable[[], Callable[..., Any]]
 ) -> tuple[dict[str, ToolFunction], bool]:
     """The tools by their names, and whether all their modules say that they are pure.
 
     given: each `module`, `module:name,name`, or `python`.
-    python: the function of the built-in tool.
+    make_python: makes the function of the built-in tool, where it is given.
     Raises UserError.
     """
     tools, pure = dict[str, ToolFunction](), True
     for text in given:
         where = f"--tools {text}"
         if text == PYTHON:
-            found, pure = {PYTHON: python}, False
+            found, pure = {PYTHON: make_python()}, False
         else:
             module_name, _, names = text.partition(":")
             module = load_module(module_name, where)
