@@ -17,7 +17,7 @@ from your_ai.memory.governor import (
     KINDS,
     LARGE,
     MemoryAction,
-    Observation,
+    MemoryObservation,
     Policy,
     Watch,
     acted,
@@ -63,12 +63,12 @@ class Process:
             pressure=self.pressure(n),
         )  # fmt: skip
 
-    def observe(self, n: int) -> Observation:
+    def observe(self, n: int) -> MemoryObservation:
         self.leaked += self.leak if n >= self.leak_from else 0
         self.cache += self.cache_a_step
         sample = self.sample(n)
         highest = sample.process_bytes + int(self.peak(n))
-        return Observation(
+        return MemoryObservation(
             step=n,
             sample=self.change(sample),
             highest_process_bytes=highest if self.seen else None,
@@ -122,17 +122,17 @@ def play(policy: Policy, process: Process, steps: int, first: int = 1) -> Story:
     return story
 
 
-def at(step: int = 1, **fields) -> Observation:
+def at(step: int = 1, **fields) -> MemoryObservation:
     """An observation with working gauges; `fields` replaces values."""
     ours = {"highest_process_bytes", "can_shrink", "can_grow", "baseline_bytes", "kept_bytes"}
     sample = {"active_bytes": 3 * GB, "peak_bytes": 4 * GB, "cache_bytes": 0, "pressure": 1}
     sample |= {"process_bytes": 4 * GB} | {k: v for k, v in fields.items() if k not in ours}
     known = {"highest_process_bytes": None, "can_shrink": False, "can_grow": False}
     known |= {k: v for k, v in fields.items() if k in ours}
-    return Observation(step=step, sample=MemorySample(**sample), **known)
+    return MemoryObservation(step=step, sample=MemorySample(**sample), **known)
 
 
-def follow(policy: Policy, observations: list[Observation]) -> list[list[str]]:
+def follow(policy: Policy, observations: list[MemoryObservation]) -> list[list[str]]:
     """The kinds of actions after each observation."""
     watch, kinds = Watch(), []
     for observation in observations:
@@ -572,7 +572,7 @@ samples = st.builds(
     available_bytes=gauges, swap_bytes=gauges, pressure=st.sampled_from([None, 0, 1, 2, 3, 4]),
 )  # fmt: skip
 observations = st.builds(
-    Observation, step=st.integers(1, 100), sample=samples, highest_process_bytes=gauges,
+    MemoryObservation, step=st.integers(1, 100), sample=samples, highest_process_bytes=gauges,
     can_shrink=st.booleans(), can_grow=st.booleans(), baseline_bytes=st.integers(0, GB),
     kept_bytes=st.integers(0, GB),
 )  # fmt: skip

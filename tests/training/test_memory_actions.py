@@ -21,7 +21,7 @@ from tests.conftest import (
     write_rows,
 )
 from your_ai.memory import governor, plan, probe
-from your_ai.memory.governor import LARGE, MemoryAction, Observation, Watch
+from your_ai.memory.governor import LARGE, MemoryAction, MemoryObservation, Watch
 from your_ai.memory.probe import Highest
 from your_ai.memory.sample import MemorySample
 from your_ai.memory.workload import Workload
@@ -88,12 +88,12 @@ def governed(configure, data_folder, monkeypatch) -> Callable[..., Governed]:
 
 
 @pytest.fixture
-def decided(monkeypatch) -> Callable[..., list[Observation]]:
+def decided(monkeypatch) -> Callable[..., list[MemoryObservation]]:
     """Replace the policy's decisions with given ones; return the observations it receives."""
-    seen: list[Observation] = []
+    seen: list[MemoryObservation] = []
 
-    def let(*kinds: str, notices: tuple[str, ...] = ()) -> list[Observation]:
-        def decide(policy: Any, watch: Watch, observation: Observation) -> Any:
+    def let(*kinds: str, notices: tuple[str, ...] = ()) -> list[MemoryObservation]:
+        def decide(policy: Any, watch: Watch, observation: MemoryObservation) -> Any:
             seen.append(observation)
             actions = [MemoryAction(kind=kind, cause=f"because of {kind}") for kind in kinds]
             return dataclasses.replace(watch, decisions=77), actions, list(notices)

@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 from your_ai.errors import Interrupted, UserError
@@ -31,24 +32,29 @@ def load_function(name: str, where: str, example: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name.isidentifier():
         raise UserError(f"{where}: give module:function, e.g. {example}")
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    try:
-        with running_users_code():
-            module = importlib.import_module(module_name)
-    except UsersCodeFailed as error:
-        raise UserError(f"{where}: {module_name} cannot be imported ({error})") from error.__cause__
-    finally:
-        sys.path.remove(here)
-        # The function may import modules from here later. At the end of the path, the folder
-        # hides no installed module.
-        sys.path.append(here)
+    module = load_module(module_name, where)
     function: Callable[..., Any] | None = getattr(module, function_name, None)
     if not callable(function):
         known = [n for n, value in vars(module).items() if callable(value)]
         hint = nearest(function_name, known)
         raise UserError(f"{where}: {module_name} has no function {function_name}{hint}")
     return function
+
+
+def load_module(name: str, where: str) -> ModuleType:
+    """Import a module of the user, as `load_function` does. Raises UserError if that fails."""
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        with running_users_code():
+            return importlib.import_module(name)
+    except UsersCodeFailed as error:
+        raise UserError(f"{where}: {name} cannot be imported ({error})") from error.__cause__
+    finally:
+        sys.path.remove(here)
+        # The function may import modules from here later. At the end of the path, the folder
+        # hides no installed module.
+        sys.path.append(here)
 
 
 @contextlib.contextmanager

@@ -75,7 +75,7 @@ class Policy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Observation:
+class MemoryObservation:
     """The state of memory after a step."""
 
     step: int
@@ -148,7 +148,7 @@ def policy_of(config: TrainConfig, limit_bytes: int) -> Policy:
 
 
 def decide(
-    policy: Policy, watch: Watch, observation: Observation
+    policy: Policy, watch: Watch, observation: MemoryObservation
 ) -> tuple[Watch, list[MemoryAction], list[str]]:
     """Return the new watch, the actions in order, and notices for the user."""
     watch = remember(policy, watch, observation)
@@ -198,7 +198,7 @@ def acted(
     return replace(watch, recent=() if fixed else tuple(b - freed for b in watch.recent))
 
 
-def remember(policy: Policy, watch: Watch, observation: Observation) -> Watch:
+def remember(policy: Policy, watch: Watch, observation: MemoryObservation) -> Watch:
     """Return the watch after one more decision."""
     ladders = {}
     for trigger, now in watch.ladders.items():
@@ -225,7 +225,7 @@ def remember(policy: Policy, watch: Watch, observation: Observation) -> Watch:
 
 
 def triggers(
-    policy: Policy, watch: Watch, observation: Observation
+    policy: Policy, watch: Watch, observation: MemoryObservation
 ) -> tuple[Watch, dict[str, str]]:
     """Return the active triggers, each with its cause in words, and the updated watch."""
     sample, limit = observation.sample, policy.limit_bytes
@@ -262,7 +262,7 @@ def triggers(
 
 
 def climb(
-    policy: Policy, watch: Watch, observation: Observation, causes: Mapping[str, str]
+    policy: Policy, watch: Watch, observation: MemoryObservation, causes: Mapping[str, str]
 ) -> tuple[Watch, dict[ActionKind, str]]:
     """Take the next rung of each trigger, or all its rungs if urgent; return the actions."""
     actions: dict[ActionKind, str] = {}
@@ -289,7 +289,7 @@ def exhausted(watch: Watch, causes: Mapping[str, str]) -> set[str]:
 
 
 def large_action(
-    policy: Policy, watch: Watch, observation: Observation, causes: Mapping[str, str]
+    policy: Policy, watch: Watch, observation: MemoryObservation, causes: Mapping[str, str]
 ) -> MemoryAction | None:
     """A change of plan or a restart, if one is needed now and would help."""
     limit, stuck = policy.limit_bytes, exhausted(watch, causes)
@@ -376,14 +376,14 @@ def held_bytes(sample: MemorySample, baseline_bytes: int = 0) -> int | None:
     return None if held is None else held - (sample.cache_bytes or 0)
 
 
-def highest_bytes(observation: Observation) -> int | None:
+def highest_bytes(observation: MemoryObservation) -> int | None:
     """Peak memory of the process since the last boundary; None if it cannot be read."""
     now = process_bytes(observation.sample, observation.baseline_bytes)
     seen = plausible(observation.highest_process_bytes)
     return max((b for b in (now, seen) if b is not None), default=None)
 
 
-def has_headroom(policy: Policy, observation: Observation) -> bool:
+def has_headroom(policy: Policy, observation: MemoryObservation) -> bool:
     """Return whether all gauges are plausible and show low memory use."""
     sample, highest = observation.sample, highest_bytes(observation)
     gauges = plausible(sample.process_bytes), plausible(observation.highest_process_bytes)
@@ -392,7 +392,7 @@ def has_headroom(policy: Policy, observation: Observation) -> bool:
     return highest < PLENTY * policy.limit_bytes and (sample.pressure or 0) < WARNING
 
 
-def gauge_notes(observation: Observation) -> dict[str, str]:
+def gauge_notes(observation: MemoryObservation) -> dict[str, str]:
     """Notices about gauges that fail, by key."""
     sample, notes = observation.sample, {}
     if highest_bytes(observation) is None:

@@ -29,7 +29,7 @@ from your_ai.memory.corrections import Corrections
 from your_ai.memory.governor import (
     LARGE,
     MemoryAction,
-    Observation,
+    MemoryObservation,
     Policy,
     Watch,
     acted,
@@ -95,7 +95,7 @@ class Governor:
                 self.log.write(events.Corrected(step=step, tokens=tokens, ratio=ratio))
         choice, store = self.trainer.budget.choice, self.trainer.built.store
         in_memory = self.trainer.config.prefix_cache == "memory"
-        observation = Observation(
+        observation = MemoryObservation(
             step=step,
             sample=sample,
             highest_process_bytes=highest_bytes,

@@ -38,7 +38,7 @@ from your_ai.hub.find import find_model
 from your_ai.memory import allocator, probe
 from your_ai.memory.budget import Measuring, budget_of, process_here, run_limit
 from your_ai.memory.facts import facts_of
-from your_ai.memory.governor import LARGE, Observation, Watch, acted, decide, policy_of
+from your_ai.memory.governor import LARGE, MemoryObservation, Watch, acted, decide, policy_of
 from your_ai.memory.guard import guarded
 from your_ai.memory.limit import rounded_up
 from your_ai.memory.plan import Budget, DoesNotFit, rows_of
@@ -173,7 +173,7 @@ class Outside:
 
     def govern(self, of: OutsideModel, bench: Bench, sample: MemorySample) -> None:
         """Do what the policy says about memory after a step."""
-        observation = Observation(
+        observation = MemoryObservation(
             step=of.step, sample=sample, highest_process_bytes=None, can_shrink=False,
             can_grow=False, baseline_bytes=self.budget.workload.process.python_bytes,
         )  # fmt: skip
