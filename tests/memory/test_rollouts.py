@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,7 +15,11 @@ from hypothesis import strategies as st
 from tests.conftest import make_model, peak_of
 from your_ai.engine.weights import open_model, prepare_for_generation
 from your_ai.generation.rollouts import RolloutPrompt, complete, sampler_of
-from your_ai.memory.estimate_generation import RolloutSizes, rollout_phases
+from your_ai.memory.estimate_generation import (
+    RolloutSizes,
+    prompts_of_wave,
+    rollout_phases,
+)
 from your_ai.memory.facts import facts_of
 
 pytestmark = pytest.mark.memory
@@ -28,8 +33,10 @@ def estimated(folder: Path, wave: int, sizes: RolloutSizes) -> int:
     return int(max(sum(phase.values()) for phase in phases))
 
 
-def measured(folder: Path, wave: int, sizes: RolloutSizes, streams: bool) -> int:
-    """MLX's peak beyond what is allocated before."""
+def measured(
+    folder: Path, wave: int, sizes: RolloutSizes, streams: bool = False, first: int | None = None
+) -> int:
+    """MLX's peak beyond what is allocated before. first: the most tokens of the first prompt's."""
     network = prepare_for_generation(open_model(folder, mx.float32), streams)
     mx.eval(network.parameters())
     mx.set_cache_limit(0)
@@ -38,6 +45,7 @@ def measured(folder: Path, wave: int, sizes: RolloutSizes, streams: bool) -> int
         RolloutPrompt(rng.integers(3, 700, sizes.prompt_tokens), tuple(range(sizes.group)))
         for _ in groups
     ]
+    prompts[0] = replace(prompts[0], max_new_tokens=first)
     gc.collect()
     mx.clear_cache()
 
@@ -74,13 +82,20 @@ def prompts_in_waves(rows: int, group: int, wave: int) -> int:
     return max(len({row // group for row in rows_of_wave}) for rows_of_wave in waves)
 
 
+@pytest.mark.parametrize(
+    ("wave", "prompt", "new", "group"),
+    [(4, 60, 240, 1), (8, 100, 100, 4), (8, 300, 30, 4), (16, 30, 40, 8)],
+)
+def test_the_peak_where_completions_join_others_is_estimated_within_a_tenth(
+    tmp_path, wave, prompt, new, group
+):
+    folder = make_model(tmp_path / "m", vocab_size=768, **WIDE)
+    sizes = RolloutSizes(prompt_tokens=prompt, new_tokens=new, group=group, rows=4 * wave)
+    found = measured(folder, wave, sizes, first=new // 2)
+    assert found <= estimated(folder, wave, sizes) <= 1.1 * found
+
+
 @given(st.integers(1, 9), st.integers(1, 40))
-def test_the_prompts_of_a_wave_are_counted(tiny_model, group, wave):
+def test_the_prompts_of_a_wave_are_counted(group, wave):
     """In as many rows as it takes for every offset of a wave in a group."""
-    facts = facts_of(tiny_model, 4)
-    sizes = RolloutSizes(prompt_tokens=100, new_tokens=1, group=group, rows=group * wave)
-    one = RolloutSizes(prompt_tokens=100, new_tokens=1, group=1, rows=1)
-    kept, of_one = (
-        rollout_phases(facts, s, w)[0]["KV cache"] for s, w in ((sizes, wave), (one, 1))
-    )
-    assert kept == prompts_in_waves(group * wave, group, wave) * of_one
+    assert prompts_of_wave(wave, group) == prompts_in_waves(group * wave, group, wave)

@@ -25,7 +25,7 @@ from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 
 from your_ai.engine.weights import last_position_only
 from your_ai.memory import allocator
-from your_ai.memory.sizes import PREFILL_TOKENS
+from your_ai.memory.sizes import BATCH_STEP, PREFILL_TOKENS
 
 MOST_CACHED = 128 << 20  # bytes of freed buffers
 TURNS_APART = 8  # tokens until rows join the batch again, which copies its cache
@@ -290,7 +290,7 @@ class Rollouts:
             tokens = row.parts[0].prompt
             if tokens not in self.prompts:
                 self.prompts[tokens] = prefill(self.model, np.array(tokens[:-1]))
-            row.cache, row.read = self.prompts[tokens], len(tokens) - 1
+            row.cache, row.read = list(self.prompts[tokens]), len(tokens) - 1
             if not self.queued or self.queued[0].parts[0].prompt != tokens:
                 del self.prompts[tokens]
             self.ready.append(row)
@@ -324,12 +324,15 @@ class Rollouts:
             for row in joining:
                 row.cache = None
             merged = batched(caches, self.batchable, groups_heads(self.model))
-            del caches
             read(self.model, merged, [unread[row] for row in joining])
-            for mine, theirs in zip(self.cache, merged, strict=True) if self.batch else ():
-                mine.extend(theirs)
-                mx.eval(mine.state)
-            self.cache = self.cache if self.batch else merged
+            if self.batch:
+                for number, layer in enumerate(self.cache):
+                    layer.extend(merged[number])
+                    mx.eval(layer.state)
+                    merged[number] = None
+                allocator.free(collect=False)
+            else:
+                self.cache = merged
             self.batch += joining
 
     def sample(self) -> Iterator[Completion]:
@@ -353,20 +356,11 @@ class Rollouts:
                 (left if row.hear(token) else keep).append(place)
                 part = row.parts[-1]
                 row.read = len(part.prompt) + len(part.tokens) - (following is None)
-            for place in left:
-                yield from self.leave(place)
             if left:
-                self.batch = [self.batch[place] for place in keep]
-            if not self.batch:
-                self.cache = []
-                return
-            if left:
-                chosen = mx.array(keep)
-                for layer in self.cache:
-                    layer.filter(chosen)
-                if following is not None:
-                    keys, following = keys[chosen], following[chosen]
-            if following is None:
+                yield from self.leave(left, keep)
+                if following is not None and keep:
+                    keys, following = keys[mx.array(keep)], following[mx.array(keep)]
+            if following is None or not keep:
                 return
             tokens = following
 
@@ -379,17 +373,36 @@ class Rollouts:
         mx.async_eval(sampled)
         return sampled
 
-    def leave(self, place: int) -> Iterator[Completion]:
-        """End the turn of a row of the batch."""
-        row = self.batch[place]
-        turn = row.end_turn()
-        if self.answering is None:
-            yield row.completion
+    def leave(self, left: Sequence[int], keep: list[int]) -> Iterator[Completion]:
+        """End the turns of rows of the batch, by their places; `keep` are the others."""
+        rows = [self.batch[place] for place in left]
+        self.batch = [self.batch[place] for place in keep]
+        self.cut(rows if self.answering is not None else [], left, keep)
+        for row in rows:
+            turn = row.end_turn()
+            if self.answering is None:
+                yield row.completion
+            else:
+                self.asked[self.answering.ask(row.place, turn, row.stopped)] = row
+
+    def cut(self, rows: Sequence[SampledRow], left: Sequence[int], keep: list[int]) -> None:
+        """Give rows their part of the batch's cache, one layer at a time; keep those of others."""
+        if not self.batchable:  # one row, or none
+            for row in rows:
+                row.cache = self.cache
+            self.cache = []
             return
-        own = [layer.extract(place) for layer in self.cache] if self.batchable else self.cache
-        mx.eval([layer.state for layer in own])
-        row.cache = own
-        self.asked[self.answering.ask(row.place, turn, row.stopped)] = row
+        caches: list[list[Any]] = [[] for _ in rows]
+        for layer in self.cache:
+            for cache, place in zip(caches, left, strict=False):
+                cache.append(layer.extract(place))
+            if keep:
+                layer.filter(mx.array(keep))
+            mx.eval([part.state for part in (*(cache[-1] for cache in caches), layer)])
+        for row, cache in zip(rows, caches, strict=True):
+            row.cache = cache
+        if not keep:
+            self.cache = []
 
 
 def read_together(lengths: Sequence[int]) -> Iterator[list[int]]:
@@ -436,8 +449,16 @@ def read(model: nn.Module, cache: list[Any], texts: Sequence[Sequence[int]]) -> 
 def prefill(model: nn.Module, tokens: np.ndarray) -> list[Any]:
     """mlx-lm's cache of a prompt; it is empty if there are no tokens."""
     cache = make_prompt_cache(model)
+    grow_by(1, cache)
     read(model, cache, [tokens.tolist()])
     return cache
+
+
+def grow_by(tokens: int, cache: list[Any]) -> None:
+    """Let arrays of a cache have room for a multiple of so many tokens, not of mlx-lm's number."""
+    for layer in cache:
+        for part in getattr(layer, "caches", (layer,)):
+            part.step = tokens
 
 
 class GroupedHeads(BatchKVCache):
@@ -461,12 +482,25 @@ def groups_heads(model: nn.Module) -> bool:
 
 
 def batched(caches: list[list[Any]], batchable: bool, grouped: bool = False) -> list[Any]:
-    """One cache for all rows, from a cache for each. grouped: as in `groups_heads`."""
+    """One cache for all rows, from a cache for each, whose layers are taken out one by one.
+
+    grouped: as in `groups_heads`.
+    """
     if not batchable:
         (cache,) = caches
-        return copy.deepcopy(cache)
-    merged = [layers[0].merge(list(layers)) for layers in zip(*caches, strict=True)]
-    for layer in merged if grouped else ():
-        layer.__class__ = GroupedHeads  # `merge` makes plain ones of empty caches in any case
-    mx.eval([c.state for c in merged if not c.empty()])
+        merged = copy.deepcopy(cache)
+        grow_by(BATCH_STEP, merged)
+        return merged
+    merged = []
+    for number, first in enumerate(caches[0]):
+        layer = first.merge([cache[number] for cache in caches])
+        if grouped:
+            layer.__class__ = GroupedHeads  # `merge` makes plain ones of empty caches in any case
+        if not layer.empty():
+            mx.eval(layer.state)
+        for cache in caches:
+            cache[number] = None  # so that no more than a layer is there twice
+        merged.append(layer)
+        del first
+    grow_by(BATCH_STEP, merged)
     return merged

@@ -7,6 +7,7 @@ import math
 from your_ai.memory.facts import BlockFacts, ModelFacts, quantized_matrix_bytes, widest_outputs
 from your_ai.memory.mixer_facts import ATTENTION, MLA, SLIDING
 from your_ai.memory.sizes import (
+    BATCH_STEP,
     CACHE_STEP,
     DEQUANTIZED_SLICE_BYTES,
     HEAD_SLICE_BYTES,
@@ -18,18 +19,19 @@ GENERATION_BYTES = 500_000  # small arrays of generation
 # Arrays that exist together: of the part of a KV cache that grows, of attention scores, of slices
 # of a layer, of the outputs of the widest layer, and of slices of the head.
 GROWN, SCORES, SLICES, WIDE, HEAD_SLICES = 1.7, 1.05, 5.4, 1.5, 2.2
-WAVE_GROWN, LOGITS, DENSE_LOGITS = 1.2, 4.1, 3.1  # the same of a wave, and its logits
+WAVE_GROWN, LOGITS, DENSE_LOGITS = 1.0, 4.1, 3.1  # the same of a wave, and its logits
 GOOD_WAVE = 8  # completions generated together from which the plan matters more than the wave
 
 
-def generation_bytes(facts: ModelFacts, tokens: int) -> int:
-    """Bytes of the KV cache of `tokens`, and of a prompt, PREFILL_TOKENS of it at a time.
+def generation_bytes(facts: ModelFacts, tokens: int, step: int = CACHE_STEP) -> int:
+    """Bytes of the KV cache of `tokens`, which grows by `step`, and of a prompt, PREFILL_TOKENS of
+    it at a time.
 
     The peak is in one of three places: attention over all tokens while the KV cache of a block
     grows, the layers of a block, or a slice of the head.
     """
     number = facts.float_bytes
-    cached = -(-tokens // CACHE_STEP) * CACHE_STEP
+    cached = -(-tokens // step) * step
     of_block = cached * largest_kv_bytes(facts)
     prompt = min(tokens, PREFILL_TOKENS)
     hidden = prompt * facts.hidden * number
@@ -83,14 +85,19 @@ def wave_sizes(rows: int) -> list[list[int]]:
 
 
 def rollout_phases(facts: ModelFacts, sizes: RolloutSizes, wave: int) -> list[dict[str, float]]:
-    """Bytes while the prompts of a wave are read, and while its completions are sampled.
+    """Bytes while prompts are read, and while completions are sampled, at most `wave` together.
 
-    The KV cache of a wave grows by CACHE_STEP tokens. While a block's part grows, both exist.
-    Sampling needs some arrays as large as the logits of the wave, (B, V) in float32.
+    The KV cache of a wave grows by BATCH_STEP tokens. While a block's part grows, both exist.
+    Sampling needs some arrays as large as the logits of the wave, (B, V) in float32. Where there
+    are more completions, prompts are read beside those that are being sampled, and kept until all
+    of their completions have begun.
     """
     per_token = kv_bytes_per_token(facts)
-    prompt_bytes = prompts_of_wave(wave, sizes.group) * sizes.prompt_tokens * per_token
-    tokens = sizes.prompt_tokens + -(-sizes.new_tokens // CACHE_STEP) * CACHE_STEP
+    of_prompt = sizes.prompt_tokens * per_token
+    prompt_bytes = prompts_of_wave(wave, sizes.group) * of_prompt
+    joins = wave < sizes.rows
+    grown = -(-sizes.new_tokens // BATCH_STEP) * BATCH_STEP
+    tokens = sizes.prompt_tokens + (sizes.new_tokens + BATCH_STEP if joins else grown)
     of_block = wave * tokens * largest_kv_bytes(facts)
     matrix = quantized_matrix_bytes(facts)
     layers = SLICES * min(DEQUANTIZED_SLICE_BYTES, matrix)
@@ -102,10 +109,11 @@ def rollout_phases(facts: ModelFacts, sizes: RolloutSizes, wave: int) -> list[di
         logits + HEAD_SLICES * head * facts.head_quantized,
         layers + 4 * wave * widest_outputs(facts) * facts.float_bytes,
     )
-    merged = wave * sizes.prompt_tokens * per_token
-    kept = max(wave * tokens * per_token, prompt_bytes + merged)
-    reading = generation_bytes(facts, sizes.prompt_tokens)
+    waiting = of_prompt * (joins and sizes.group > 1)
+    kept = wave * tokens * per_token + waiting
+    others = joins * (wave - 1) * tokens * per_token
+    reading = generation_bytes(facts, sizes.prompt_tokens, step=1)
     return [
-        {"KV cache": prompt_bytes, "sampling": reading},
+        {"KV cache": max(prompt_bytes, others), "sampling": reading},
         {"KV cache": kept, "sampling": work + GENERATION_BYTES},
     ]

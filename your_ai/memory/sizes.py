@@ -28,6 +28,7 @@ QUANTIZED_BLOCK = 256  # values of an optimizer state in 8 bits that share a sca
 FEWEST_QUANTIZED = 4096  # values of an optimizer state; smaller ones stay in float32
 PREFILL_TOKENS = 256  # tokens of a prompt processed together
 CACHE_STEP = 256  # tokens by which the KV cache of mlx-lm grows
+BATCH_STEP = 32  # the same where rows are sampled together
 # Tokens per chunk of the mixers of nets.mixers.
 DELTA_CHUNK = 64  # gated delta rule, a decay per head
 VECTOR_DELTA_CHUNK = 32  # gated delta rule, a decay per feature
