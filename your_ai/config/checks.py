@@ -39,6 +39,10 @@ NOT_WITH_ROLLOUTS: dict[str, tuple[Any, str]] = {
     "too_long": ("error", "prompts are not shortened; leave long ones out"),
     "best_metric": ("loss", "the best validation is the one with the highest reward"),
 }
+OF_CONVERSATIONS = (
+    "max_turns", "tool_timeout_s", "tool_output_characters", "rewritten_turns", "credit",
+    "discount", "trust_code",
+)  # fmt: skip
 # Settings that do not fit --adapter full, with the only value allowed.
 NOT_WITH_WHOLE: dict[str, tuple[Any, str]] = {
     "use_dora": (False, "it trains the weights themselves; leave one of them out"),
@@ -335,7 +339,31 @@ def check_rollouts(config: TrainConfig) -> None:
             )
     if config.objective == SOFT:
         check_soft(config)
+    check_conversations(config)
     check_sampled(config)
+
+
+def check_conversations(config: TrainConfig) -> None:
+    """Raise UserError for settings that do not fit conversations with environments or tools, or
+    that only these use."""
+    if config.environment and config.tools:
+        raise UserError("--tools: cannot be combined with --environment, which has its own")
+    names = [text.partition("=")[0].strip() for text in config.reward]
+    if "environment" in names and not config.environment:
+        raise UserError("--reward environment: only works with --environment, which gives it")
+    if not config.converses:
+        for name in OF_CONVERSATIONS:
+            if not has_default(config, name):
+                raise UserError(f"{flag(name)}: only works with --environment or --tools")
+        return
+    if config.has_ranks:
+        raise UserError(
+            "--environment and --tools: are not supported with several processes; train with one"
+        )
+    if config.credit == "conversation" and not has_default(config, "discount"):
+        raise UserError("--discount: only works with --credit turn")
+    if config.credit == "turn" and config.advantage == "rloo":
+        raise UserError("--advantage rloo: not supported with --credit turn; use group or dr")
 
 
 def check_sampled(config: TrainConfig) -> None:

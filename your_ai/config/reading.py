@@ -122,6 +122,7 @@ DEMO_PRESETS = {  # by kind of row
     "pairs": "demo-dpo",
     "labels": "demo-kto",
     "prompts": "demo-grpo",
+    "tasks": "demo-tools",
     "rated": "demo-reward",
 }
 

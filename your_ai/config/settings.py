@@ -33,7 +33,7 @@ from your_ai.config.optimizers import OptimizerName
 from your_ai.config.setting import ALWAYS, LARGEST, Bounds, Tool, changeable, setting, settings_of
 
 AUTO_SAMPLES = 3  # of --samples auto
-RowKind = Literal["answers", "pairs", "labels", "prompts", "rated"]
+RowKind = Literal["answers", "pairs", "labels", "prompts", "tasks", "rated"]
 ObjectiveName = Literal[
     "sft", "dpo", "ipo", "simpo", "orpo", "kto", "grpo", "reward", "soft", "distill"
 ]
@@ -515,6 +515,63 @@ class ObjectiveSettings:
     mask_truncated: bool = setting(
         False, "Leave completions out that were cut off at --max-new-tokens.", objectives=(GRPO,)
     )
+    environment: str = setting(
+        "",
+        "Environment that answers the model over several turns: module:Class of yours, or "
+        "verifiers:NAME. See docs/environments.md.",
+        objectives=(GRPO,),
+        agents="code",
+    )
+    tools: tuple[str, ...] = setting(
+        (),
+        "Tools that the model may call, separated by commas: each a module with functions of "
+        "yours, module:function, or python, which runs code in a sandbox.",
+        objectives=(GRPO,),
+        agents="code",
+    )
+    max_turns: int = setting(
+        8,
+        "Turns of the model in a conversation with an environment or tools.",
+        bounds=Bounds(1, 10_000),
+        objectives=(GRPO,),
+    )
+    tool_timeout_s: float = setting(
+        30.0,
+        "Seconds that a call of a tool, or of an environment, may take.",
+        bounds=Bounds(0.01, 86_400),
+        objectives=(GRPO,),
+    )
+    tool_output_characters: int = setting(
+        8192,
+        "Characters of a tool's result; the rest is cut off.",
+        bounds=Bounds(1, 1 << 24),
+        objectives=(GRPO,),
+    )
+    rewritten_turns: Literal["refuse", "split"] = setting(
+        "refuse",
+        "What to do if the chat template changes earlier turns of a conversation, such as their "
+        "reasoning: refuse the model, or train the conversation in parts.",
+        objectives=(GRPO,),
+    )
+    credit: Literal["conversation", "turn"] = setting(
+        "conversation",
+        "What an advantage is of: the whole conversation, or each turn, compared with those that "
+        "began in the same state (GiGPO).",
+        objectives=(GRPO,),
+    )
+    discount: float = setting(
+        1.0,
+        "With --credit turn, how much a reward counts one turn earlier.",
+        bounds=Bounds(0, 1),
+        objectives=(GRPO,),
+    )
+    trust_code: bool = setting(
+        False,
+        "Let the tool python run the model's code where the system has no sandbox.",
+        objectives=(GRPO,),
+        agents="refused",
+        resumes=True,
+    )
     teacher: str = setting(
         "",
         "Teacher of distill, or of sft with --answers-from-teacher: an alias, a folder, a Hugging "
@@ -912,6 +969,11 @@ class TrainConfig(
         return self.generates or self.student_share > 0
 
     @property
+    def converses(self) -> bool:
+        """True if completions are conversations with an environment or tools."""
+        return bool(self.environment or self.tools)
+
+    @property
     def completions_of_prompt(self) -> int:
         """The completions of each prompt, which are compared with each other."""
         return self.rollouts if self.objective == GRPO else 1
@@ -945,6 +1007,8 @@ class TrainConfig(
             REWARD: "rated",
         }
         asks = self.generates or self.answers_from_teacher
+        if self.environment:
+            return "tasks"
         return "prompts" if asks else kinds.get(self.objective, "pairs")
 
     @property
@@ -955,7 +1019,7 @@ class TrainConfig(
     @property
     def measured_kind(self) -> Literal["answers", "chosen"]:
         """The part of the rows that an evaluation takes: of pairs, the chosen answers."""
-        return "answers" if self.row_kind in ("answers", "prompts") else "chosen"
+        return "answers" if self.row_kind in ("answers", "prompts", "tasks") else "chosen"
 
     @property
     def has_first_adapter(self) -> bool:

@@ -17,6 +17,7 @@ ROLES_OF = {
     "pairs": PAIR,
     "labels": ("prompt", "completion", "label"),
     "prompts": ("prompt",),
+    "tasks": ("prompt",),
     "rated": ("prompt", "completion", "score"),
 }
 # Parts of the names that columns of a role often have. The first role that fits a column wins.
@@ -149,7 +150,7 @@ def is_about(name: str, role: str) -> bool:
 
 def roles_of(kind: str, record: Mapping[str, Any]) -> tuple[str, ...]:
     """The roles that a record of this kind probably has."""
-    if kind in ("answers", "prompts"):
+    if kind in ("answers", "prompts", "tasks"):
         lists = [value for value in record.values() if fits_role("messages", value)]
         texts = [name for name in record if fits_role("prompt", record[name])]
         texts = [name for name in texts if not is_about(plain(name), "prompt")]
@@ -216,6 +217,7 @@ def roles_in_words(kind: str) -> str:
         "pairs": "prompt, chosen and rejected, or chosen and rejected",
         "labels": "prompt, completion and label, or prompt, chosen and rejected",
         "prompts": "prompt, or prompt and completion, or messages",
+        "tasks": "prompt, or prompt and completion, or messages",
         "rated": "prompt, chosen and rejected, or prompt, completion and score, or messages and "
         "score",
     }

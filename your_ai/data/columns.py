@@ -87,7 +87,7 @@ class Layout:
     @property
     def prompts(self) -> bool:
         """True if a row needs only a prompt, and keeps all its columns, for rewards."""
-        return self.kind == "prompts"
+        return self.kind in ("prompts", "tasks")
 
     @property
     def asks_texts(self) -> bool:
@@ -238,7 +238,11 @@ def parse_columns(columns: Sequence[str], kind: str = "answers") -> dict[str, st
             raise UserError(f"--columns: names the {role} twice")
         roles[role] = column
     needed = set(roles) - {"system", "weight", "margin"}
-    complete = (*COMPLETE, *COMPLETE_PREFERENCES, *([{"prompt"}] if kind == "prompts" else ()))
+    complete = (
+        *COMPLETE,
+        *COMPLETE_PREFERENCES,
+        *([{"prompt"}] if kind in ("prompts", "tasks") else ()),
+    )
     if roles and needed not in complete:
         if not needed or needed == {"completion"}:
             return roles  # the others are guessed, or --prompt-template makes the prompt
@@ -268,9 +272,9 @@ def guess(
         text = f"{where}: {reason}; {keys}: {listed(record)}; {hint}"
         return UnknownColumns(text, where, record)
 
-    if kind == "prompts":
+    if kind in ("prompts", "tasks"):
         roles = guessed_prompt({**found, "system": by_name.get("system")}, answer_only)
-        if not (roles or answer_only):
+        if not (roles or answer_only or kind == "tasks"):
             raise refused("has no prompt", "keys found")
         return {**roles, **further_input(by_name, roles)}
     if any(name in by_name for name in PAIR):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from your_ai.data.column_hints import columns_option, likely_columns
 from your_ai.data.lines import Fields, fields_of, text_field
-from your_ai.data.prompts import parse_prompts
+from your_ai.data.prompts import parse_prompts, parse_task
 from your_ai.data.rows import (
     FORMATS,
     Chat,
@@ -45,7 +45,7 @@ from your_ai.gates.text import quoted, shortened
 
 # What the rows are: for an objective; or, to measure a model, pairs of which only the chosen
 # answers are used, or rows in any of these forms.
-Kind = Literal["answers", "pairs", "labels", "rated", "prompts", "chosen", "any"]
+Kind = Literal["answers", "pairs", "labels", "rated", "prompts", "tasks", "chosen", "any"]
 PAIR_KEYS = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
 # Columns that may have the question of two texts, the most telling first.
 QUESTIONS = ("messages", "conversations", "history", "context", "input")
@@ -67,6 +67,7 @@ def parser_of(kind: Kind) -> ParseRow:
         "rated": parse_rated,
         "chosen": parse_chosen,
         "prompts": parse_prompts,
+        "tasks": parse_task,
         "any": parse_any,
     }[kind]
 

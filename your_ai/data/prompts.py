@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -79,6 +80,17 @@ def parse_prompts(row: dict[str, Any], where: str) -> Row:
     return Row(where, content, weight)
 
 
+def parse_task(row: dict[str, Any], where: str) -> Row:
+    """Parse a row for an environment, which may have any columns. Without a prompt, it is one
+    itself, as JSON."""
+    if is_prompt_row(row):
+        return parse_prompts(row, where)
+    weight = parse_weight(row, where)
+    fields_of(row).read.update(row)
+    text = json.dumps(row, ensure_ascii=False)
+    return Row(where, Question(text, expected_of(row)), weight)
+
+
 def prompt_of(row: dict[str, Any], where: str) -> Chat | str:
     """The prompt in the column `prompt`, with the row's system prompt, earlier turns and tools."""
     tools, prompt = parse_tools(row, where), row["prompt"]
@@ -140,6 +152,7 @@ class PromptRows:
 
     path: Path
     limit: RowLimit = ROW_LIMIT
+    parse: Callable[[dict[str, Any], str], Row] = parse_prompts
 
     @cached_property
     def index(self) -> PromptIndex:
@@ -176,7 +189,7 @@ class PromptRows:
             line = file.readline(self.limit.row_bytes + 1)
         line = line if offset else line.removeprefix(BYTE_ORDER_MARK)
         content, where = decode_row(line, self.where(index))
-        return content, parse_prompts(content, where)
+        return content, self.parse(content, where)
 
     def where(self, index: int) -> str:
         return f"{self.path}:{self.index.numbers[index]}"

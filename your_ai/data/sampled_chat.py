@@ -85,8 +85,7 @@ class SampledChat:
         """
         index = len(self.messages) - 1
         answer, prompt = self.messages[index], self.text
-        for message in parse_turns([dict(each) for each in messages], "messages", self.where):
-            self.messages.append({**message, "content": self.plain(message["content"])})
+        self.append(messages)
         self.text = self.render(self.messages)
         done = self.encoder.template.render(self.messages, self.tools, self.where)
         is_same, end = done.startswith(prompt) and self.text.startswith(done), 0
@@ -107,6 +106,12 @@ class SampledChat:
         if not self.text[:end].endswith(said):
             raise CannotGoOn(f"the answer ended with {shortened(said)!r}, not as in the template")
         return Heard(self.ids_after(self.text, end))
+
+    def append(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Append messages that are heard. Raises UserError."""
+        given = [dict(each) for each in messages]
+        for message in parse_turns(given, "messages", self.where) if given else ():
+            self.messages.append({**message, "content": self.plain(message["content"])})
 
     def render(self, messages: list[dict[str, Any]]) -> str:
         return self.encoder.template.render(messages, self.tools, self.where, answer_next=True)

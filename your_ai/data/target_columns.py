@@ -40,8 +40,9 @@ COLUMNS: dict[ColumnName, Column] = {
     "ratings": Column(np.float32, "row", is_cached=True),
     # log-probability under the reference model; 0 for tokens that are not trained
     "reference": Column(np.float32, "token"),
-    # of a rollout: how much better the completion is than the others of its group
-    "advantages": Column(np.float32, "row"),
+    # of a rollout: how much better the completion, or this turn of it, is than others of its group;
+    # 0 for tokens that are not trained
+    "advantages": Column(np.float32, "token"),
     # of a rollout: log-probability when it was generated, if the adapters have changed since; 0 for
     # tokens that are not trained
     "old": Column(np.float32, "token"),

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -38,7 +39,7 @@ class RolloutPrompt:
     """A prompt, and the seeds of its completions: one completion for each."""
 
     tokens: np.ndarray
-    """(T,), at least one."""
+    """(T,), at least one; none if `Answering` gives each completion its prompt."""
     seeds: tuple[int, ...]
     """Each from 0 to 2^64 - 1."""
     max_new_tokens: int | None = None
@@ -62,7 +63,7 @@ class Completion:
     spoken: tuple[tuple[int, int], ...] = ()
     """The spans of `tokens` that were sampled; the others are answers."""
     own_prompt: tuple[int, ...] = ()
-    """The tokens before `tokens`, if they are not those of its prompt."""
+    """The tokens before `tokens`, if they are not those of its prompt. Its prompt may have none."""
     more: tuple[Completion, ...] = ()
     """The later parts of a conversation, each with a prompt of its own."""
 
@@ -124,10 +125,13 @@ class Answering(Protocol):
     """Answers the turns of conversations. place: the indices of a prompt and a seed."""
 
     def ask(self, place: tuple[int, int], turn: tuple[int, ...], stopped: bool) -> Future[Any]:
-        """Ask for what follows a turn; returns at once."""
+        """Ask for what follows a turn; returns at once. A turn without tokens asks for a prompt.
+
+        stopped: whether the turn ended with a stop token.
+        """
 
     def reply(self, place: tuple[int, int], found: Future[Any]) -> Reply | None:
-        """Return what follows, or None if nothing does. found: is done."""
+        """Return what follows, or None if nothing does. found: is done. A prompt comes first."""
 
     def waited(self, seconds: float) -> None:
         """Note how long nothing could be sampled because every row waited for an answer."""
@@ -163,7 +167,7 @@ def complete(
 
     rows = [
         SampledRow(
-            (number, sample), seed, [RowPart(tuple(prompt.tokens.tolist()))],
+            (number, sample), seed, parts_of(prompt),
             min(max_new_tokens, prompt.max_new_tokens or max_new_tokens), prompt.ends or by_default,
         )
         for number, prompt in enumerate(prompts)
@@ -190,6 +194,11 @@ class RowPart:
         return [*self.prompt[read:], *self.tokens[max(0, read - before) :]]
 
 
+def parts_of(prompt: RolloutPrompt) -> list[RowPart]:
+    """The parts that its completions begin with."""
+    return [RowPart(tuple(prompt.tokens.tolist()))] if len(prompt.tokens) else []
+
+
 @dataclass(eq=False)
 class SampledRow:
     """A completion that is being sampled."""
@@ -198,7 +207,7 @@ class SampledRow:
     """The indices of its prompt and seed."""
     seed: int
     parts: list[RowPart]
-    """At least one; the last is being sampled."""
+    """The last is being sampled; there is none before there is a prompt."""
     most: int
     """Of this turn, in tokens."""
     ends: Callable[[Sequence[int]], bool]
@@ -211,6 +220,12 @@ class SampledRow:
     cache: list[Any] | None = None
     """Its own, while it is not in the batch."""
     stopped: bool = False
+
+    def __post_init__(self) -> None:
+        self.has_own_prompt = not self.parts
+
+    def may_begin_with(self, prompt: tuple[int, ...]) -> bool:
+        return not self.parts or self.parts[0].prompt == prompt
 
     def hear(self, token: int) -> bool:
         """Append a token that was sampled; return whether the turn is over."""
@@ -241,7 +256,7 @@ class SampledRow:
         first, *more = [
             Completion(
                 *self.place, tuple(part.tokens), self.stopped, tuple(part.spoken),
-                part.prompt if number else (),
+                part.prompt if number or self.has_own_prompt else (),
             )
             for number, part in enumerate(self.parts)
         ]  # fmt: skip
@@ -271,8 +286,8 @@ class Rollouts:
         self.batch: list[SampledRow] = []
         self.cache: list[Any] = []
         """That of the batch."""
-        self.prompts: dict[tuple[int, ...], list[Any]] = {}
-        """The caches of prompts that more rows need, by their tokens."""
+        self.prompt: tuple[tuple[int, ...], list[Any]] = (), []
+        """The last prompt that was read, and its cache."""
 
     def run(self) -> Iterator[Completion]:
         while self.queued or self.asked or self.ready or self.batch:
@@ -283,17 +298,15 @@ class Rollouts:
                 yield from self.sample()
 
     def admit(self) -> None:
-        """Read the prompts of as many rows as there is room for."""
+        """Begin as many rows as there is room for."""
         room = self.at_once - len(self.asked) - len(self.ready) - len(self.batch)
         for _ in range(min(room, len(self.queued))):
             row = self.queued.popleft()
-            tokens = row.parts[0].prompt
-            if tokens not in self.prompts:
-                self.prompts[tokens] = prefill(self.model, np.array(tokens[:-1]))
-            row.cache, row.read = list(self.prompts[tokens]), len(tokens) - 1
-            if not self.queued or self.queued[0].parts[0].prompt != tokens:
-                del self.prompts[tokens]
-            self.ready.append(row)
+            if row.parts:
+                self.ready.append(row)
+            else:
+                assert self.answering is not None
+                self.asked[self.answering.ask(row.place, (), False)] = row
 
     def answered(self) -> Iterator[Completion]:
         """Take the answers that are there; wait for one if there is nothing else to do."""
@@ -317,10 +330,18 @@ class Rollouts:
     def join(self) -> None:
         """Let the rows that are ready read what is new, and join the batch."""
         rows, self.ready = self.ready, []
+        by_prompt = dict[tuple[int, ...], list[SampledRow]]()
+        for row in rows:
+            if row.cache is None:
+                by_prompt.setdefault(row.parts[-1].prompt, []).append(row)
+        for row in chain.from_iterable(by_prompt.values()):
+            self.read_prompt(row)
+        if not (self.queued and self.queued[0].may_begin_with(self.prompt[0])):
+            self.prompt = (), []
         unread = {row: row.parts[-1].unread(row.read)[:-1] for row in rows}
         for group in read_together([len(unread[row]) for row in rows]):
             joining = [rows[place] for place in group]
-            caches = [row.cache or make_prompt_cache(self.model) for row in joining]
+            caches = [row.cache or [] for row in joining]
             for row in joining:
                 row.cache = None
             merged = batched(caches, self.batchable, groups_heads(self.model))
@@ -334,6 +355,14 @@ class Rollouts:
             else:
                 self.cache = merged
             self.batch += joining
+
+    def read_prompt(self, row: SampledRow) -> None:
+        """Give a row the cache of its prompt. Rows with equal prompts share what was read."""
+        tokens = row.parts[-1].prompt
+        if self.prompt[0] != tokens:
+            self.prompt = (), []  # free it first
+            self.prompt = tokens, prefill(self.model, np.array(tokens[:-1]))
+        row.cache, row.read = list(self.prompt[1]), len(tokens) - 1
 
     def sample(self) -> Iterator[Completion]:
         """Sample tokens until rows may join or leave.

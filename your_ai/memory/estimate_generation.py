@@ -95,7 +95,7 @@ def rollout_phases(facts: ModelFacts, sizes: RolloutSizes, wave: int) -> list[di
     per_token = kv_bytes_per_token(facts)
     of_prompt = sizes.prompt_tokens * per_token
     prompt_bytes = prompts_of_wave(wave, sizes.group) * of_prompt
-    joins = wave < sizes.rows
+    joins = wave < sizes.rows or sizes.converses
     grown = -(-sizes.new_tokens // BATCH_STEP) * BATCH_STEP
     tokens = sizes.prompt_tokens + (sizes.new_tokens + BATCH_STEP if joins else grown)
     of_block = wave * tokens * largest_kv_bytes(facts)

@@ -36,6 +36,9 @@ class RolloutSizes:
     """Completions of a prompt."""
     rows: int
     """Completions of a step."""
+    converses: bool = False
+    """Whether they go on after answers, which are read beside the others. Prompt and new tokens
+    then say how long they may become."""
 
 
 class VocabularyArray(NamedTuple):
@@ -453,6 +456,8 @@ def rollout_sizes(config: TrainConfig, prompt_tokens: int) -> RolloutSizes:
     """The completions of each step of a run that generates some."""
     group = config.completions_of_prompt
     rows = group * defaults.rows_per_step(config, rows=0)
+    if config.converses:
+        return RolloutSizes(config.max_seq_length, 1, group, rows, converses=True)
     return RolloutSizes(prompt_tokens, config.max_new_tokens, group, rows)
 
 

@@ -122,6 +122,16 @@ def completion_weights(
     return np.where(counts, weights, 0).astype(np.float32)
 
 
+def discounted(rewards: np.ndarray, discount: float) -> np.ndarray:
+    """(n,) the rewards from each of n turns on, of which each counts `discount` times as much one
+    turn earlier."""
+    found = np.zeros(len(rewards))
+    after = 0.0
+    for turn in reversed(range(len(rewards))):
+        after = found[turn] = rewards[turn] + discount * after
+    return found
+
+
 def advantages_of(rewards: np.ndarray, kind: AdvantageKind) -> np.ndarray:
     """(P, G) float32, how much better each completion is than the others to its prompt.
 

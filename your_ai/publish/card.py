@@ -630,6 +630,7 @@ ROWS = {  # what the rows of the data are, by their kind
     "pairs": "pairs of answers",
     "labels": "answers labeled as good or bad",
     "prompts": "its own completions of prompts",
+    "tasks": "its own conversations with an environment",
     "rated": "answers that were compared or scored",
 }
 OBJECTIVE_NAMES = {

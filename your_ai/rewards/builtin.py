@@ -12,12 +12,12 @@ from typing import Any
 from your_ai.errors import UserError
 from your_ai.gates.text import shown
 from your_ai.gates.untrusted import parse_json
-from your_ai.rewards.names import NEEDS_EXPECTED, WeightedName
+from your_ai.rewards.names import ENVIRONMENT, NEEDS_EXPECTED, WeightedName
 from your_ai.rewards.rollout import Rollout
 
 FENCE = re.compile(r"```[\w+-]*[ \t]*\n(.*)\n?[ \t]*```", re.DOTALL)
 
-TextReward = Callable[[Rollout], float]
+TextReward = Callable[[Rollout], float | None]
 
 
 def exact_match(rollout: Rollout) -> float:
@@ -67,7 +67,13 @@ def contains(text: str) -> TextReward:
     return lambda rollout: float(text in rollout.completion)
 
 
+def environment(rollout: Rollout) -> float | None:
+    """The sum of the rewards that the environment of the conversation gave."""
+    return rollout.earned
+
+
 PLAIN_REWARDS: dict[str, TextReward] = {
+    ENVIRONMENT: environment,
     "exact_match": exact_match,
     "json_valid": json_valid,
     "json_fields": json_fields,

@@ -87,12 +87,7 @@ class RewardFunction:
                 deepcopy(rollout.messages) if in_messages(rollout) else rollout.prompt
                 for rollout in rollouts
             ],
-            "completions": [
-                [{"role": ASSISTANT, "content": rollout.completion}]
-                if in_messages(rollout)
-                else rollout.completion
-                for rollout in rollouts
-            ],
+            "completions": [completion_of(rollout) for rollout in rollouts],
             "messages": [deepcopy(rollout.messages) for rollout in rollouts],
             "expected": [rollout.expected for rollout in rollouts],
             **{name: [deepcopy(r.row.get(name)) for r in rollouts] for name in columns},
@@ -105,6 +100,15 @@ class RewardFunction:
             for name, has_default in self.parameters.items()
             if name in given or not has_default
         }
+
+
+def completion_of(rollout: Rollout) -> str | list[dict[str, Any]]:
+    """A completion as TRL gives it to its functions: a conversation has all its messages."""
+    if rollout.said is not None:
+        return deepcopy(rollout.said)
+    if in_messages(rollout):
+        return [{"role": ASSISTANT, "content": rollout.completion}]
+    return rollout.completion
 
 
 def in_messages(rollout: Rollout) -> bool:

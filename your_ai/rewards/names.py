@@ -11,8 +11,8 @@ from your_ai.config import SOFT, TrainConfig
 from your_ai.errors import UserError
 from your_ai.gates.text import nearest, shown
 
-JUDGE, RUN, FUNCTION = "judge", "run", "function"
-PLAIN = ("exact_match", "json_valid", "json_fields", JUDGE)  # without an argument
+JUDGE, RUN, FUNCTION, ENVIRONMENT = "judge", "run", "function", "environment"
+PLAIN = ("exact_match", "json_valid", "json_fields", JUDGE, ENVIRONMENT)  # without an argument
 WITH_ARGUMENT = {  # with an argument after a colon -> an example of it
     "regex": "regex:[0-9]+",
     "length": "length:200",
@@ -40,12 +40,13 @@ class WeightedName:
 
 
 def reward_texts(config: TrainConfig) -> tuple[str, ...]:
-    """The rewards of a run's completions. With soft, the reward model; others are only shown.
+    """The rewards of a run's completions: by default, those that an environment gives. With soft,
+    the reward model; others are only shown.
 
     Raises UserError if soft has no reward model.
     """
     if config.objective != SOFT:
-        return config.reward
+        return config.reward or ((ENVIRONMENT,) if config.environment else ())
     if not config.reward_model:
         raise UserError("--reward-model is missing: what soft trains against, as run:NAME")
     shown = [f"{parse_reward(text).name}=0" for text in config.reward]

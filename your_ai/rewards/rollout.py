@@ -28,5 +28,10 @@ class Rollout:
     """file:line of the row, for messages."""
     group: int
     """Index of the prompt in the step. The completions of a prompt have the same."""
+    said: list[dict[str, Any]] | None = None
+    """Of a conversation with an environment: its messages after the prompt; `completion` is the
+    last of the model's."""
+    earned: float | None = None
+    """The sum of the rewards that an environment gave; None if it gave none, or failed."""
     ids: tuple[int, ...] = ()
     """The tokens of prompt and completion, as the model read and sampled them."""

@@ -14,7 +14,7 @@ import os
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,41 @@ FOLDER = "rollouts"
 NAME = re.compile(r"step-(\d{6,})\.jsonl\.gz")
 MOST_BYTES = 1 << 30  # of a file, decompressed
 MOST_TOKEN = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class TokenPart:
+    """Tokens of a conversation that the model reads one after the other."""
+
+    prompt: list[int]
+    """At least one."""
+    tokens: list[int]
+    """After it: what the model said, and what it was answered."""
+    spoken: list[list[int]]
+    """[start, end] of each turn of the model in `tokens`, in order, none of them empty."""
+
+
+@dataclass(frozen=True)
+class ConversationRecord:
+    """How a conversation with an environment went."""
+
+    parts: list[TokenPart]
+    """At least one. A new one begins where the chat template changed what was there."""
+    said: list[dict[str, Any]]
+    """Its messages after the prompt."""
+    ended: str
+    """How it ended; DONE: as the environment said."""
+    rewards: list[float | None]
+    """What the environment gave for each turn of the model."""
+    advantages: list[float] | None = None
+    """Of each turn, with --credit turn."""
+    counts: dict[str, float] = field(default_factory=dict)
+    """Numbers that the environment told, summed."""
+
+    @property
+    def turns(self) -> list[int]:
+        """The tokens of each turn of the model."""
+        return [end - start for part in self.parts for start, end in part.spoken]
 
 
 @dataclass(frozen=True)
@@ -45,7 +80,8 @@ class RolloutRecord:
     completion: str
     """The text, without special tokens."""
     tokens: list[int]
-    """As they were sampled, with the stop token if there is one."""
+    """As they were sampled, with the stop token if there is one; of a conversation, those of all
+    turns of the model."""
     stopped: bool
     """Whether it ended by itself, and not at the limit of tokens."""
     rewards: dict[str, float | None]
@@ -60,9 +96,12 @@ class RolloutRecord:
     """Log-probabilities of the tokens when they were sampled, if they are needed later."""
     reference: list[float] | None = None
     """Log-probabilities under the reference, if the loss needs them."""
+    conversation: ConversationRecord | None = None
+    """If it has several turns."""
 
 
-NAMES = {field.name for field in fields(RolloutRecord)}
+DONE = "done"
+NAMES = {each.name for each in fields(RolloutRecord)}
 
 
 def rollout_file(run: Path, step: int) -> Path:
@@ -112,16 +151,20 @@ def read_rollouts(path: Path) -> list[RolloutRecord] | None:
     return found if found and len({kind_of(record) for record in found}) == 1 else None
 
 
-def kind_of(record: RolloutRecord) -> tuple[tuple[str, ...], bool, bool]:
+def kind_of(record: RolloutRecord) -> tuple[Any, ...]:
     """The form that all rollouts of a step share."""
-    return tuple(record.rewards), record.old is None, record.reference is None
+    of_turns = record.conversation and record.conversation.advantages is None
+    return tuple(record.rewards), record.old is None, record.reference is None, of_turns
 
 
 def record_of(content: Any) -> RolloutRecord:
     """A record from JSON. Raises ValueError or TypeError if it is none."""
     if not isinstance(content, dict):
         raise ValueError("not an object")
-    record = RolloutRecord(**{name: value for name, value in content.items() if name in NAMES})
+    known = {name: value for name, value in content.items() if name in NAMES}
+    if known.get("conversation") is not None:
+        known["conversation"] = conversation_of(known["conversation"])
+    record = RolloutRecord(**known)
     if not has_types(record):
         raise ValueError("not a rollout")
     numbers = (record.reward, *record.rewards.values())
@@ -139,6 +182,34 @@ def record_of(content: Any) -> RolloutRecord:
     return record
 
 
+def conversation_of(content: dict[str, Any]) -> ConversationRecord:
+    """A conversation from JSON. Raises ValueError or TypeError if it is none."""
+    parts = [TokenPart(**part) for part in content["parts"]]
+    found = ConversationRecord(**{**content, "parts": parts})
+    for part in parts:
+        if not (part.prompt and are_tokens(part.prompt) and are_tokens(part.tokens)):
+            raise ValueError("not the tokens of a part")
+        last = 0
+        for start, end in part.spoken:
+            if not (type(start) is type(end) is int and last <= start < end <= len(part.tokens)):
+                raise ValueError("not the turns of a part")
+            last = end
+    numbers = [n for n in (*found.rewards, *found.counts.values()) if n is not None]
+    advantages = found.advantages or []
+    known = all(is_number(n) and math.isfinite(n) for n in (*numbers, *advantages))
+    lengths = {len(found.rewards), len(found.turns)} | ({len(advantages)} if advantages else set())
+    texts = isinstance(found.ended, str) and all(isinstance(m, dict) for m in found.said)
+    if not (parts and known and texts and len(lengths) == 1):
+        raise ValueError("not a conversation")
+    return found
+
+
+def are_tokens(values: Any) -> bool:
+    return isinstance(values, list) and all(
+        type(token) is int and 0 <= token <= MOST_TOKEN for token in values
+    )
+
+
 def has_types(record: RolloutRecord) -> bool:
     """Return whether its texts, indices and tokens are such, as JSON does not ensure."""
     texts = [record.where, record.question, record.completion]
@@ -147,10 +218,10 @@ def has_types(record: RolloutRecord) -> bool:
         return False
     if not all(type(index) is int and index >= 0 for index in (record.row, record.sample)):
         return False
-    if not isinstance(record.tokens, list) or not isinstance(record.rewards, dict):
+    found = record.conversation
+    if found is not None and sum(found.turns) != len(record.tokens):
         return False
-    are_tokens = (type(token) is int and 0 <= token <= MOST_TOKEN for token in record.tokens)
-    return len(record.tokens) > 0 and all(are_tokens)
+    return isinstance(record.rewards, dict) and are_tokens(record.tokens) and bool(record.tokens)
 
 
 def missing_in_a_row(run: Path, group: int) -> int:

@@ -25,6 +25,7 @@ from your_ai.run.rollout_files import RolloutRecord
 from your_ai.run.stopping import Stop
 from your_ai.training.rollouts import (
     RolloutSource,
+    completed,
     completion_examples,
     own_batches,
     prompt_of,
@@ -103,8 +104,8 @@ class TaughtSource:
         seen = self.trainer.job.data.seen
         if seen:
             prompts = [prompt_of(seen[split], record.row) for record in records]
-            answers = [answer for _, answer in texts]
-            pairs = list(zip(prompts, answers, strict=True))
+            answers = [tokens[trained] for tokens, trained in texts]
+            pairs = [completed(p, answer) for p, answer in zip(prompts, answers, strict=True)]
             self.teacher.reads(found, completion_examples(pairs, weights, {}), in_step=True)
         return found
 

@@ -239,7 +239,7 @@ def rewards_of(config: TrainConfig, log: events.EventLog, folder: Path) -> Rewar
         return None
     if config.objective == DISTILL:  # nothing but the teacher
         return Rewards((), {})
-    if config.objective == GRPO and not config.reward:
+    if config.objective == GRPO and not reward_texts(config):
         raise UserError("--reward is missing: what a completion earns, e.g. exact_match")
     written = (record.event for record in events.tail(log.path)[0])
     counted_in = (e for e in written if isinstance(e, events.Step | events.Validation))

@@ -31,12 +31,20 @@ from your_ai.memory import allocator
 from your_ai.nets import model
 from your_ai.objectives.grpo import GRPO, advantages_of, completion_weights, spreads_of
 from your_ai.rewards.chosen import Pending, Rewarded
+from your_ai.rewards.names import ENVIRONMENT
 from your_ai.rewards.rollout import Rollout
 from your_ai.rng import derive_seed
 from your_ai.run import checkpoint, events
 from your_ai.run.folder import RunFolder
-from your_ai.run.rollout_files import RolloutRecord, read_rollouts, rollout_file, write_rollouts
+from your_ai.run.rollout_files import (
+    RolloutRecord,
+    TokenPart,
+    read_rollouts,
+    rollout_file,
+    write_rollouts,
+)
 from your_ai.run.stopping import Stop
+from your_ai.training.conversations import CUT_OFF, NO_ROOM, NO_TURNS, Conversations, Task
 from your_ai.training.distributed import Ranks
 from your_ai.training.reference import computed
 from your_ai.training.steps import RewardMeter, StepWork, accumulate
@@ -231,8 +239,11 @@ class RolloutSource:
         ]
         sampler = sampler_of(config.temperature, config.top_p, config.top_k)
         questions = trainer.prompts.get("train")
+        talks = self.conversations("train", rows, first)
+        if talks is not None:
+            prompts = [replace(prompt, tokens=prompt.tokens[:0]) for prompt in prompts]
         if trainer.ranks.size == 1:
-            completions = self.completions(prompts, sampler)
+            completions = self.completions(prompts, sampler, talks)
         else:
             completions = of_all(trainer.ranks, self.own_completions(prompts, sampler))
             if not trainer.ranks.is_first:
@@ -242,13 +253,38 @@ class RolloutSource:
                 self.freed("generate", began)
 
         def finish() -> list[RolloutRecord]:
-            found = self.rewarded(questions, rows, prompts, completions, first + 1)
+            found = self.rewarded(questions, rows, prompts, completions, first + 1, talks)
             totals = np.array([np.nan if r.reward is None else r.reward for r in found])
             advantages = advantages_of(totals.reshape(len(rows), -1), config.advantage)
             advantages = advantages.reshape(-1)
-            return [replace(r, advantage=float(a)) for r, a in zip(found, advantages, strict=True)]
+            found = [replace(r, advantage=float(a)) for r, a in zip(found, advantages, strict=True)]
+            if talks is None or config.credit == "conversation":
+                return found
+            return talks.credited(found, self.environment_weight)
 
         return finish
+
+    def conversations(self, split: str, rows: Sequence[int], step: int) -> Conversations | None:
+        """The conversations of rows of a split; None if completions have one turn. step: from 0,
+        whose number makes the seeds."""
+        if self.trainer.environments is None:
+            return None
+        trainer, prompts = self.trainer, self.trainer.prompts[split]
+        seed = partial(derive_seed, trainer.config.seed, "environment", split, step)
+        tasks = [
+            Task(prompts.read(row)[0], prompts.where(row), seed(row) % (1 << 32)) for row in rows
+        ]
+        assert trainer.environments is not None
+        return Conversations(
+            trainer.environments, Encoder(trainer.tokenizer), trainer.config, tasks
+        )
+
+    @property
+    def environment_weight(self) -> float:
+        """What the rewards of environments count in the total."""
+        assert self.trainer.rewards is not None
+        names = self.trainer.rewards.names
+        return next((each.weight for each in names if each.kind == ENVIRONMENT), 0.0)
 
     def own_completions(
         self, prompts: Sequence[RolloutPrompt], sampler: Sampler
@@ -268,13 +304,15 @@ class RolloutSource:
         prompts: Sequence[RolloutPrompt],
         completions: Iterator[Completion],
         step: int,
+        talks: Conversations | None = None,
     ) -> list[RolloutRecord]:
         """The completions of the prompts of these rows, as they come, with rewards.
 
         The judge grades a group while the next is being generated. The user's functions are
         called once, with all completions. Raises GivenUp.
 
-        questions: None if nothing is known of the prompts but their tokens.
+        questions: None if nothing is known of the prompts but their tokens. talks: the
+        conversations, if completions are such.
         """
         trainer, began = self.trainer, time.perf_counter()
         rewards = trainer.rewards
@@ -293,7 +331,7 @@ class RolloutSource:
                 place = completion.prompt
                 ids = prompts[place].tokens
                 rollouts = [
-                    self.rollout(asked[place], group[sample], place, ids)
+                    self.rollout(asked[place], group[sample], place, ids, talks)
                     for sample in sorted(group)
                 ]
                 pending[place] = rewards.begin(rollouts, step)
@@ -308,10 +346,11 @@ class RolloutSource:
             self.judged[name] = self.judged.get(name, 0.0) + count
         self.freed("reward", began)
         ordered = [(place, group[s]) for place, group in enumerate(groups) for s in sorted(group)]
-        return [
+        found = [
             record_of(rows[place], completion, whole.rollouts[index], result, index)
             for index, (place, completion) in enumerate(ordered)
         ]
+        return found if talks is None else talks.recorded(found, [each for _, each in ordered])
 
     def asked_in(self, prompt: RolloutPrompt) -> dict[str, Any]:
         """The same as `asked_of`, from the tokens of a prompt."""
@@ -325,7 +364,10 @@ class RolloutSource:
             raise GivenUp
 
     def completions(
-        self, prompts: Sequence[RolloutPrompt], sampler: Sampler
+        self,
+        prompts: Sequence[RolloutPrompt],
+        sampler: Sampler,
+        talks: Conversations | None = None,
     ) -> Iterator[Completion]:
         """Generate with the current adapters, and say now and then how far it is."""
         trainer, done, tokens = self.trainer, 0, 0
@@ -345,17 +387,25 @@ class RolloutSource:
         wave = trainer.wave
         tokenizer, new = trainer.tokenizer, trainer.config.max_new_tokens
         stops = tokenizer.eos_token_ids
-        for completion in complete(trainer.model, prompts, sampler, stops, new, wave, progress):
+        found = complete(trainer.model, prompts, sampler, stops, new, wave, progress, talks)
+        for completion in found:
             done += 1
             yield completion
+        if talks is not None:
+            self.seconds["waiting"] = self.seconds.get("waiting", 0.0) + talks.waited_s
 
     def rollout(
-        self, asked: Mapping[str, Any], completion: Completion, group: int, prompt: np.ndarray
+        self,
+        asked: Mapping[str, Any],
+        completion: Completion,
+        group: int,
+        prompt: np.ndarray,
+        talks: Conversations | None,
     ) -> Rollout:
         """A completion as rewards receive it; prompt: its tokens."""
         tokens = completion.tokens[: -1 if completion.stopped else None]
         text = self.trainer.tokenizer.decode(list(tokens), skip_special_tokens=True)
-        return Rollout(
+        found = Rollout(
             completion=text,
             tokens=len(completion.tokens),
             truncated=not completion.stopped,
@@ -363,6 +413,8 @@ class RolloutSource:
             ids=(*prompt.tolist(), *completion.tokens),
             **asked,
         )
+        place = completion.prompt, completion.sample
+        return found if talks is None else talks.rollout(place, found, completion)
 
     def freed(self, phase: str, began: float) -> None:
         """Note the time and the peak of a phase, and free what it left."""
@@ -390,9 +442,12 @@ class RolloutSource:
             for start in range(0, len(rows), trainer.wave):
                 part = slice(start, start + trainer.wave)
                 self.check_stop()
-                completions = self.completions(prompts[part], sampler_of(0))
+                asked, talks = prompts[part], self.conversations(split, rows[part], 0)
+                if talks is not None:
+                    asked = [replace(prompt, tokens=prompt.tokens[:0]) for prompt in asked]
+                completions = self.completions(asked, sampler_of(0), talks)
                 found += self.rewarded(
-                    trainer.prompts[split], rows[part], prompts[part], completions, step
+                    trainer.prompts[split], rows[part], asked, completions, step, talks
                 )
         except GivenUp:
             return None
@@ -438,10 +493,8 @@ class RolloutSource:
         examples = self.examples(records)
         engine, edges = self.trainer.engine, self.edges(examples)
         values = computed(examples, engine, rows_at, lambda _: None, edges)
-        ends = examples.starts[1:]
-        return [
-            values[end - len(r.tokens) : end].tolist() for r, end in zip(records, ends, strict=True)
-        ]
+        ends = np.cumsum([len(record.tokens) for record in records])
+        return [part.tolist() for part in np.split(values[examples.trained], ends[:-1])]
 
     # -- train
 
@@ -452,7 +505,8 @@ class RolloutSource:
         edges, order = self.edges(examples), np.argsort(-examples.lengths, kind="stable")
         every = list(micro_batches(examples, order, rows_at, edges))
         denominator = self.trainer.engine.objective.denominator(every)
-        moves = (examples.weights != 0) & (examples.columns["advantages"] != 0)
+        moves = np.logical_or.reduceat(examples.columns["advantages"] != 0, examples.starts[:-1])
+        moves &= examples.weights != 0
         if not (moves.any() or kl_beta or self.told_no_spread):
             self.told_no_spread = True
             self.log.write(events.Notice(text=NO_SPREAD))
@@ -472,29 +526,42 @@ class RolloutSource:
         trainer, config = self.trainer, self.trainer.config
         data, objective = trainer.schedule.examples, trainer.engine.objective
         assert isinstance(objective, GRPO)
-        lengths = np.array([len(record.tokens) for record in records])
+        texts = self.texts(records)
+        record_of_text = [i for i, r in enumerate(records) for _ in parts_of(r)]
+        lengths = np.array([trained.sum() for _, trained in texts])
         counts = np.array(
             [r.reward is not None and (r.stopped or not config.mask_truncated) for r in records]
-        )
+        )[record_of_text]
         weights = completion_weights(
             lengths, counts, objective.normalization, config.max_new_tokens
         )
-        weights *= data.weights[[r.row for r in records]]
+        weights *= data.weights[[records[i].row for i in record_of_text]]
         columns: dict[ColumnName, np.ndarray] = {
-            "advantages": np.array([r.advantage for r in records], np.float32)
+            "advantages": np.concatenate([token_advantages(r) for r in records])
         }
         if records[0].reference is not None:
             columns["reference"] = np.concatenate([r.reference for r in records])
         if records[0].old is not None:
             columns["old"] = np.concatenate([r.old for r in records])
-        return completion_examples(self.texts(records), weights, columns)
+        return completion_examples(texts, weights, columns)
 
     def texts(
         self, records: Sequence[RolloutRecord], split: str = "train"
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The tokens of the prompts and of their completions."""
+        """The texts of completions, of a conversation with each of its parts: their tokens, and
+        whether each was sampled."""
         data = self.examples_of(split)
-        return [(prompt_of(data, r.row), np.array(r.tokens, np.uint32)) for r in records]
+        found = []
+        for record in records:
+            for part in parts_of(record):
+                prompt = prompt_of(data, record.row) if part is None else np.array(part.prompt)
+                tokens, trained = completed(prompt, record.tokens if part is None else part.tokens)
+                if part is not None:
+                    trained[:] = False
+                    for start, end in part.spoken:
+                        trained[len(prompt) + start : len(prompt) + end] = True
+                found.append((tokens, trained))
+        return found
 
     def examples_of(self, split: str) -> Examples:
         """The rows of a split, which is there."""
@@ -524,6 +591,7 @@ class RolloutSource:
         """The metrics of the rollouts of a step, with the names of TRL."""
         config = self.trainer.config
         found = reward_metrics(records, config.completions_of_prompt)
+        found |= conversation_metrics(records)
         lengths = [len(record.tokens) for record in records]
         found["completions/mean_length"] = float(np.mean(lengths))
         found["completions/clipped_ratio"] = float(np.mean([not r.stopped for r in records]))
@@ -544,6 +612,40 @@ def prompt_of(examples: Examples, row: int) -> np.ndarray:
     return np.array(example.tokens[: before[-1] + 1 if len(before) else None])
 
 
+def completed(prompt: np.ndarray, answer: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of a prompt and its completion, and True for those of the completion."""
+    tokens = np.concatenate([prompt, np.asarray(answer)]).astype(np.uint32)
+    return tokens, np.arange(len(tokens)) >= len(prompt)
+
+
+def parts_of(record: RolloutRecord) -> Sequence[TokenPart | None]:
+    """The parts of a conversation; None for a completion of one turn."""
+    return [None] if record.conversation is None else record.conversation.parts
+
+
+def token_advantages(record: RolloutRecord) -> np.ndarray:
+    """The advantage of each sampled token."""
+    talk = record.conversation
+    if talk is None or talk.advantages is None:
+        return np.full(len(record.tokens), record.advantage, np.float32)
+    return np.repeat(np.array(talk.advantages, np.float32), talk.turns)
+
+
+def conversation_metrics(records: Sequence[RolloutRecord]) -> dict[str, float]:
+    """Means by conversation, of turns and of what environments told, and shares of how they ended;
+    nothing if completions have one turn."""
+    talks = [record.conversation for record in records if record.conversation is not None]
+    if not talks:
+        return {}
+    found = {"conversation/turns": float(np.mean([len(talk.rewards) for talk in talks]))}
+    for name in sorted({name for talk in talks for name in talk.counts}):
+        found[f"conversation/{name}"] = float(np.mean([talk.counts.get(name, 0) for talk in talks]))
+    for why in sorted({talk.ended for talk in talks} & {NO_ROOM, NO_TURNS, CUT_OFF}):
+        share = np.mean([talk.ended == why for talk in talks])
+        found[f"conversation/ended_by{why.replace('-', '_')}"] = float(share)
+    return found
+
+
 def completion_examples(
     texts: Sequence[tuple[np.ndarray, np.ndarray]],
     weights: np.ndarray,
@@ -551,11 +653,11 @@ def completion_examples(
 ) -> Examples:
     """Prompts with their completions, of which only these are trained.
 
-    texts: the tokens of n prompts and of their completions, which have C tokens in all.
+    texts: the tokens of n texts, and whether each is trained, which C are in all.
     weights: (n,). columns: (n,), or (C,) if by token, as of `COLUMNS`.
     """
-    starts = np.cumsum([0, *(len(a) + len(b) for a, b in texts)])
-    trained = np.concatenate([np.arange(len(a) + len(b)) >= len(a) for a, b in texts])
+    starts = np.cumsum([0, *(len(tokens) for tokens, _ in texts)])
+    trained = np.concatenate([trained for _, trained in texts])
 
     def whole(name: ColumnName, values: np.ndarray) -> np.ndarray:
         if COLUMNS[name].per == "row":
@@ -565,7 +667,7 @@ def completion_examples(
         return found
 
     return Examples(
-        tokens=np.concatenate([part for text in texts for part in text]).astype(np.uint32),
+        tokens=np.concatenate([tokens for tokens, _ in texts]).astype(np.uint32),
         trained=trained,
         starts=starts,
         weights=weights.astype(np.float32),
@@ -608,7 +710,7 @@ def record_of(
         expected=rollout.expected,
         completion=rollout.completion,
         tokens=list(completion.tokens),
-        stopped=completion.stopped,
+        stopped=not rollout.truncated,
         rewards={name: values[place] for name, values in rewarded.values.items()},
         reward=rewarded.totals[place],
         reply=rewarded.replies[place],

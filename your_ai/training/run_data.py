@@ -220,7 +220,8 @@ def read_data(
     used = {n: path for n, path in splits.items() if n != "test" or config.exact_match}
     prompts = {}
     if config.generates:  # before the examples, which must be those of the same files
-        prompts = {name: PromptRows(path, limit) for name, path in used.items()}
+        parse = parser_of(config.row_kind)
+        prompts = {name: PromptRows(path, limit, parse) for name, path in used.items()}
         check_unchanged(prompts)
     examples = {
         name: load_split(name, path, config, encoder, files, write) for name, path in used.items()
@@ -341,6 +342,8 @@ def prompts_of_run(
     """
     longest = max(int(found.lengths.max()) for found in examples.values())
     total = longest + config.max_new_tokens
+    if config.converses:  # their prompts are known when they begin
+        total = config.max_seq_length
     if total > config.max_seq_length:
         name = next(n for n, found in examples.items() if found.lengths.max() == longest)
         _, row = prompts[name].read(int(examples[name].lengths.argmax()))
@@ -366,7 +369,7 @@ def prompts_of_run(
         examples=examples,
         samples=samples,
         best_metric=None,
-        lengths=edges[edges >= shortest].tolist(),
+        lengths=edges[edges >= (0 if config.converses else shortest)].tolist(),
         tokens=0,
         answer_tokens=max((both for _, both in rooms), default=0),
         prompts=prompts,

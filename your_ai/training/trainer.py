@@ -33,6 +33,7 @@ from your_ai.engine.prefix import (
 )
 from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import Opened, start_vocabulary
+from your_ai.environments.pool import EnvironmentPool
 from your_ai.errors import UserError
 from your_ai.evaluation.teacher import (
     STATES,
@@ -126,6 +127,8 @@ class Trainer:
     """What a distillation compares its predictions with."""
     rewards: Rewards | None = None
     """What rewards the completions, of a run that generates them."""
+    environments: EnvironmentPool | None = None
+    """What the model talks to, of a run whose completions are conversations."""
     ranks: Ranks = ALONE
 
     @property
@@ -191,7 +194,9 @@ class Trainer:
         return rows_of(self.budget.workload, self.budget.choice.option.plan, tokens)
 
     def close(self) -> None:
-        """Free what waits for others, such as the judge of completions."""
+        """Free what waits for others, such as the judge of completions, and end environments."""
+        if self.environments is not None:
+            self.environments.shutdown()
         if self.rewards is not None:
             self.rewards.close()
 
