@@ -182,7 +182,7 @@ class Answer(NamedTuple):
     reference: mx.array
     old: mx.array | None = None
     """Only of rollouts, like the advantage."""
-    advantage: float = 0.0
+    advantage: mx.array | None = None
     rating: float = 0.0
 
     @property
@@ -313,11 +313,13 @@ def plain_gradients(
             score = hidden[-1:] @ weights[SCORE_WEIGHT].T
             return Answer(score[:, 0], mx.zeros(1), rating=float(columns["ratings"][index]))
         scores = log_softmax(plain_logits(weights, model.args, tokens) / temperature)
-        kept = [columns[name] for name in ("reference", "old") if name in columns]
-        kept = [mx.array(array[examples.starts[index] + at], mx.float64) for array in kept]
-        advantage = float(columns["advantages"][index]) if "advantages" in columns else 0.0
-        old = kept[1] if len(kept) > 1 else None
-        return Answer(scores[mx.array(at - 1), mx.array(tokens[at])], kept[0], old, advantage)
+        places = examples.starts[index] + at
+        names = [name for name in ("reference", "old", "advantages") if name in columns]
+        kept = {name: mx.array(columns[name][places], mx.float64) for name in names}
+        return Answer(
+            scores[mx.array(at - 1), mx.array(tokens[at])],
+            kept["reference"], kept.get("old"), kept.get("advantages"),
+        )  # fmt: skip
 
     def loss(adapters: Arrays) -> mx.array:
         weights = with_adapters(model.weights, scale, adapters)

@@ -208,14 +208,20 @@ def make_examples(objective: str) -> Examples:
         for count in answers:
             texts.append(np.append(prompt, rng.integers(0, VOCABULARY, count)))
             at = np.arange(asked + count)
-            trained.append(at == asked + count - 1 if is_reward(objective) else at >= asked)
+            spoken = at >= asked
+            if isinstance(OBJECTIVES[objective], GRPO):  # a conversation: some of it was heard
+                spoken &= (at - asked) % 5 != 2
+            trained.append(at == asked + count - 1 if is_reward(objective) else spoken)
     tokens = np.concatenate(texts).astype(np.uint32)
     reference = -rng.gamma(4.0, 2.0, len(tokens)).astype(np.float32)
     rollouts: dict[str, np.ndarray] = {}
     if isinstance(OBJECTIVES[objective], GRPO):
         near = rng.normal(-np.log(VOCABULARY), 0.3, (2, len(tokens))).astype(np.float32)
         reference = near[0]
-        rollouts = {"advantages": rng.normal(0.5, 1, len(texts)).astype(np.float32), "old": near[1]}
+        rollouts = {
+            "advantages": rng.normal(0.5, 1, len(tokens)).astype(np.float32),
+            "old": near[1],
+        }
         if objective == "grpo-new":
             del rollouts["old"]
     more = {"labels": np.repeat(LABELS, 2), "reference": reference, **rollouts}

@@ -87,7 +87,7 @@ def examples_of(case: Long) -> Examples:
     near = rng.normal(-np.log(VOCABULARY), 0.3, (2, len(tokens))).astype(np.float32)
     more = {"reference": near[0]}
     if isinstance(OBJECTIVES[case.objective], GRPO):
-        advantages = rng.normal(0.5, 1, case.rows).astype(np.float32)
+        advantages = rng.normal(0.5, 1, len(tokens)).astype(np.float32)
         more |= {"advantages": advantages, "old": near[1]}
     weights = np.repeat([1.0, 2.5, 0.5], 2)[: case.rows].astype(np.float32)
     starts = np.cumsum([0, *map(len, texts)])

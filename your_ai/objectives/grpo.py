@@ -64,6 +64,8 @@ class GRPO:
         is_low = (ratios < low) & (advantages < 0) & real
         is_high = (ratios > high) & (advantages > 0) & real
         slopes = mx.where(is_low | is_high, 0, ratios * advantages)
+        if not self.token_local:  # each token moves the one ratio, whatever its own advantage is
+            slopes = (targets.sum_by_text(mx.where(real, slopes, 0)) / count)[targets.texts]
         metrics = self._metrics(current, real, is_low, is_high)
         if self.kl_beta:
             distance = mx.where(real, targets.columns["reference"], 0) - current

@@ -42,7 +42,7 @@ class TokenPart:
 
 @dataclass(frozen=True)
 class ConversationRecord:
-    """How a conversation with an environment went."""
+    """The course of a conversation with an environment."""
 
     parts: list[TokenPart]
     """At least one. A new one begins where the chat template changed what was there."""

@@ -89,12 +89,13 @@ class SampledConversation:
 
     @property
     def earned(self) -> float | None:
-        """The sum of the rewards; None if there are none, or the environment failed."""
+        """The sum of the rewards; None if the environment failed, or ended it without any."""
         known = [reward for reward in self.rewards if reward is not None]
-        return sum(known) if known and not self.failed else None
+        is_known = not self.failed and (known or self.ended != DONE)
+        return float(sum(known)) if is_known else None
 
     def record(self, completion: Completion) -> ConversationRecord:
-        """What is written of it."""
+        """The form in which it is written."""
         parts = [
             TokenPart(list(part.own_prompt), list(part.tokens), [list(s) for s in part.spoken])
             for part in (completion, *completion.more)
@@ -158,7 +159,7 @@ class Conversations:
         return Reply(tuple(heard.ids.tolist()), room, heard.is_prompt)
 
     def heard(self, own: SampledConversation, seen: Observation) -> Heard | None:
-        """What the model reads after its turn; None if the conversation ends.
+        """The tokens that the model reads after its turn; None if the conversation ends.
 
         Raises EnvironmentFailed, UserError.
         """
@@ -235,7 +236,7 @@ def done(value: Any) -> Future[Any]:
 
 
 def state_of(seen: Observation) -> str:
-    """What an observation shows, to compare states."""
+    """The messages of an observation as one text, to compare states."""
     messages = [dict(each) for each in seen.messages]
     return json.dumps(messages, sort_keys=True, ensure_ascii=False)
 
@@ -286,7 +287,7 @@ def check_begins(
 
 
 def host_options(config: TrainConfig) -> HostOptions:
-    """What the settings choose of an environment or tools."""
+    """The environment or tools that the settings choose, with their limits."""
     return HostOptions(
         environment=config.environment,
         tools=config.tools,

@@ -281,7 +281,7 @@ class RolloutSource:
 
     @property
     def environment_weight(self) -> float:
-        """What the rewards of environments count in the total."""
+        """The weight of the rewards of environments in the total."""
         assert self.trainer.rewards is not None
         names = self.trainer.rewards.names
         return next((each.weight for each in names if each.kind == ENVIRONMENT), 0.0)
