@@ -14,7 +14,7 @@ from your_ai.errors import UserError
 def test_every_option_with_values_separated_by_commas_can_be_repeated():
     lists = {flag(name) for name in FIELDS if is_listed(name)}
     assert lists == {
-        *("--reward", "--report-to", "--data", "--lora-targets", "--columns", "--hosts")
+        *("--reward", "--report-to", "--data", "--lora-targets", "--columns", "--hosts", "--tools")
     }
     lost = []
     for command in ALL:

@@ -260,9 +260,11 @@ def test_conversations_that_are_ended_are_marked(talking, settings, wanted):
     ],
 )
 def test_wrong_settings_are_one_line(capsys, talking, settings, wanted, own_folder):
-    values = {"environment": "shops:Shop", "data": "tasks.jsonl", "model": "demo",
-              "objective": "grpo", "valid": "none", "max_steps": 1, "max_new_tokens": 16,
-              "max_seq_length": 128, "samples": 0, "prompts_per_step": 2, "rollouts": 3}  # fmt: skip
+    values = {
+        "environment": "shops:Shop", "data": "tasks.jsonl", "model": "demo", "objective": "grpo",
+        "valid": "none", "max_steps": 1, "max_new_tokens": 16, "max_seq_length": 128, "samples": 0,
+        "prompts_per_step": 2, "rollouts": 3,
+    }  # fmt: skip
     talking()
     file = own_folder / "settings.yaml"
     file.write_text(yaml.safe_dump({**values, **settings}))

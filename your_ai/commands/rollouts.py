@@ -11,16 +11,17 @@ import typer
 
 from your_ai.commands.options import JsonObject, RunOrNewest
 from your_ai.config import SOFT
+from your_ai.data.turns import ASSISTANT, REASONING, TOOL
 from your_ai.errors import UserError
 from your_ai.gates.console import echo_json, open_console
 from your_ai.gates.text import counted, message_line
-from your_ai.run.rollout_files import by_reward, known_reward
+from your_ai.run.rollout_files import DONE, by_reward, known_reward
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from your_ai.run.folder import RunFolder
-    from your_ai.run.rollout_files import RolloutRecord
+    from your_ai.run.rollout_files import ConversationRecord, RolloutRecord
 
 LIMIT = 10
 INDENT = 4  # cells before a text
@@ -149,12 +150,56 @@ def page_of(group: Sequence[RolloutRecord], with_advantage: bool) -> Iterator[Re
         yield Padding(Text(str(first.expected)), (0, 0, 0, INDENT))
     for record in group:
         yield Text(f"  {facts_of(record, with_advantage)}", style=style_of(record))
-        empty = Text("(empty)", style="dim")
-        text = Text(record.completion) if record.completion.strip() else empty
-        yield Padding(text, (0, 0, 0, INDENT))
+        if record.conversation is None:
+            yield padded(record.completion, INDENT)
+        else:
+            yield from turns_of(record.conversation)
         if record.reply is not None:
             yield Text("    judge", style="dim")
             yield Padding(Text(str(record.reply)), (0, 0, 0, 2 * INDENT))
+
+
+def padded(text: str, cells: int) -> RenderableType:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    shown = Text(text) if text.strip() else Text("(empty)", style="dim")
+    return Padding(shown, (0, 0, 0, cells))
+
+
+def turns_of(talk: ConversationRecord) -> Iterator[RenderableType]:
+    """A conversation, turn by turn: what the model said and called, what it heard, and what the
+    environment gave for it."""
+    from rich.text import Text
+
+    turn = 0
+    for message in talk.said:
+        role, facts = str(message.get("role")), ""
+        if role == ASSISTANT:
+            parts = [counted(talk.turns[turn], "token")]
+            if talk.rewards[turn] is not None:
+                parts.append(f"reward {value_text(talk.rewards[turn])}")
+            if talk.advantages is not None:
+                parts.append(f"advantage {talk.advantages[turn]:+.3g}")
+            facts, turn = f" ({', '.join(parts)})", turn + 1
+        name = f" {message['name']}" if role == TOOL and message.get("name") else ""
+        yield Text(f"    {message_line(role + name)}{facts}", style="dim")
+        calls = [call_text(call) for call in message.get("tool_calls") or ()]
+        said = [str(message.get(key) or "") for key in (*REASONING, "content")]
+        texts = [text for text in (*said, *calls) if text.strip()]
+        yield padded("\n".join(texts), 2 * INDENT)
+    if talk.ended != DONE:
+        yield Text(f"    ended: {message_line(talk.ended)}", style="yellow")
+
+
+def call_text(call: Any) -> str:
+    """A call of a tool as Python would write it."""
+    function = call.get("function") if isinstance(call, dict) else None
+    given = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(given, dict):
+        return str(call)
+    values = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    return f"{function.get('name')}({values})"
 
 
 def facts_of(record: RolloutRecord, with_advantage: bool) -> str:
