@@ -319,8 +319,8 @@ def refusals(model: str, sampler: str) -> Iterator[tuple[str, Any, tuple[int, ..
         "seq_id": [0, -1, 1 << 60, HUGE, 1.5, "1", True, None],
         "model_id": [*NO_IDS, 3, None, "unknown:train:0"],
         "adam_params": [3, None, [], {"learning_rate": -1}, {"learning_rate": "1"},
-                        {"beta1": 1}, {"beta2": 2}, {"eps": 0}, {"eps": HUGE},
-                        {"weight_decay": -HUGE}, {"grad_clip_norm": True}],
+                        {"beta1": 1}, {"beta2": 2}, {"beta2": 0.99999999}, {"eps": 0},
+                        {"eps": HUGE}, {"weight_decay": -HUGE}, {"grad_clip_norm": True}],
     }.items():  # fmt: skip
         for value in values:
             yield "optim_step", {**own, "adam_params": ADAM, name: value}, (422,)
@@ -345,6 +345,7 @@ def refusals(model: str, sampler: str) -> Iterator[tuple[str, Any, tuple[int, ..
     for params in (
         3, None, {"max_tokens": 0}, {"max_tokens": 127}, {"max_tokens": HUGE}, {"stop": 3},
         {"stop": {"a": 1}}, {"stop": [""]}, {"stop": [1.5]}, {"stop": [True]}, {"stop": ""},
+        {"stop": "\ud800"}, {"stop": ["a", "\udfff"]},
         {"stop": ["a"] * 65}, {"stop": "a" * 1001}, {"temperature": -1}, {"temperature": HUGE},
         {"top_p": 0}, {"top_p": 2}, {"top_k": -2}, {"top_k": 1.5}, {"seed": -1}, {"seed": HUGE},
     ):  # fmt: skip

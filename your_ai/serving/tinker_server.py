@@ -331,7 +331,7 @@ class Service:
         adam = Adam(
             learning_rate=given.number("learning_rate", 0, 1e3, 1e-4),
             beta1=given.number("beta1", 0, 0.999999, 0.9),
-            beta2=given.number("beta2", 0, 0.99999999, 0.95),
+            beta2=given.number("beta2", 0, 0.999999, 0.95),
             eps=given.number("eps", 1e-30, 1, 1e-12),
             weight_decay=given.number("weight_decay", 0, 1e3, 0.0),
             grad_clip_norm=given.number("grad_clip_norm", 0, 1e30, 0.0),
@@ -737,6 +737,7 @@ def stops_of(given: RequestFields) -> tuple[Any, ...] | None:
             raise ValueError(
                 f"stop: give texts of 1 to {admission.STOP_CHARACTERS} characters, or token ids"
             )
+    admission.check_values({"stop": stops})  # what fails later fails the samples of others, too
     return tuple(stops)
 
 
