@@ -7,6 +7,7 @@ import os
 import queue
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from your_ai.training.optimizer_states import SpilledStates
 from your_ai.training.outside import Outside, outside_config
 from your_ai.training.outside_models import (
     BASE,
+    GRADIENTS,
     PARKED_ADAPTERS,
     Adam,
     LoraShape,
@@ -393,6 +395,28 @@ def test_gradients_that_wait_are_not_in_memory_beside_completions(outside):
     assert not loops.base.bench.gradients.sizes()
     wanted = loops.update(undisturbed, FAST)["grad_norm"]
     assert loops.update(made, FAST)["grad_norm"] == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_gradients_that_cannot_be_put_away_are_kept(outside, monkeypatch, disk):
+    """The disk is full when another model wants its turn."""
+    loops = outside(plan="staged" if disk else "fused", spill=disk)
+    first, other = (loops.create(SHAPE, RUNS / name) for name in "ab")
+    loops.add_gradients(other, TEXTS, "ppo")
+    wanted = loops.update(other, FAST)["grad_norm"]
+    loops.add_gradients(first, TEXTS, "ppo")
+    save = checkpoint.save_arrays
+
+    def full(path: Path, arrays: Any) -> None:
+        if path.name == GRADIENTS.format(3):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(path, arrays)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "save_arrays", full)
+        with pytest.raises(RunError, match="No space left"):
+            loops.add_gradients(other, TEXTS, "ppo")
+    assert loops.update(first, FAST)["grad_norm"] == pytest.approx(wanted, rel=1e-6)
 
 
 def test_the_policy_frees_memory_after_steps(outside):

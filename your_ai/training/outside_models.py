@@ -342,8 +342,12 @@ def first_states(
 
 
 def save_gradient(gradients: Gradients, name: str, path: Path) -> None:
-    """Move a gradient to a file."""
-    checkpoint.save_arrays(path, gradients.take([name]))
+    """Copy a gradient to a file: until all are there, none may be lost."""
+    arrays = gradients.take([name])
+    try:
+        checkpoint.save_arrays(path, arrays)
+    finally:
+        gradients.add(arrays)
 
 
 def without_effect(network: Any) -> dict[str, mx.array]:
