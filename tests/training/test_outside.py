@@ -504,6 +504,22 @@ def test_events_show_a_loop_as_a_run(outside):
     assert (RUNS / "a" / "adapter" / checkpoint.ADAPTERS).is_file()
 
 
+def test_a_step_that_cannot_be_recorded_is_done(outside, monkeypatch, capsys):
+    """Its loop must not take it for one that changed nothing."""
+    loops = outside()
+    made = loops.create(SHAPE, RUNS / "a")
+    before = adapters(loops)
+    loops.add_gradients(made, TEXTS, "ppo")
+
+    def full(_: events.Event) -> None:
+        raise RunError("events.jsonl: cannot be written (No space left on device)")
+
+    monkeypatch.setattr(made.log, "write", full)
+    assert loops.update(made, FAST)["grad_norm"] > 0
+    assert distance(adapters(loops), before) > 0
+    assert capsys.readouterr().err.count("No space left") == 1
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [

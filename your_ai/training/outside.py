@@ -26,7 +26,7 @@ from your_ai.data.batches import Batch
 from your_ai.engine.measure_costs import measure_costs
 from your_ai.engine.reload import reload_adapted
 from your_ai.engine.weights import Opened, open_model
-from your_ai.errors import UserError
+from your_ai.errors import RunError, UserError
 from your_ai.export import peft
 from your_ai.files import atomic_folder
 from your_ai.gates.console import echo_error
@@ -357,7 +357,10 @@ class Outside:
         bench.gradients.clear()
         mx.synchronize()
         of.step += 1
-        self.write_step(of, adam, norm, time.perf_counter() - began, bench)
+        try:
+            self.write_step(of, adam, norm, time.perf_counter() - began, bench)
+        except RunError as error:  # a full disk; the step is done, and its loop must know
+            echo_error(f"warning: {error}")
         return {"grad_norm": norm}
 
     def write_step(
