@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conftest import events_of, flip, make_model, train
+from tests.conftest import TINY, events_of, flip, make_model, train
 from your_ai.config.requests import TinkerRequest
 from your_ai.engine.gradients import SpilledGradients
 from your_ai.errors import RunError, UserError
@@ -657,6 +657,21 @@ def test_completions_end_when_the_server_stops(outside):
         loops.sampled(made, prompts, sampler_of(1.0), [0], 9)
     loops.end(made)
     assert distance(adapters(loops), before) == 0
+
+
+def test_what_was_saved_of_another_base_is_refused(outside, tmp_path):
+    """Of the same shapes, so that nothing else tells."""
+    loops = outside(model=str(make_model(tmp_path / "other", seed=5, **TINY)))
+    saved = RUNS / "a" / "weights" / "one"
+    loops.base.save(loops.create(SHAPE, RUNS / "a"), saved)
+    again = outside()
+    made = again.create(SHAPE, RUNS / "b")
+    before = adapters(again)
+    with pytest.raises(UserError, match="different model"):
+        again.base.load(made, saved, with_optimizer=True)
+    with pytest.raises(UserError, match="different model"):
+        again.log_probabilities(SavedAdapters.at(saved), TEXTS)
+    assert distance(adapters(again), before) == 0
 
 
 @pytest.mark.parametrize("name", ["optimizer.safetensors", checkpoint.ADAPTERS])

@@ -24,11 +24,13 @@ from your_ai.engine.gradients import Gradients, gradients_in
 from your_ai.engine.weights import Opened, open_model, start_vocabulary
 from your_ai.errors import UserError
 from your_ai.files import read_text
+from your_ai.hub.find import fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.plan import Budget
 from your_ai.nets import model
 from your_ai.nets.mlx_types import load_arrays
 from your_ai.nets.numerics import compute_dtype
+from your_ai.nets.saved_adapter import base_files, check_files, read_adapter
 from your_ai.nets.vocabulary import vocabulary_layers
 from your_ai.objectives.outside import OUTSIDE
 from your_ai.run import checkpoint, events
@@ -173,6 +175,7 @@ class SharedBase:
     def __init__(self, folder: Path, config: TrainConfig, budget: Budget) -> None:
         """budget: holds for the shapes of all models."""
         self.folder, self.config, self.budget = folder, config, budget
+        self.files = base_files(fingerprint(folder))
         self.bench: Bench | None = None
         self.adapters_of: Asked | None = None
         self.states_of: OutsideModel | None = None
@@ -209,7 +212,7 @@ class SharedBase:
         if isinstance(wanted, OutsideModel):
             shape, folder = wanted.shape, wanted.folder / PARKED_ADAPTERS
         elif wanted != BASE:
-            check_intact(wanted.folder)
+            self.check(wanted.folder)
             shape, folder = shape_in(wanted.folder), wanted.folder
         else:
             usual = LoraShape(int(self.config.lora_rank), 0)
@@ -233,6 +236,7 @@ class SharedBase:
         opened = open_model(self.folder, compute_dtype(self.config.dtype))
         config = shape.config(self.config, opened.network)
         adapters = model.add_adapters(opened.network, config)
+        adapters = replace(adapters, config={**adapters.config, "base_files": self.files})
         start_vocabulary(opened, {})
         plan = self.budget.choice.option.plan
         RUNS.mkdir(exist_ok=True)
@@ -320,11 +324,18 @@ class SharedBase:
             arrays[OPTIMIZER] = self.optimizer_file()
         self.write(target, of, arrays)
 
+    def check(self, folder: Path, *, with_optimizer: bool = False) -> None:
+        """Raise UserError if what was saved in a folder is damaged, or of another base."""
+        files = (checkpoint.ADAPTERS, checkpoint.ADAPTER_CONFIG, SHAPE)
+        if (fault := checkpoint.fault(folder, files + (OPTIMIZER,) * with_optimizer)) is not None:
+            raise UserError(fault)
+        check_files(read_adapter(folder), self.files, self.folder)
+
     def load(self, into: OutsideModel, folder: Path, *, with_optimizer: bool) -> None:
         """Give a model what was saved in `folder`. Raises UserError if it has another shape."""
         if with_optimizer and not (folder / OPTIMIZER).is_file():
             raise UserError(f"{folder}: was saved for samplers, without an optimizer")
-        check_intact(folder, with_optimizer=with_optimizer)
+        self.check(folder, with_optimizer=with_optimizer)
         bench = self.train(into)
         model.set_adapters(bench.opened.network, checkpoint.load_adapters(folder))
         bench.gradients.clear()
@@ -354,13 +365,6 @@ def without_effect(network: Any) -> dict[str, mx.array]:
     """Adapters that add nothing."""
     arrays = model.adapter_arrays(network)
     return {n: mx.zeros_like(a) if "lora_b" in n else a for n, a in arrays.items()}
-
-
-def check_intact(folder: Path, *, with_optimizer: bool = False) -> None:
-    """Raise UserError if what was saved in a folder is damaged."""
-    files = (checkpoint.ADAPTERS, checkpoint.ADAPTER_CONFIG, SHAPE)
-    if (fault := checkpoint.fault(folder, files + (OPTIMIZER,) * with_optimizer)) is not None:
-        raise UserError(fault)
 
 
 def about_of(folder: Path) -> dict[str, Any]:
