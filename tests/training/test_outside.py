@@ -537,6 +537,47 @@ def test_a_text_that_cannot_be_trained_is_refused_before_any_gradient(outside, g
         loops.update(made, FAST)
 
 
+@pytest.mark.parametrize(
+    "adam",
+    [
+        Adam(learning_rate=0),
+        Adam(learning_rate=1e3, beta1=0, beta2=0, eps=1e-30, weight_decay=1e3, grad_clip_norm=1e30),
+        Adam(beta1=0.999999, beta2=0.999999, eps=1, grad_clip_norm=1e-30),
+    ],
+    ids=["a rate of 0", "large", "small"],
+)
+def test_a_step_may_have_all_settings_that_the_server_takes(outside, adam):
+    """A rate of 0 is that of the first step of a warmup, and of the last of a decay."""
+    loops = outside()
+    made = loops.create(SHAPE, RUNS / "a")
+    before = adapters(loops)
+    loops.add_gradients(made, TEXTS, "ppo")
+    assert loops.update(made, adam)["grad_norm"] > 0
+    after = adapters(loops)
+    assert all(np.isfinite(array).all() for array in after.values())
+    is_same = all(np.array_equal(after[name], before[name]) for name in before)
+    assert is_same == (adam.learning_rate == 0)
+
+
+def test_a_step_that_fails_leaves_no_gradients_to_the_next(outside, monkeypatch):
+    loops = outside()
+    made = loops.create(SHAPE, RUNS / "a")
+    loops.add_gradients(made, TEXTS, "ppo")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loops, "update_of", lambda *_: fail)
+        with pytest.raises(RuntimeError):
+            loops.update(made, FAST)
+    loops.add_gradients(made, TEXTS, "ppo")
+    norm = loops.update(made, FAST)["grad_norm"]
+    other = loops.create(SHAPE, RUNS / "b")
+    loops.add_gradients(other, TEXTS, "ppo")
+    assert loops.update(other, FAST)["grad_norm"] == pytest.approx(norm, rel=1e-6)
+
+
 def test_gradients_that_are_not_finite_change_nothing(outside):
     loops = outside()
     made = loops.create(SHAPE, RUNS / "a")

@@ -347,14 +347,16 @@ class Outside:
             raise UserError("optim_step: there are no gradients; call forward_backward first")
         norm = float(optimizer.global_norm(bench.gradients))
         of.has_gradients = False
-        if not np.isfinite(norm):
+        try:
+            if not np.isfinite(norm):
+                raise UserError(
+                    f"optim_step: the gradient norm is {norm}; the step changed nothing"
+                )
+            factor = optimizer.clip_factor(norm, adam.grad_clip_norm)
+            update = self.update_of(bench, adam)
+            update(bench.gradients, factor, adam.learning_rate)
+        finally:
             bench.gradients.clear()
-            raise UserError(f"optim_step: the gradient norm is {norm}; the step changed nothing")
-        update = self.update_of(bench, adam)
-        update(
-            bench.gradients, optimizer.clip_factor(norm, adam.grad_clip_norm), adam.learning_rate
-        )
-        bench.gradients.clear()
         mx.synchronize()
         of.step += 1
         try:

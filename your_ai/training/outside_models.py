@@ -57,10 +57,10 @@ class Adam:
     grad_clip_norm: float = 0.0
 
     def config(self, config: TrainConfig) -> TrainConfig:
+        """The settings of the optimizer, whose rate each update has."""
         return replace(
-            config, optimizer="adamw", learning_rate=self.learning_rate, adam_beta1=self.beta1,
-            adam_beta2=self.beta2, adam_epsilon=self.eps, weight_decay=self.weight_decay,
-            adam_bias_correction=True,
+            config, optimizer="adamw", adam_beta1=self.beta1, adam_beta2=self.beta2,
+            adam_epsilon=self.eps, weight_decay=self.weight_decay, adam_bias_correction=True,
         )  # fmt: skip
 
 
