@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.conftest import TINY, events_of, flip, make_model, train
@@ -502,6 +503,18 @@ def test_events_show_a_loop_as_a_run(outside):
     (event,) = events_of(RunFolder(RUNS / "a"), events.Step)
     assert event.trained_tokens == sum(len(t.targets) for t in TEXTS)
     assert (RUNS / "a" / "adapter" / checkpoint.ADAPTERS).is_file()
+
+
+def test_models_keep_no_files_open(outside):
+    """A server has any number of them, and macOS allows a process 256 files."""
+    loops = outside()
+    models = [loops.create(SHAPE, RUNS / "a0")]
+    step(loops, models[0])
+    before = psutil.Process().num_fds()
+    models += [loops.create(SHAPE, RUNS / f"a{number}") for number in range(1, 4)]
+    for model in models:
+        step(loops, model)
+    assert psutil.Process().num_fds() == before
 
 
 def test_a_step_that_cannot_be_recorded_is_done(outside, monkeypatch, capsys):

@@ -60,6 +60,7 @@ from your_ai.training.outside_models import (
     Bench,
     Done,
     LoraShape,
+    OutsideLog,
     OutsideModel,
     SharedBase,
 )
@@ -194,9 +195,9 @@ class Outside:
     def create(self, shape: LoraShape, folder: Path) -> OutsideModel:
         """A new model whose run is in `folder`. Raises UserError."""
         bench = self.base.begin(shape)
-        with creating(folder.name, self.settings_of(bench.config, folder.name, shape)) as run:
-            log = events.EventLog(run.events)
-        made = OutsideModel(shape, folder, log)
+        with creating(folder.name, self.settings_of(bench.config, folder.name, shape)):
+            pass
+        made = OutsideModel(shape, folder, OutsideLog(RunFolder(folder).events))
         self.base.adapters_of = self.base.states_of = made
         write_plan(self.budget, self.config, made.log)
         arrays = model.adapter_arrays(bench.opened.network)

@@ -6,6 +6,7 @@ one. A sampler takes the place of the adapters alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -113,6 +114,18 @@ class Done:
     seconds: float = 0.0
 
 
+class OutsideLog(events.EventLog):
+    """The events of a model. Their file is open only while one is written, as models are many."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.close()
+
+    def write(self, event: events.Event) -> None:
+        with contextlib.closing(events.EventLog(self.path)) as log:
+            log.write(event)
+
+
 @dataclass(eq=False)
 class OutsideModel:
     """A model of a loop: its adapters, and the state of its optimizer. It is a run, too, whose
@@ -121,7 +134,7 @@ class OutsideModel:
     shape: LoraShape
     folder: Path
     """Its run."""
-    log: events.EventLog
+    log: OutsideLog
     step: int = 0
     has_gradients: bool = False
     done: Done = field(default_factory=Done)
