@@ -61,8 +61,9 @@ def test_draws_are_as_frequent_as_they_are_likely(network, scores, temperature):
         assert np.abs(counts - shares).max() < 5 * np.sqrt(0.25 / len(ids))
 
 
-def test_without_temperature_the_most_likely_is_drawn(network, scores):
-    found = likely(network, TOKENS, 1, 8, drawn(3, 1, 0.0))
+@pytest.mark.parametrize("temperature", [0.0, 1e-300, 1e-39, 1e-30])
+def test_without_temperature_the_most_likely_is_drawn(network, scores, temperature):
+    found = likely(network, TOKENS, 1, 8, drawn(3, 1, temperature))
     assert (found.ids == scores.argmax(-1)[:, None]).all()
 
 

@@ -298,6 +298,14 @@ def kept_by(logits: np.ndarray, top_p: float, top_k: int) -> set[int]:
     return {int(token) for token, share in zip(order, before, strict=True) if share < top_p}
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-39, 1e-30, 1e-5])
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.8, 3)])
+def test_the_smallest_temperatures_take_the_most_likely_token(temperature, top_p, top_k):
+    logits = np.random.default_rng(3).normal(size=SIZE) * 20
+    found = sampled(logits, sampler_of(temperature, top_p, top_k))
+    assert found[logits.argmax()] == 1
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.8, 0), (1.0, 4), (0.7, 5)])
 def test_tokens_are_drawn_from_the_softmax(temperature, top_p, top_k):

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -248,6 +249,25 @@ def test_unloaded_models_end_their_jobs_and_leave_their_adapters(server):
     assert isinstance(events_of(run)[-1], events.Finished)
 
 
+def test_a_model_whose_adapter_cannot_be_written_is_not_lost(server):
+    """It can be unloaded once there is room."""
+    session = server.session()
+    model = server.model(session)
+    run = RunFolder(server.folder / "runs" / model.replace(":", "-"))
+    aside = run.path.rename(run.path.with_name("aside"))
+    run.path.touch()
+    for _ in range(2):
+        assert server.ask("POST", f"sessions/{session}/finish") == (200, {})
+        assert "adapter" in server.result("unload_model", {"model_id": model})["error"]
+    run.path.unlink()
+    aside.rename(run.path)
+    assert gradients_of(server.result("forward_backward", gradients_body(model, 1))).metrics
+    for _ in range(2):
+        assert server.result("unload_model", {"model_id": model}).get("model_id") == model
+    assert (run.adapter / checkpoint.ADAPTERS).is_file()
+    assert isinstance(events_of(run)[-1], events.Finished)
+
+
 def test_a_session_that_ends_ends_its_models(server):
     session = server.session()
     created = server.good("create_model", model_body(session))
@@ -319,8 +339,8 @@ def refusals(model: str, sampler: str) -> Iterator[tuple[str, Any, tuple[int, ..
         "seq_id": [0, -1, 1 << 60, HUGE, 1.5, "1", True, None],
         "model_id": [*NO_IDS, 3, None, "unknown:train:0"],
         "adam_params": [3, None, [], {"learning_rate": -1}, {"learning_rate": "1"},
-                        {"beta1": 1}, {"beta2": 2}, {"eps": 0}, {"eps": HUGE},
-                        {"weight_decay": -HUGE}, {"grad_clip_norm": True}],
+                        {"beta1": 1}, {"beta2": 2}, {"beta2": 0.99999999}, {"eps": 0},
+                        {"eps": HUGE}, {"weight_decay": -HUGE}, {"grad_clip_norm": True}],
     }.items():  # fmt: skip
         for value in values:
             yield "optim_step", {**own, "adam_params": ADAM, name: value}, (422,)
@@ -345,6 +365,7 @@ def refusals(model: str, sampler: str) -> Iterator[tuple[str, Any, tuple[int, ..
     for params in (
         3, None, {"max_tokens": 0}, {"max_tokens": 127}, {"max_tokens": HUGE}, {"stop": 3},
         {"stop": {"a": 1}}, {"stop": [""]}, {"stop": [1.5]}, {"stop": [True]}, {"stop": ""},
+        {"stop": "\ud800"}, {"stop": ["a", "\udfff"]},
         {"stop": ["a"] * 65}, {"stop": "a" * 1001}, {"temperature": -1}, {"temperature": HUGE},
         {"top_p": 0}, {"top_p": 2}, {"top_k": -2}, {"top_k": 1.5}, {"seed": -1}, {"seed": HUGE},
     ):  # fmt: skip
@@ -520,6 +541,20 @@ def test_saved_models_are_listed_copied_and_deleted(server):
     assert server.ask("DELETE", f"training_runs/{model}/checkpoints/weights/a") == (200, {})
     assert server.get(f"training_runs/{model}/checkpoints")[1]["checkpoints"] == []
     assert server.get("training_runs?limit=1000")[0] == 200
+
+
+def test_a_damaged_saved_model_can_be_deleted(server):
+    model = server.model()
+    server.result("save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
+    run = server.folder / "runs" / model.replace(":", "-")
+    (run / "weights" / "a" / "model.json").write_text("{")
+    (run / "weights" / "link").symlink_to(run)
+    place = f"training_runs/{model}/checkpoints/weights"
+    assert server.ask("DELETE", f"{place}/a") == (200, {})
+    assert [path.name for path in (run / "weights").iterdir()] == ["link"]
+    for name in ("a", "link"):
+        assert server.ask("DELETE", f"{place}/{name}")[0] == 422
+    assert (run / "config.yaml").is_file()
 
 
 def test_a_damaged_or_foreign_run_does_not_hide_the_others(server):
@@ -765,6 +800,19 @@ def test_others_need_the_token(tmp_path, tiny_model):
             for wrong in (target[:-1] + end, target.partition("?")[0],
                           target.replace("until=", "until=9")):  # fmt: skip
                 assert server.get(wrong)[0] == 401
+
+
+def test_a_model_whose_files_are_lost_does_not_take_others_with_it(tmp_path, tiny_model):
+    with served(tmp_path, tiny_model) as server:
+        session = server.session()
+        models = [server.model(session, number) for number in range(3)]
+        runs = [RunFolder(tmp_path / "runs" / model.replace(":", "-")) for model in models]
+        shutil.rmtree(runs[0].path / "parked")
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(30) == 1
+        assert "Traceback" not in server.log.read_text()
+    written = [(run.adapter / checkpoint.ADAPTERS).is_file() for run in runs]
+    assert written == [False, True, True]
 
 
 @pytest.mark.parametrize("kind", ["samples", "gradients"])

@@ -7,12 +7,14 @@ import os
 import queue
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
-from tests.conftest import events_of, flip, make_model, train
+from tests.conftest import TINY, events_of, flip, make_model, train
 from your_ai.config.requests import TinkerRequest
 from your_ai.engine.gradients import SpilledGradients
 from your_ai.errors import RunError, UserError
@@ -30,6 +32,7 @@ from your_ai.training.optimizer_states import SpilledStates
 from your_ai.training.outside import Outside, outside_config
 from your_ai.training.outside_models import (
     BASE,
+    GRADIENTS,
     PARKED_ADAPTERS,
     Adam,
     LoraShape,
@@ -395,6 +398,28 @@ def test_gradients_that_wait_are_not_in_memory_beside_completions(outside):
     assert loops.update(made, FAST)["grad_norm"] == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.parametrize("disk", [False, True])
+def test_gradients_that_cannot_be_put_away_are_kept(outside, monkeypatch, disk):
+    """The disk is full when another model wants its turn."""
+    loops = outside(plan="staged" if disk else "fused", spill=disk)
+    first, other = (loops.create(SHAPE, RUNS / name) for name in "ab")
+    loops.add_gradients(other, TEXTS, "ppo")
+    wanted = loops.update(other, FAST)["grad_norm"]
+    loops.add_gradients(first, TEXTS, "ppo")
+    save = checkpoint.save_arrays
+
+    def full(path: Path, arrays: Any) -> None:
+        if path.name == GRADIENTS.format(3):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(path, arrays)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "save_arrays", full)
+        with pytest.raises(RunError, match="No space left"):
+            loops.add_gradients(other, TEXTS, "ppo")
+    assert loops.update(first, FAST)["grad_norm"] == pytest.approx(wanted, rel=1e-6)
+
+
 def test_the_policy_frees_memory_after_steps(outside):
     """The training goes on as before."""
     loops = outside()
@@ -480,6 +505,34 @@ def test_events_show_a_loop_as_a_run(outside):
     assert (RUNS / "a" / "adapter" / checkpoint.ADAPTERS).is_file()
 
 
+def test_models_keep_no_files_open(outside):
+    """A server has any number of them, and macOS allows a process 256 files."""
+    loops = outside()
+    models = [loops.create(SHAPE, RUNS / "a0")]
+    step(loops, models[0])
+    before = psutil.Process().num_fds()
+    models += [loops.create(SHAPE, RUNS / f"a{number}") for number in range(1, 4)]
+    for model in models:
+        step(loops, model)
+    assert psutil.Process().num_fds() == before
+
+
+def test_a_step_that_cannot_be_recorded_is_done(outside, monkeypatch, capsys):
+    """Its loop must not take it for one that changed nothing."""
+    loops = outside()
+    made = loops.create(SHAPE, RUNS / "a")
+    before = adapters(loops)
+    loops.add_gradients(made, TEXTS, "ppo")
+
+    def full(_: events.Event) -> None:
+        raise RunError("events.jsonl: cannot be written (No space left on device)")
+
+    monkeypatch.setattr(made.log, "write", full)
+    assert loops.update(made, FAST)["grad_norm"] > 0
+    assert distance(adapters(loops), before) > 0
+    assert capsys.readouterr().err.count("No space left") == 1
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
@@ -495,6 +548,47 @@ def test_a_text_that_cannot_be_trained_is_refused_before_any_gradient(outside, g
         loops.add_gradients(made, [text(5), given], "cross_entropy")
     with pytest.raises(UserError, match="no gradients"):
         loops.update(made, FAST)
+
+
+@pytest.mark.parametrize(
+    "adam",
+    [
+        Adam(learning_rate=0),
+        Adam(learning_rate=1e3, beta1=0, beta2=0, eps=1e-30, weight_decay=1e3, grad_clip_norm=1e30),
+        Adam(beta1=0.999999, beta2=0.999999, eps=1, grad_clip_norm=1e-30),
+    ],
+    ids=["a rate of 0", "large", "small"],
+)
+def test_a_step_may_have_all_settings_that_the_server_takes(outside, adam):
+    """A rate of 0 is that of the first step of a warmup, and of the last of a decay."""
+    loops = outside()
+    made = loops.create(SHAPE, RUNS / "a")
+    before = adapters(loops)
+    loops.add_gradients(made, TEXTS, "ppo")
+    assert loops.update(made, adam)["grad_norm"] > 0
+    after = adapters(loops)
+    assert all(np.isfinite(array).all() for array in after.values())
+    is_same = all(np.array_equal(after[name], before[name]) for name in before)
+    assert is_same == (adam.learning_rate == 0)
+
+
+def test_a_step_that_fails_leaves_no_gradients_to_the_next(outside, monkeypatch):
+    loops = outside()
+    made = loops.create(SHAPE, RUNS / "a")
+    loops.add_gradients(made, TEXTS, "ppo")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loops, "update_of", lambda *_: fail)
+        with pytest.raises(RuntimeError):
+            loops.update(made, FAST)
+    loops.add_gradients(made, TEXTS, "ppo")
+    norm = loops.update(made, FAST)["grad_norm"]
+    other = loops.create(SHAPE, RUNS / "b")
+    loops.add_gradients(other, TEXTS, "ppo")
+    assert loops.update(other, FAST)["grad_norm"] == pytest.approx(norm, rel=1e-6)
 
 
 def test_gradients_that_are_not_finite_change_nothing(outside):
@@ -617,6 +711,21 @@ def test_completions_end_when_the_server_stops(outside):
         loops.sampled(made, prompts, sampler_of(1.0), [0], 9)
     loops.end(made)
     assert distance(adapters(loops), before) == 0
+
+
+def test_what_was_saved_of_another_base_is_refused(outside, tmp_path):
+    """Of the same shapes, so that nothing else tells."""
+    loops = outside(model=str(make_model(tmp_path / "other", seed=5, **TINY)))
+    saved = RUNS / "a" / "weights" / "one"
+    loops.base.save(loops.create(SHAPE, RUNS / "a"), saved)
+    again = outside()
+    made = again.create(SHAPE, RUNS / "b")
+    before = adapters(again)
+    with pytest.raises(UserError, match="different model"):
+        again.base.load(made, saved, with_optimizer=True)
+    with pytest.raises(UserError, match="different model"):
+        again.log_probabilities(SavedAdapters.at(saved), TEXTS)
+    assert distance(adapters(again), before) == 0
 
 
 @pytest.mark.parametrize("name", ["optimizer.safetensors", checkpoint.ADAPTERS])

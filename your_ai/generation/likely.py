@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from your_ai.generation.rollouts import draw, prefill
+from your_ai.generation.rollouts import LEAST_TEMPERATURE, draw, prefill
 from your_ai.memory import allocator
 from your_ai.rng import derive_seed
 
@@ -46,7 +46,7 @@ def drawn(k: int, seed: int, temperature: float) -> Chosen:
     """Draw k tokens, with replacement. They depend on the seed and the place alone."""
 
     def choose(scores: mx.array, first: int) -> mx.array:
-        if temperature == 0:
+        if temperature < LEAST_TEMPERATURE:
             return mx.repeat(scores.argmax(-1, keepdims=True), k, axis=-1)
         places = range(first, first + len(scores))
         seeds = [derive_seed(seed, "alternative", place) % 2**64 for place in places]

@@ -32,6 +32,7 @@ MOST_CACHED = 128 << 20  # bytes of freed buffers
 TURNS_APART = 8  # tokens until rows join the batch again, which copies its cache
 POLL_S = 0.05  # between two calls of `step` while all rows wait
 Sampler = Callable[[mx.array, mx.array], mx.array]  # ((B, V) logits, (B, 2) keys) -> (B,) tokens
+LEAST_TEMPERATURE = 1e-30  # above 0; what is divided by less may be beyond float32
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,11 @@ class Completion:
 def sampler_of(temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampler:
     """A function that samples a token for each row.
 
-    temperature: divides the logits; 0 takes the most likely token. top_k: sample from the most
-    likely `top_k` tokens; 0 for all. top_p: then from the most likely ones whose total
-    probability is at least this.
+    temperature: divides the logits; 0, or less than `LEAST_TEMPERATURE`, takes the most likely
+    token. top_k: sample from the most likely `top_k` tokens; 0 for all. top_p: then from the most
+    likely ones whose total probability is at least this.
     """
-    if temperature == 0:
+    if temperature < LEAST_TEMPERATURE:
         return lambda logits, keys: logits.argmax(-1)
 
     def sample(logits: mx.array, keys: mx.array) -> mx.array:

@@ -475,10 +475,15 @@ def check_base(adapter: Adapter, base: Path) -> None:
 
     Adapters from other tools do not record the files; for them `put_adapter` compares shapes.
     """
+    if "base_files" in adapter.config:  # reading those of a base takes time
+        check_files(adapter, base_files(fingerprint(base)), base)
+
+
+def check_files(adapter: Adapter, now: dict[str, str], base: Path) -> None:
+    """The same, with the files of `base` known."""
     recorded = adapter.config.get("base_files")
     if not isinstance(recorded, dict):
         return
-    now = base_files(fingerprint(base))
     other = sorted(n for n in recorded.keys() | now.keys() if recorded.get(n) != now.get(n))
     if other:
         names = shown(", ".join(other))

@@ -78,13 +78,17 @@ class SavedModels:
 
         Raises UserError if it is not there, or damaged.
         """
+        saved = self.place(path, kinds)
+        about_of(saved.folder)
+        return saved
+
+    def place(self, path: str, kinds: Container[str]) -> Saved:
+        """One by its path, if it is there or not. Raises UserError."""
         found = PATH.fullmatch(path)
         if found is None or found[2] not in kinds:
             kind = WEIGHTS if WEIGHTS in kinds else EXTERNAL
             raise UserError(f"path {shortened(path)}: give {SCHEME}MODEL/{kind}/NAME")
-        saved = self.target(*found.groups())
-        about_of(saved.folder)
-        return saved
+        return self.target(*found.groups())
 
     def by_id(self, model: str, checkpoint: str) -> Saved:
         """One of any kind by its id, KIND/NAME. Raises UserError."""
@@ -117,8 +121,11 @@ class SavedModels:
         return {name: path for name, path in named.items() if name != SHAPE}
 
     def delete(self, model: str, checkpoint: str) -> object:
-        """Delete one by its id. Raises UserError."""
-        shutil.rmtree(self.by_id(model, checkpoint).folder)
+        """Delete one by its id, which may be damaged. Raises UserError."""
+        folder = self.place(f"{SCHEME}{model}/{checkpoint}", KINDS).folder
+        if folder.is_symlink() or not folder.is_dir():
+            raise UserError(f"{folder}: is no saved model")
+        shutil.rmtree(folder)
         return {}
 
     def keep(self, model: str, checkpoint: str) -> object:

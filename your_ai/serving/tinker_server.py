@@ -234,20 +234,22 @@ class Service:
             self.end(found.models)
             return Result.of({})
 
-        self.add(f"{name}:finish:{len(found.models)}", None, alone(work))
+        self.add(f"{name}:finish:{secrets.token_hex(8)}", None, alone(work))
         return {}
 
     def end(self, models: Iterable[str]) -> None:
-        """Raises RunError if one could not be written; the others were."""
+        """Raises RunError if one could not be written, which stays; the others were."""
         failed: RunError | None = None
         for name in models:
-            if (model := self.models.pop(name, None)) is not None:
+            if (model := self.models.get(name)) is not None:
                 try:
                     self.outside.end(model)
-                except (UserError, RunError) as error:
+                except Exception as error:  # of MLX too, for a file that is lost
                     failed = RunError(first_line(error))
-                self.outside.base.forget(model)
-                self.jobs.forget(name)
+                else:
+                    del self.models[name]
+                    self.outside.base.forget(model)
+                    self.jobs.forget(name)
         if failed is not None:
             raise failed
 
@@ -270,15 +272,18 @@ class Service:
         return {"tinker_path": self.saved.copy(body.text("source_path"), name).path}
 
     def unload(self, body: RequestFields) -> QueuedJob:
-        name = body.text("model_id")
-        if self.jobs.find(f"{name}:unload") is None:
-            self.model(name)
+        name, attempt, last = body.text("model_id"), 0, None
+        while (job := self.jobs.find(f"{name}:unload:{attempt}")) is not None:
+            attempt, last = attempt + 1, job
+        if last is not None and not (last.done.is_set() and name in self.models):
+            return last  # else it failed
+        self.model(name)
 
         def work(_: Any) -> Result:
             self.end([name])
             return Result.of({"type": "unload_model", "model_id": name})
 
-        return self.add(f"{name}:unload", None, alone(work))
+        return self.add(f"{name}:unload:{attempt}", None, alone(work))
 
     def info(self, body: RequestFields) -> object:
         name = body.text("model_id")
@@ -331,7 +336,7 @@ class Service:
         adam = Adam(
             learning_rate=given.number("learning_rate", 0, 1e3, 1e-4),
             beta1=given.number("beta1", 0, 0.999999, 0.9),
-            beta2=given.number("beta2", 0, 0.99999999, 0.95),
+            beta2=given.number("beta2", 0, 0.999999, 0.95),
             eps=given.number("eps", 1e-30, 1, 1e-12),
             weight_decay=given.number("weight_decay", 0, 1e3, 0.0),
             grad_clip_norm=given.number("grad_clip_norm", 0, 1e30, 0.0),
@@ -737,6 +742,7 @@ def stops_of(given: RequestFields) -> tuple[Any, ...] | None:
             raise ValueError(
                 f"stop: give texts of 1 to {admission.STOP_CHARACTERS} characters, or token ids"
             )
+    admission.check_values({"stop": stops})  # what fails later fails the samples of others, too
     return tuple(stops)
 
 
@@ -788,7 +794,8 @@ def refusal_of(error: Exception) -> Response:
         case Full():
             return refused(429, "too many requests wait; ask again later")
         case OSError():  # a disk that is full, or a folder that is being replaced
-            return refused(500, f"a file cannot be read or written ({error.strerror})")
+            reason = error.strerror or shortened(first_line(error), 200)
+            return refused(500, f"a file cannot be read or written ({reason})")
     raise error
 
 

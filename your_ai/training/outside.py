@@ -26,7 +26,7 @@ from your_ai.data.batches import Batch
 from your_ai.engine.measure_costs import measure_costs
 from your_ai.engine.reload import reload_adapted
 from your_ai.engine.weights import Opened, open_model
-from your_ai.errors import UserError
+from your_ai.errors import RunError, UserError
 from your_ai.export import peft
 from your_ai.files import atomic_folder
 from your_ai.gates.console import echo_error
@@ -60,6 +60,7 @@ from your_ai.training.outside_models import (
     Bench,
     Done,
     LoraShape,
+    OutsideLog,
     OutsideModel,
     SharedBase,
 )
@@ -194,9 +195,9 @@ class Outside:
     def create(self, shape: LoraShape, folder: Path) -> OutsideModel:
         """A new model whose run is in `folder`. Raises UserError."""
         bench = self.base.begin(shape)
-        with creating(folder.name, self.settings_of(bench.config, folder.name, shape)) as run:
-            log = events.EventLog(run.events)
-        made = OutsideModel(shape, folder, log)
+        with creating(folder.name, self.settings_of(bench.config, folder.name, shape)):
+            pass
+        made = OutsideModel(shape, folder, OutsideLog(RunFolder(folder).events))
         self.base.adapters_of = self.base.states_of = made
         write_plan(self.budget, self.config, made.log)
         arrays = model.adapter_arrays(bench.opened.network)
@@ -347,17 +348,22 @@ class Outside:
             raise UserError("optim_step: there are no gradients; call forward_backward first")
         norm = float(optimizer.global_norm(bench.gradients))
         of.has_gradients = False
-        if not np.isfinite(norm):
+        try:
+            if not np.isfinite(norm):
+                raise UserError(
+                    f"optim_step: the gradient norm is {norm}; the step changed nothing"
+                )
+            factor = optimizer.clip_factor(norm, adam.grad_clip_norm)
+            update = self.update_of(bench, adam)
+            update(bench.gradients, factor, adam.learning_rate)
+        finally:
             bench.gradients.clear()
-            raise UserError(f"optim_step: the gradient norm is {norm}; the step changed nothing")
-        update = self.update_of(bench, adam)
-        update(
-            bench.gradients, optimizer.clip_factor(norm, adam.grad_clip_norm), adam.learning_rate
-        )
-        bench.gradients.clear()
         mx.synchronize()
         of.step += 1
-        self.write_step(of, adam, norm, time.perf_counter() - began, bench)
+        try:
+            self.write_step(of, adam, norm, time.perf_counter() - began, bench)
+        except RunError as error:  # a full disk; the step is done, and its loop must know
+            echo_error(f"warning: {error}")
         return {"grad_norm": norm}
 
     def write_step(

@@ -6,6 +6,7 @@ one. A sampler takes the place of the adapters alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -24,11 +25,13 @@ from your_ai.engine.gradients import Gradients, gradients_in
 from your_ai.engine.weights import Opened, open_model, start_vocabulary
 from your_ai.errors import UserError
 from your_ai.files import read_text
+from your_ai.hub.find import fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.plan import Budget
 from your_ai.nets import model
 from your_ai.nets.mlx_types import load_arrays
 from your_ai.nets.numerics import compute_dtype
+from your_ai.nets.saved_adapter import base_files, check_files, read_adapter
 from your_ai.nets.vocabulary import vocabulary_layers
 from your_ai.objectives.outside import OUTSIDE
 from your_ai.run import checkpoint, events
@@ -55,10 +58,10 @@ class Adam:
     grad_clip_norm: float = 0.0
 
     def config(self, config: TrainConfig) -> TrainConfig:
+        """The settings of the optimizer, whose rate each update has."""
         return replace(
-            config, optimizer="adamw", learning_rate=self.learning_rate, adam_beta1=self.beta1,
-            adam_beta2=self.beta2, adam_epsilon=self.eps, weight_decay=self.weight_decay,
-            adam_bias_correction=True,
+            config, optimizer="adamw", adam_beta1=self.beta1, adam_beta2=self.beta2,
+            adam_epsilon=self.eps, weight_decay=self.weight_decay, adam_bias_correction=True,
         )  # fmt: skip
 
 
@@ -111,6 +114,18 @@ class Done:
     seconds: float = 0.0
 
 
+class OutsideLog(events.EventLog):
+    """The events of a model. Their file is open only while one is written, as models are many."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.close()
+
+    def write(self, event: events.Event) -> None:
+        with contextlib.closing(events.EventLog(self.path)) as log:
+            log.write(event)
+
+
 @dataclass(eq=False)
 class OutsideModel:
     """A model of a loop: its adapters, and the state of its optimizer. It is a run, too, whose
@@ -119,7 +134,7 @@ class OutsideModel:
     shape: LoraShape
     folder: Path
     """Its run."""
-    log: events.EventLog
+    log: OutsideLog
     step: int = 0
     has_gradients: bool = False
     done: Done = field(default_factory=Done)
@@ -173,6 +188,7 @@ class SharedBase:
     def __init__(self, folder: Path, config: TrainConfig, budget: Budget) -> None:
         """budget: holds for the shapes of all models."""
         self.folder, self.config, self.budget = folder, config, budget
+        self.files = base_files(fingerprint(folder))
         self.bench: Bench | None = None
         self.adapters_of: Asked | None = None
         self.states_of: OutsideModel | None = None
@@ -209,7 +225,7 @@ class SharedBase:
         if isinstance(wanted, OutsideModel):
             shape, folder = wanted.shape, wanted.folder / PARKED_ADAPTERS
         elif wanted != BASE:
-            check_intact(wanted.folder)
+            self.check(wanted.folder)
             shape, folder = shape_in(wanted.folder), wanted.folder
         else:
             usual = LoraShape(int(self.config.lora_rank), 0)
@@ -233,6 +249,7 @@ class SharedBase:
         opened = open_model(self.folder, compute_dtype(self.config.dtype))
         config = shape.config(self.config, opened.network)
         adapters = model.add_adapters(opened.network, config)
+        adapters = replace(adapters, config={**adapters.config, "base_files": self.files})
         start_vocabulary(opened, {})
         plan = self.budget.choice.option.plan
         RUNS.mkdir(exist_ok=True)
@@ -320,11 +337,18 @@ class SharedBase:
             arrays[OPTIMIZER] = self.optimizer_file()
         self.write(target, of, arrays)
 
+    def check(self, folder: Path, *, with_optimizer: bool = False) -> None:
+        """Raise UserError if what was saved in a folder is damaged, or of another base."""
+        files = (checkpoint.ADAPTERS, checkpoint.ADAPTER_CONFIG, SHAPE)
+        if (fault := checkpoint.fault(folder, files + (OPTIMIZER,) * with_optimizer)) is not None:
+            raise UserError(fault)
+        check_files(read_adapter(folder), self.files, self.folder)
+
     def load(self, into: OutsideModel, folder: Path, *, with_optimizer: bool) -> None:
         """Give a model what was saved in `folder`. Raises UserError if it has another shape."""
         if with_optimizer and not (folder / OPTIMIZER).is_file():
             raise UserError(f"{folder}: was saved for samplers, without an optimizer")
-        check_intact(folder, with_optimizer=with_optimizer)
+        self.check(folder, with_optimizer=with_optimizer)
         bench = self.train(into)
         model.set_adapters(bench.opened.network, checkpoint.load_adapters(folder))
         bench.gradients.clear()
@@ -342,21 +366,18 @@ def first_states(
 
 
 def save_gradient(gradients: Gradients, name: str, path: Path) -> None:
-    """Move a gradient to a file."""
-    checkpoint.save_arrays(path, gradients.take([name]))
+    """Copy a gradient to a file: until all are there, none may be lost."""
+    arrays = gradients.take([name])
+    try:
+        checkpoint.save_arrays(path, arrays)
+    finally:
+        gradients.add(arrays)
 
 
 def without_effect(network: Any) -> dict[str, mx.array]:
     """Adapters that add nothing."""
     arrays = model.adapter_arrays(network)
     return {n: mx.zeros_like(a) if "lora_b" in n else a for n, a in arrays.items()}
-
-
-def check_intact(folder: Path, *, with_optimizer: bool = False) -> None:
-    """Raise UserError if what was saved in a folder is damaged."""
-    files = (checkpoint.ADAPTERS, checkpoint.ADAPTER_CONFIG, SHAPE)
-    if (fault := checkpoint.fault(folder, files + (OPTIMIZER,) * with_optimizer)) is not None:
-        raise UserError(fault)
 
 
 def about_of(folder: Path) -> dict[str, Any]:
