@@ -22,7 +22,9 @@ from your_ai.gates.text import shortened
 
 SECONDS = 3.0  # maximum time for one rendering
 TEMPLATE_CHARACTERS = 1_000_000  # maximum size of the template; long ones have 20,000
-LEAST_BYTES = 1 << 26  # address space that a rendering may always use
+# Address space that a rendering may always use. Less ends the process: other threads reserve some
+# meanwhile, an arena of the C library 64 MB.
+LEAST_BYTES = 1 << 30
 PAGE_BYTES = resource.getpagesize()
 
 
