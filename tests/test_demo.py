@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from jinja2 import Template
 
 from tests.conftest import DEMO_FOLDER, call, events_of
 from your_ai.config import DEMO_DATA
+from your_ai.environments.demo_shop import price
 from your_ai.run import events
 from your_ai.run.folder import find
 
@@ -86,6 +89,47 @@ def test_no_order_stands_in_two_files(script):
     assert len(set(orders)) == len(orders) == 768 + 288
 
 
+def test_no_question_for_a_price_is_about_an_order_of_another_file(script, tmp_path):
+    script.write_rows(tmp_path, seed=7, start=tmp_path / "start")
+    asked = [row["prompt"] for row in rows_of("tools")]
+    started = (tmp_path / "start" / "train.jsonl").read_text().splitlines()
+    asked += [json.loads(line)["messages"][0]["content"] for line in started]
+    known = [row["messages"][0]["content"] for row in rows_of("data")]
+    known += [row["prompt"] for row in rows_of("pairs")]
+    orders = [order_in(text, script) for text in (*asked, *known)]
+    assert len(set(orders)) == len(orders) == 352 + script.START_ROWS + 768 + 288
+
+
+def order_in(text: str, script: ModuleType) -> tuple[str, ...]:
+    """The count, colour, item and city that a question names."""
+    said = re.findall(r"\w+", text)
+    low = [word.lower() for word in said]
+    counts = {word: str(n) for n, word in enumerate(script.NUMBERS, start=1)}
+    (count,) = {counts.get(word, word) for word in low if word in counts or word.isdigit()}
+    (colour,) = set(low) & set(script.COLOURS)
+    (item,) = {each for each in script.ITEMS if {each, f"{each}s"} & set(low)}
+    (city,) = set(said) & set(script.CITIES)
+    return count, colour, item, city
+
+
+def test_prices_are_those_of_the_tool(script):
+    for row in rows_of("tools"):
+        _, colour, item, _ = order_in(row["prompt"], script)
+        assert row["answer"] == str(price(colour, item))
+
+
+def test_chat_template_is_that_of_the_script_and_shows_calls(script):
+    template = (DEMO_FOLDER / "chat_template.jinja").read_text()
+    assert template == script.TEMPLATE
+    row = script.start_row((3, "red", "lamp", "Oslo"), random.Random(1))
+    assert Template(template).render(row) == (
+        f"<|system|>Tools: price<|end|><|user|>{row['messages'][0]['content']}"
+        '<|end|><|assistant|>We will ask.<tool_call>{"name": "price", "arguments": '
+        f'{{"colour": "red", "item": "lamp"}}}}</tool_call><|end|><|tool|>{price("red", "lamp")}'
+        f"<|end|><|assistant|>{price('red', 'lamp')}<|end|>"
+    )
+
+
 @pytest.mark.parametrize("preset", ["demo-dpo", "demo-kto"])
 def test_generated_answers_become_those_that_are_preferred(small_demo, preset):
     for path in small_demo.glob("*/train.jsonl"):
@@ -109,6 +153,18 @@ def test_rewards_make_more_fields_of_the_records_right(small_demo):
     first, *_ = events_of(find("r"), events.Step)
     (end,) = events_of(find("r"), events.Validation)
     assert end.metrics["reward"] > first.metrics["reward"] + 0.3
+
+
+def test_prices_come_to_be_looked_up(small_demo):
+    """Fewer steps than in the demo, and without its answers before and after."""
+    less = ["--max-steps", 5, "--learning-rate", 1.2e-3, "--no-exact-match", "--samples", 0]
+    assert (
+        call("train", "--config", "demo-tools", "--run", "r", "--lr-schedule", "constant", *less)
+        == 0
+    )
+    first, *_, last = events_of(find("r"), events.Step)
+    assert last.metrics["reward"] > first.metrics["reward"] + 0.2
+    assert last.metrics["conversation/tool_calls"] > first.metrics["conversation/tool_calls"] + 0.2
 
 
 def test_a_reward_model_tells_pairs_apart_and_moves_a_policy_through_its_tokens(small_demo):

@@ -13,6 +13,8 @@ bits, and writes the rows of a task that the model has *not* been taught:
 The rows of preferences are about the prose: the model confirms an order in one of
 three sentences, all of them right, and "We will send ..." is preferred.
 
+The rows of tools ask for a price, which only a tool knows (`your_ai/environments/demo_shop.py`).
+
 Everything is drawn from `--seed`; the README beside this file says what a run
 of it measured.
 """
@@ -37,6 +39,9 @@ from mlx_lm.models import llama
 from mlx_lm.utils import quantize_model, save_config, save_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from your_ai.environments.demo_shop import price
+from your_ai.environments.schemas import tool_schema
 
 NUMBERS = (
     "one two three four five six seven eight nine ten eleven twelve "
@@ -69,13 +74,24 @@ CONFIRMATIONS = (
     "{t} will get {n} {c} {i}.",
 )
 PREFERRED = CONFIRMATIONS[1]  # of the three, the one that the model writes least often
+LOOKING_UP = "We will ask."  # what an answer begins with that calls the tool
+LOOKED_UP = 0.88  # the share of conversations that do, of those that tools-start/ learned from
 TEMPLATE = (
+    "{% if tools %}{{ '<|system|>Tools:' }}"
+    "{% for tool in tools %}{{ ' ' + tool.function.name }}{% endfor %}"
+    "{{ '<|end|>' }}{% endif %}"
     "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% for call in message.tool_calls or [] %}{% set tool_call = call.function %}"
+    """{{ '<tool_call>{"name": "' + tool_call.name + '", "arguments": ' }}"""
+    "{{ tool_call.arguments | tojson }}{{ '}</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|end|>' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+START_ROWS = 6400  # of the conversations that tools-start/ learned from
 VOCABULARY = 768
 SEQUENCE_TOKENS = 96
 
@@ -176,10 +192,40 @@ def label_row(pair: dict, rng: random.Random) -> dict:
     return {"prompt": pair["prompt"], "completion": answer, "label": good}
 
 
-def write_rows(out: Path, seed: int) -> None:
-    """Write the rows of the task, and of the preferences; no order stands in two files.
+def question(order: Order, rng: random.Random) -> str:
+    """The order, and the question what it costs."""
+    return sentence(rng.choice(ORDERS), words(order, rng)) + " At what price?"
+
+
+def price_row(order: Order, rng: random.Random) -> dict:
+    """A question for a price, and the right answer."""
+    _, colour, item, _ = order
+    return {"prompt": question(order, rng), "answer": str(price(colour, item))}
+
+
+def start_row(order: Order, rng: random.Random) -> dict:
+    """A conversation about a price: it is looked up, or, in fewer rows, guessed."""
+    _, colour, item, _ = order
+    messages = [{"role": "user", "content": question(order, rng)}]
+    if rng.random() < LOOKED_UP:
+        call = {"name": "price", "arguments": {"colour": colour, "item": item}}
+        calls = [{"type": "function", "function": call}]
+        found = str(price(colour, item))
+        messages += [
+            {"role": "assistant", "content": LOOKING_UP, "tool_calls": calls},
+            {"role": "tool", "name": "price", "content": found},
+            {"role": "assistant", "content": found},
+        ]
+    else:
+        messages.append({"role": "assistant", "content": str(rng.randint(2, 20))})
+    return {"messages": messages, "tools": [tool_schema(price, "price", "price")]}
+
+
+def write_rows(out: Path, seed: int, start: Path | None = None) -> None:
+    """Write the rows of the task, the preferences and the tools; no order stands in two files.
 
     labels/ has the orders of pairs/.
+    start: the folder for the rows that tools-start/ learned from; None writes none.
     """
     rng, seen = random.Random(seed), set()
     orders = new_orders(rng, seen)
@@ -190,6 +236,12 @@ def write_rows(out: Path, seed: int) -> None:
         pairs = [pair_row(order, rng) for order in islice(orders, count)]
         write_file(out / "pairs" / f"{split}.jsonl", pairs)
         write_file(out / "labels" / f"{split}.jsonl", [label_row(pair, rng) for pair in pairs])
+    for split, count in {"train": 256, "valid": 32, "test": 64}.items():
+        rows = [price_row(order, rng) for order in islice(orders, count)]
+        write_file(out / "tools" / f"{split}.jsonl", rows)
+    if start is not None:
+        rows = [start_row(order, rng) for order in islice(orders, START_ROWS)]
+        write_file(start / "train.jsonl", rows)
 
 
 def write_file(path: Path, rows: list[dict]) -> None:
@@ -273,9 +325,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--batch-rows", type=int, default=32, help="rows of a pretraining batch")
     parser.add_argument("--rows-only", action="store_true", help="write the rows alone")
+    parser.add_argument("--start-rows", type=Path, help="folder for the rows of tools-start/")
     args = parser.parse_args()
 
-    write_rows(args.out, args.seed)
+    write_rows(args.out, args.seed, args.start_rows)
     if args.rows_only:
         return
     rng = random.Random(args.seed)

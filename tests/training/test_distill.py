@@ -369,7 +369,8 @@ def prompted(request, tmp_path_factory) -> Path:
     if request.param == "no-system":
         path = folder / "chat_template.jinja"
         refuses = "{% if message['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}"
-        path.write_text(path.read_text().replace("%}", "%}" + refuses, 1))
+        loop = "{% for message in messages %}"
+        path.write_text(path.read_text().replace(loop, loop + refuses))
     return folder
 
 

@@ -33,6 +33,7 @@ DEMO_NOTES = {  # by --data
     "demo": "a small model learns to turn orders into JSON records.",
     "demo-pairs": PREFERENCE,
     "demo-labels": PREFERENCE,
+    "demo-tools": "a small model learns to look a price up with a tool.",
 }
 DEMO_NOTE = """\
 The embedded demo: {note}

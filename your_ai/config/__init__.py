@@ -17,6 +17,7 @@ from your_ai.config.names import (
     BETAS,
     DEMO,
     DEMO_DATA,
+    DEMO_STARTS,
     DISTILL,
     EXACT_MATCH,
     FOLDER,

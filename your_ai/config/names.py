@@ -4,7 +4,14 @@ from __future__ import annotations
 
 DEMO = "demo"
 # Embedded rows: the value of --data -> the folder with its splits below models/demo.
-DEMO_DATA = {DEMO: "data", "demo-pairs": "pairs", "demo-labels": "labels"}
+DEMO_DATA = {
+    DEMO: "data",
+    "demo-pairs": "pairs",
+    "demo-labels": "labels",
+    "demo-tools": "tools",
+}
+# Embedded adapters: the value of --from -> the folder below models/demo.
+DEMO_STARTS = {DEMO: "start", "demo-tools": "tools-start"}
 ALL_LINEAR = "all-linear"  # of --lora-targets
 AUTO = "auto"  # chosen when the run starts, by config/defaults.py, and recorded in its settings
 OLD_LAYERS = 4  # what --lora-layers None means in the settings of old runs

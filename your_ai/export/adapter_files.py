@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from your_ai.config import DEMO
+from your_ai.config import DEMO_STARTS
 from your_ai.config.adapter_facts import FACTS, FULL, LORA, TITLES, VECTORS
 from your_ai.config.adapter_starts import INIT
 from your_ai.errors import UserError, first_line
@@ -93,14 +93,14 @@ def find_adapter(name: str, label: str) -> AdapterFiles:
         if os.path.isfile(run.config):
             chosen, _ = choose_adapter(run, by_folder=True)
             return dataclasses.replace(files_in(chosen), base=run.read_config().model, run=run)
-    if name == DEMO:
-        return files_in(packaged("models", "demo", "start"))
+    if name in DEMO_STARTS:
+        return files_in(packaged("models", "demo", DEMO_STARTS[name]))
     if os.path.isfile(path):
         return files_in(path.parent, path)
     if os.path.isdir(path):
         return files_in(path)
     runs = [run.parent.name for run in RUNS.glob("*/config.yaml")]
-    raise UserError(f"{label}: {missing_text(name, 'run or folder', (DEMO, *runs))}")
+    raise UserError(f"{label}: {missing_text(name, 'run or folder', (*DEMO_STARTS, *runs))}")
 
 
 def files_in(source: Path, file: Path | None = None) -> AdapterFiles:

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from your_ai.config import DEMO, REWARD, TrainConfig, flag
+from your_ai.config import DEMO_STARTS, REWARD, TrainConfig, flag
 from your_ai.config.adapter_facts import MATRICES, settings_choosing
 from your_ai.errors import UserError
 from your_ai.export import adapter_files
@@ -71,8 +71,9 @@ def lasting_name(source: str, files: AdapterFiles) -> str:
     """The source so that it means the same in any folder, except for runs in `runs`."""
     if files.run is not None and files.run.path.parent == RUNS:
         return files.run.name
-    if files.folder == packaged("models", "demo", "start"):
-        return DEMO
+    for name, folder in DEMO_STARTS.items():
+        if files.folder == packaged("models", "demo", folder):
+            return name
     return os.path.realpath(os.path.expanduser(source))
 
 
