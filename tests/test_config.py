@@ -194,6 +194,9 @@ NEEDED = {
     "blocks_per_period": {"adapter": "full"},
     "period": {"adapter": "full", "blocks_per_period": 1},
     "embedding_learning_rate": {"train": "head"},
+    "max_turns": {"tools": "t"},
+    "tool_output_characters": {"tools": "t"},
+    "discount": {"tools": "t", "credit": "turn"},
 }
 
 

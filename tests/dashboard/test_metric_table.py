@@ -33,3 +33,10 @@ def test_shares_are_percentages():
 def test_a_reward_without_a_spread_is_named():
     assert metric_table.named_rewards({"rewards/a/mean": 1.0}) == {"a": (1.0, None)}
     assert metric_table.named_rewards({"rewards/accuracies": 1.0}) == {}
+
+
+def test_conversations_have_a_row_of_their_own_with_shares_in_percent():
+    found = {"conversation/turns": 2.5, "conversation/ended_by_max_turns": 0.25, "loss": 0.5}
+    rows = metric_table.metric_rows({"reward": 0.5, **found})
+    assert rows["conversation"] == [("turns", "2.5"), ("ended by max turns", "25%")]
+    assert rows["metrics"] == [("loss", "0.5")]

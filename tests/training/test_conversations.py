@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -66,6 +67,9 @@ class Slow(Shop):
     def step(self, message):
         time.sleep(0.2)
         return super().step(message)
+
+class Unsure(Shop):
+    is_pure = False
 
 class Failing(Shop):
     def step(self, message):
@@ -187,6 +191,18 @@ def test_a_run_killed_in_any_phase_ends_with_the_same_adapter(
     assert adapter_of(find("killed")) == adapter_of(whole)
 
 
+@pytest.mark.parametrize("name", ["Shop", "Unsure"])
+def test_a_resumed_run_says_if_its_environment_is_not_pure(talking, monkeypatch, name):
+    config = talking(run="killed", environment=f"shops:{name}")
+    with monkeypatch.context() as patched:
+        patched.setattr(rollouts, "accumulate", Mock(side_effect=Killed))
+        with pytest.raises(Killed):
+            train(config)
+    assert resume(find("killed")) == 0
+    texts = [event.text for event in events_of(find("killed"), events.Notice)]
+    assert any("is_pure" in text for text in texts) == (name == "Unsure")
+
+
 def test_every_plan_hears_says_and_learns_the_same(talking):
     plans = ("fused", "staged", "streamed")
     runs = [train(talking(run=plan, plan=plan, kl_beta=0.05)) for plan in plans]
@@ -205,7 +221,7 @@ def test_a_smaller_wave_and_slow_answers_change_no_token(talking, monkeypatch):
         assert [r.tokens for r in records_of(slow, step)] == [
             r.tokens for r in records_of(whole, step)
         ]
-    assert any(step.metrics["seconds/waiting"] > 0 for step in events_of(slow, events.Step))
+    assert any(step.metrics["conversation/waited_s"] > 0 for step in events_of(slow, events.Step))
 
 
 def test_an_environment_that_fails_ends_its_conversation_alone(talking):
@@ -239,9 +255,8 @@ def test_conversations_that_are_ended_are_marked(talking, settings, wanted):
         [part] = record.conversation.parts
         most = settings.get("max_seq_length", 128)
         assert len(part.prompt) + len(part.tokens) <= most
-    share = events_of(run, events.Step)[0].metrics[
-        f"conversation/ended_by{wanted}".replace("-", "_")
-    ]
+    name = wanted.strip("-").replace("-", "_")
+    share = events_of(run, events.Step)[0].metrics[f"conversation/ended_by_{name}"]
     assert share == pytest.approx(len(ended) / len(records))
 
 
@@ -250,6 +265,7 @@ def test_conversations_that_are_ended_are_marked(talking, settings, wanted):
     [
         ({"environment": "shops:Nothing"}, "shops"),
         ({"environment": "nowhere:Shop"}, "nowhere"),
+        ({"data": ""}, "--data is missing"),
         ({"tools": ["shops"]}, "--tools: cannot be combined with --environment"),
         ({"environment": "", "reward": ["length:3"], "max_turns": 3}, "--max-turns: only works"),
         ({"environment": "", "reward": ["environment"]}, "--reward environment: only works"),

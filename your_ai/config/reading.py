@@ -117,12 +117,12 @@ def there(name: str) -> bool:
 SettingsOfAdapter = Callable[[str, str | None], Mapping[str, Any]]
 OFTEN_CHANGED = ("epochs", "max_steps", "max_memory", "plan")  # of a run that is resumed
 LENGTHS = {"max_steps", "epochs"}
-DEMO_PRESETS = {  # by kind of row
+# By kind of row; none for an environment, whose rows are its own.
+DEMO_PRESETS: Mapping[str | None, str] = {
     "answers": DEMO,
     "pairs": "demo-dpo",
     "labels": "demo-kto",
     "prompts": "demo-grpo",
-    "tasks": "demo-tools",
     "rated": "demo-reward",
 }
 
@@ -188,8 +188,9 @@ def resolve(
         if settings_of_adapter is None:
             raise UserError(f"{flag('from_adapter')} {source}: only works with train and plan")
         settings = of_adapter(settings, source, settings_of_adapter)
-    if preset is None and settings.get("model", DEMO) == DEMO and "data" not in settings:
-        name = DEMO_PRESETS[build(settings, "settings").trained_kind]
+    is_demo = preset is None and settings.get("model", DEMO) == DEMO and "data" not in settings
+    kind = build(settings, "settings").trained_kind if is_demo else None
+    if name := DEMO_PRESETS.get(kind):
         demo = read_yaml(find_preset(name))
         if not source and demo.get("from_adapter") and settings_of_adapter is not None:
             # as if it had been named, so that its adapter decides what the others do

@@ -82,6 +82,7 @@ IN_LINES = {
     LENGTH: "length",
     CUT_OFF: "cut off",
 }
+OWN_ROWS = ("conversation", "judge")  # of what is measured by names that begin so
 
 
 def is_rewarded(metrics: Mapping[str, float]) -> bool:
@@ -139,15 +140,16 @@ def metric_rows(metrics: Mapping[str, float]) -> dict[str, list[tuple[str, str]]
 
     The rewards and the phases have functions of their own.
     """
-    rows: dict[str, list[tuple[str, str]]] = {"policy": [], "rollouts": [], "judge": []}
-    rows["metrics"] = []
+    labels = ("policy", "rollouts", *OWN_ROWS, "metrics")
+    rows: dict[str, list[tuple[str, str]]] = {label: [] for label in labels}
     for name, value in metrics.items():
         look, is_reward = LOOKS.get(name), name.startswith(NAMED) and name.endswith((MEAN, STD))
         if look is not None:
             if look.row:
                 rows[look.row].append((look.name, look.text(value)))
-        elif name.startswith(JUDGE):
-            rows["judge"].append((name.removeprefix(JUDGE).replace("_", " "), plain(value)))
+        elif (label := name.partition("/")[0]) in OWN_ROWS:
+            shown = percent(value) if "ended_by" in name else plain(value)
+            rows[label].append((name.removeprefix(f"{label}/").replace("_", " "), shown))
         elif not name.startswith((SECONDS, PEAK_BYTES)) and not is_reward:
             rows["metrics"].append((name, f"{value:.4g}"))
     order = [look.name for look in LOOKS.values()]

@@ -43,6 +43,7 @@ from your_ai.environments.sandbox import choose_sandbox
 from your_ai.environments.tools import ToolEnvironment, load_tools
 from your_ai.errors import UserError
 from your_ai.gates.functions import UsersCodeFailed, described, load_function, running_users_code
+from your_ai.gates.text import printable
 
 VERIFIERS = "verifiers:"  # before the name of an environment of that package
 MESSAGE_BYTES = 16
@@ -160,9 +161,10 @@ class ConversationHost:
             conversation.room -= len(part)
             if conversation.room == 0:
                 part += b"\n[the rest of its output is not logged]"
-            lines = (b"environment: " + line + b"\n" for line in part.splitlines())
+            text = printable(part.decode("utf-8", "replace"))
+            lines = (f"environment: {line}\n" for line in text.splitlines())
             with contextlib.suppress(OSError):  # a full disk
-                os.write(2, b"".join(lines))
+                os.write(2, "".join(lines).encode())
 
     def end(self, conversation: HostedConversation) -> None:
         """Kill all processes of a conversation, and remove its temporary files."""
@@ -221,7 +223,8 @@ def converse(make: Callable[[], Environment], connection: socket.socket, most_by
             if len(answer) > most_bytes:
                 raise EnvironmentFailed(f"returned more than {most_bytes:,} bytes")
         except UsersCodeFailed as error:
-            traceback.print_exception(error.__cause__)
+            text = "".join(traceback.format_exception(error.__cause__))
+            os.write(2, text.encode("utf-8", "replace"))  # which the host logs
             answer = line_of({"error": f"{name}: {error}"})
         except EnvironmentFailed as error:
             answer = line_of({"error": f"{name}: {error}"})

@@ -60,6 +60,11 @@ from your_ai.training.trainer import (
     whole_weights,
 )
 
+NOT_PURE = (
+    "the environment or tools do not say is_pure = True: a step that was interrupted while it "
+    "generated may have other conversations now; those that were written are trained as they are"
+)
+
 
 def prepare(
     config: TrainConfig,
@@ -128,6 +133,8 @@ def prepared(
     """Plan a job, and load everything."""
     config = planned.asked
     past = past_of(log, planned.config, level, RunFolder(folder))
+    if past.begun and environments is not None and not environments.is_pure:
+        log.write(events.Notice(text=NOT_PURE))
     budget = budget_of_job(planned, opened, limit, level, past, ranks.size > 1, partial(doing, log))
     if planned.config.adapter_kind.is_whole:
         tell(log, writes_text(planned, budget, folder))

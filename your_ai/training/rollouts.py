@@ -37,6 +37,7 @@ from your_ai.rng import derive_seed
 from your_ai.run import checkpoint, events
 from your_ai.run.folder import RunFolder
 from your_ai.run.rollout_files import (
+    DONE,
     RolloutRecord,
     TokenPart,
     read_rollouts,
@@ -120,6 +121,7 @@ def own_batches(
 
 
 SHOWN_CHARACTERS = 400  # of a completion in an event
+CONVERSATION = "conversation/"  # before the names of metrics
 REFERENCE = "reference"  # the folder of the first adapters, in the run folder, of new ones
 ADAPTER_FILES = (checkpoint.ADAPTERS, checkpoint.ADAPTER_CONFIG)
 NO_SPREAD = (
@@ -142,6 +144,8 @@ class RolloutSource:
     peaks: dict[str, int] = field(default_factory=dict)
     """MLX's peak memory in these phases, in bytes."""
     told_no_spread: bool = False
+    waited_s: float = 0.0
+    """Of the time of generating in the current step: while every conversation waited."""
     judged: dict[str, float] = field(default_factory=dict)
     """Counts of the judge in the current step or measurement."""
     measures: str = ""
@@ -218,6 +222,7 @@ class RolloutSource:
         """Forget the figures of the step before."""
         for each in (self.seconds, self.peaks, self.judged):
             each.clear()
+        self.waited_s = 0.0
 
     # -- generate and reward
 
@@ -392,7 +397,7 @@ class RolloutSource:
             done += 1
             yield completion
         if talks is not None:
-            self.seconds["waiting"] = self.seconds.get("waiting", 0.0) + talks.waited_s
+            self.waited_s += talks.waited_s
 
     def rollout(
         self,
@@ -599,6 +604,8 @@ class RolloutSource:
         seconds = self.seconds.get("generate", 0.0)
         if seconds:
             found["generation/tokens_per_s"] = sum(lengths) / seconds
+        if records[0].conversation is not None:
+            found[f"{CONVERSATION}waited_s"] = self.waited_s
         found |= {f"seconds/{phase}": value for phase, value in self.seconds.items()}
         found |= {f"peak_bytes/{phase}": float(value) for phase, value in self.peaks.items()}
         return found
@@ -632,18 +639,19 @@ def token_advantages(record: RolloutRecord) -> np.ndarray:
 
 
 def conversation_metrics(records: Sequence[RolloutRecord]) -> dict[str, float]:
-    """Means by conversation, of turns and of what environments told, and shares of how they ended;
-    nothing if completions have one turn."""
+    """Means by conversation, of turns and of what environments told, and shares of how they ended
+    but for what the environment said; nothing if completions have one turn."""
     talks = [record.conversation for record in records if record.conversation is not None]
     if not talks:
         return {}
-    found = {"conversation/turns": float(np.mean([len(talk.rewards) for talk in talks]))}
+    found = {"turns": float(np.mean([len(talk.rewards) for talk in talks]))}
     for name in sorted({name for talk in talks for name in talk.counts}):
-        found[f"conversation/{name}"] = float(np.mean([talk.counts.get(name, 0) for talk in talks]))
-    for why in sorted({talk.ended for talk in talks} & {NO_ROOM, NO_TURNS, CUT_OFF}):
-        share = np.mean([talk.ended == why for talk in talks])
-        found[f"conversation/ended_by{why.replace('-', '_')}"] = float(share)
-    return found
+        found[name] = float(np.mean([talk.counts.get(name, 0) for talk in talks]))
+    limits = {NO_ROOM, NO_TURNS, CUT_OFF}
+    reasons = [talk.ended if talk.ended in {DONE, *limits} else "error" for talk in talks]
+    for why in sorted({*reasons} - {DONE}):
+        found[f"ended_by_{why.strip('-').replace('-', '_')}"] = reasons.count(why) / len(talks)
+    return {f"{CONVERSATION}{name}": value for name, value in found.items()}
 
 
 def completion_examples(
