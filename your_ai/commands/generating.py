@@ -202,13 +202,20 @@ def chat(request: ChatRequest) -> None:
 
     sampling = sampling_of(request)
     trained = opened(request)
-    talker = chatting.open_talker(trained, sampling, request.max_memory)
-    form, note = form_of_prompts(trained.config, request.system)
-    if form.is_text:
-        note = "the training rows are plain texts, which your_ai generate continues"
-    for each in filter(None, (note, note_on_template(trained.config))):
-        echo_note(each)
-    conversation = chatting.Conversation(form.system, tools=form.tools)
-    talker.check(conversation)
-    greeting = f"{trained.folder.name}, step {trained.adapter.step}; {talking.HINT}"
-    talking.talk(talker, conversation, greeting)
+    with talking.started_tools(request) as pool:
+        talker = chatting.open_talker(
+            trained, sampling, request.max_memory, pool, request.max_turns
+        )
+        tools = None if pool is None else [dict(tool) for tool in pool.tools]
+        form, note = form_of_prompts(trained.config, request.system, tools)
+        if form.is_text:
+            note = "the training rows are plain texts, which your_ai generate continues"
+        own = ",".join(trained.config.tools) if pool is None else ""
+        called = f"the run was trained with tools; --tools {own} lets the model call them"
+        for each in (note, note_on_template(trained.config), called if own else ""):
+            if each:
+                echo_note(each)
+        conversation = chatting.Conversation(form.system, tools=form.tools)
+        talker.check(conversation)
+        greeting = f"{trained.folder.name}, step {trained.adapter.step}; {talking.HINT}"
+        talking.talk(talker, conversation, greeting)
