@@ -17,7 +17,7 @@ from your_ai.errors import RunError, UserError
 from your_ai.generation import chat, generate
 from your_ai.generation.chat import CacheMemory, ChatLine, ChatSession, Conversation, Turn
 from your_ai.generation.generate import Sampling
-from your_ai.generation.tool_calls import NO_TURNS, Piece, ToolCaller
+from your_ai.generation.tool_calls import NO_TURNS, AnswerPiece, ToolCaller
 from your_ai.nets import model
 from your_ai.nets.saved_adapter import open_trained
 
@@ -266,7 +266,7 @@ class Till(ToolCaller):
 
     def results(self, message):
         self.asked.append([call["function"] for call in message["tool_calls"]])
-        yield Piece()
+        yield AnswerPiece()
         content = self.texts.pop(0)
         return [
             {"role": "tool", "name": "price", "content": content, "tool_call_id": call["id"]}
@@ -281,15 +281,15 @@ def tool_talker(tokenizer, texts, results=("7",), max_turns=8, max_tokens=99) ->
     return talker
 
 
-def converse(talker: ChatSession) -> list[Piece]:
+def converse(talker: ChatSession) -> list[AnswerPiece]:
     return list(talker.converse(Conversation(tools=[PRICE]), "A hat?"))
 
 
-def text_of(pieces: list[Piece]) -> str:
+def text_of(pieces: list[AnswerPiece]) -> str:
     return "".join(piece.text for piece in pieces)
 
 
-def between(pieces: list[Piece]) -> list[dict]:
+def between(pieces: list[AnswerPiece]) -> list[dict]:
     return [piece.between for piece in pieces if piece.between]
 
 

@@ -198,7 +198,12 @@ def chat(request: ChatRequest) -> None:
     """Chat with a run's model, and compare it with its base model; /help lists the commands."""
     from your_ai.commands import talking
     from your_ai.generation import chat as chatting
-    from your_ai.generation.generate import form_of_prompts, note_on_template, sampling_of
+    from your_ai.generation.generate import (
+        form_of_prompts,
+        note_on_template,
+        note_on_tools,
+        sampling_of,
+    )
 
     sampling = sampling_of(request)
     trained = opened(request)
@@ -210,11 +215,9 @@ def chat(request: ChatRequest) -> None:
         form, note = form_of_prompts(trained.config, request.system, tools)
         if form.is_text:
             note = "the training rows are plain texts, which your_ai generate continues"
-        own = ",".join(trained.config.tools) if pool is None else ""
-        called = f"the run was trained with tools; --tools {own} lets the model call them"
-        for each in (note, note_on_template(trained.config), called if own else ""):
-            if each:
-                echo_note(each)
+        on_tools = "" if pool else note_on_tools(trained.config)
+        for each in filter(None, (note, note_on_template(trained.config), on_tools)):
+            echo_note(each)
         conversation = chatting.Conversation(form.system, tools=form.tools)
         talker.check(conversation)
         greeting = f"{trained.folder.name}, step {trained.adapter.step}; {talking.HINT}"

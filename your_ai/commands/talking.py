@@ -28,7 +28,7 @@ from your_ai.gates.console import echo, echo_error, open_console
 from your_ai.gates.text import counted, printable, shown
 from your_ai.generation.chat import COMMANDS, ChatSession, Conversation, Pieces, parse
 from your_ai.generation.generate import Message
-from your_ai.generation.tool_calls import NO_TURNS, Piece
+from your_ai.generation.tool_calls import NO_TURNS, AnswerPiece
 
 WIDE = 72  # columns; a terminal this wide shows two answers side by side
 FRAMES_S = 0.1
@@ -56,7 +56,7 @@ class Answer:
     ended: str = ""
     """`stop`, `length`, NO_TURNS, or `stopped` by Ctrl-C; "" while there is more."""
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: AnswerPiece) -> None:
         if piece.between is not None:
             self.between.append(piece.between)
             self.text, self.tokens = "", 0
@@ -280,7 +280,7 @@ def compare(ours: Answer, base: Answer, screen: Screen) -> None:
             show(answer, screen)
 
 
-def notes_of(piece: Piece) -> list[str]:
+def notes_of(piece: AnswerPiece) -> list[str]:
     """The lines that show calls of tools, a result, or the lack of an answer."""
     message = piece.between
     if message is None:
@@ -290,7 +290,7 @@ def notes_of(piece: Piece) -> list[str]:
     return [shown(call_text(call), NOTE_CHARACTERS) for call in message["tool_calls"]]
 
 
-def collect(answer: Answer, interrupts: Interrupts) -> Iterator[Piece]:
+def collect(answer: Answer, interrupts: Interrupts) -> Iterator[AnswerPiece]:
     """Yield the pieces of an answer until it ends or the user stops it; add them to `answer`."""
     if answer.ended or answer.pieces is None:
         return

@@ -35,7 +35,7 @@ from your_ai.generation.generate import (
 )
 from your_ai.generation.tool_calls import (
     NO_TURNS,
-    Piece,
+    AnswerPiece,
     ToolCaller,
     check_tools,
     shown_characters,
@@ -46,7 +46,7 @@ from your_ai.rng import derive_seed
 HELD_TOKENS = 4096  # conversation length under --max-memory, in addition to an answer
 
 Responses = Generator[GenerationResponse, None, None]
-Pieces = Generator[Piece, None, None]
+Pieces = Generator[AnswerPiece, None, None]
 
 COMMANDS = {
     "reset": "start a new conversation",
@@ -237,7 +237,7 @@ class ChatSession:
         if tools is None:
             with contextlib.closing(self.answer(conversation, question, adapted)) as responses:
                 _, _, ended = yield from self.said(responses, may_call=False)
-            yield Piece(ended=ended)
+            yield AnswerPiece(ended=ended)
             return
         asked = conversation.messages(question)
         chat = SampledChat(
@@ -251,18 +251,18 @@ class ChatSession:
                 ids, rest, ended = yield from self.said(responses, may_call=True)
             message = chat.hear(ids, stopped=True) if ended == "stop" else {}
             if not message.get("tool_calls"):
-                yield Piece(rest, ended=ended)
+                yield AnswerPiece(rest, ended=ended)
                 return
-            yield Piece(between=message)
+            yield AnswerPiece(between=message)
             if turn < self.max_turns:
                 known = len(chat.messages)
                 chat.append((yield from tools.results(message)))
-                yield from (Piece(between=each) for each in chat.messages[known:])
-        yield Piece(ended=NO_TURNS)
+                yield from (AnswerPiece(between=each) for each in chat.messages[known:])
+        yield AnswerPiece(ended=NO_TURNS)
 
     def said(
         self, responses: Responses, may_call: bool
-    ) -> Generator[Piece, None, tuple[list[int], str, str]]:
+    ) -> Generator[AnswerPiece, None, tuple[list[int], str, str]]:
         """Yield the text of a turn of the model, but no calls. Return its tokens, the text that was
         not yielded, and why it ended."""
         text, shown, ids, ended = "", 0, list[int](), ""
@@ -271,7 +271,7 @@ class ChatSession:
             ids.append(response.token)
             ended = response.finish_reason or ""
             ready = shown_characters(self.tokenizer, text) if may_call else len(text)
-            yield Piece(text[shown:ready], 1)
+            yield AnswerPiece(text[shown:ready], 1)
             shown = ready
         return ids, text[shown:], ended
 

@@ -277,6 +277,14 @@ def note_on_template(config: TrainConfig) -> str:
     return f"the prompts of the training rows were made by {made}; this one is used as it is"
 
 
+def note_on_tools(config: TrainConfig) -> str:
+    """The note for prompts without the tools that a run was trained with; "" for others."""
+    if not config.tools:
+        return ""
+    named = shortened(",".join(config.tools))
+    return f"the run was trained with tools; --tools {named} lets the model call them"
+
+
 def find_base_model(run: str, base: str | None = None) -> tuple[TrainConfig, Path]:
     """The settings of a run and the folder of its base model; the run needs no adapter.
 

@@ -24,7 +24,7 @@ NO_TURNS = "no answer within --max-turns"  # why an answer ended that calls tool
 
 
 @dataclass(frozen=True)
-class Piece:
+class AnswerPiece:
     """A piece of an answer; an empty one while a tool runs."""
 
     text: str = ""
@@ -44,7 +44,9 @@ class ToolCaller:
     key: int | None = None
     """None where the next call begins anew."""
 
-    def results(self, message: Message) -> Generator[Piece, None, Sequence[Mapping[str, Any]]]:
+    def results(
+        self, message: Message
+    ) -> Generator[AnswerPiece, None, Sequence[Mapping[str, Any]]]:
         """Run the calls of a message. Yield while they run; return their results as messages.
 
         A failure is a result, after which the tools begin anew; so do they where the caller stops.
@@ -77,11 +79,11 @@ class ToolCaller:
             self.key = None
 
 
-def finished_later(future: Future[T]) -> Generator[Piece, None, T]:
+def finished_later(future: Future[T]) -> Generator[AnswerPiece, None, T]:
     """Yield until a future has its result; return it. Cancel it if the caller stops."""
     try:
         while not wait([future], POLL_S).done:
-            yield Piece()
+            yield AnswerPiece()
         return future.result()
     finally:
         future.cancel()
