@@ -45,6 +45,7 @@ PRICE = {
         "parameters": {"type": "object", "properties": {"item": {"type": "string"}}},
     },
 }
+UNREAD = 'So <tool_call>{"name": 3}</tool_call>.'
 
 
 def calling(item: str) -> dict:
@@ -57,15 +58,20 @@ def calling(item: str) -> dict:
 
 
 def train_caller(folder: Path) -> RunFolder:
-    """Train a run whose model asks for the price of a hat, and then says that it is 7."""
+    """Train a run whose model asks for the price of a hat, and then says that it is 7.
+
+    Asked for a cap, it writes a call that cannot be read.
+    """
     found = {"role": "tool", "name": "price", "content": "7"}
     asked = [{"role": "user", "content": "A hat?"}, calling("hat"), found]
     turns = [*asked, {"role": "assistant", "content": "It is 7."}]
-    write_rows(folder / "data" / "train.jsonl", [{"messages": 2 * turns, "tools": [PRICE]}])
+    unread = [{"role": "user", "content": "A cap?"}, {"role": "assistant", "content": UNREAD}]
+    rows = [{"messages": each, "tools": [PRICE]} for each in (2 * turns, unread)]
+    write_rows(folder / "data" / "train.jsonl", rows)
     values = {
         "model": str(make_model(folder / "model", bits=None, factor=1)),
         "data": str(folder / "data"), "run": "r", "max_steps": 100, "learning_rate": 0.003,
-        "batch_size": 1, "lora_rank": 16, "lora_targets": "all-linear", "warmup_steps": 0,
+        "batch_size": 2, "lora_rank": 16, "lora_targets": "all-linear", "warmup_steps": 0,
         "supervise": False, "samples": 0,
     }  # fmt: skip
     with working_in(folder):
