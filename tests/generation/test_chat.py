@@ -378,3 +378,10 @@ def test_kv_cache_is_kept_between_the_turns_of_an_answer(tmp_path, monkeypatch):
     assert found == ["I look.It is 7."] * 2
     with_cache, without = prefilled[1], prefilled[3]
     assert with_cache < 10 < 40 < without
+
+
+def test_result_without_room_for_an_answer_is_refused(demo_tokenizer):
+    talker = tool_talker(demo_tokenizer, [CALL], ["7 " * 200])
+    talker.most_tokens = 100
+    with pytest.raises(UserError, match=r"limit is 100; a lower --tool-output-characters"):
+        converse(talker)

@@ -221,9 +221,10 @@ class ChatSession:
         messages = [*conversation.messages(question), *between]
         tokens = prompt_tokens(self.tokenizer, messages, tools=conversation.tools)
         if self.most_tokens is not None and len(tokens) >= self.most_tokens:
+            shorter = "a lower --tool-output-characters leaves more room, " if between else ""
             raise UserError(
                 f"the conversation has {counted(len(tokens), 'token')}, and the limit is "
-                f"{self.most_tokens}; /reset starts a new one"
+                f"{self.most_tokens}; {shorter}/reset starts a new one"
             )
         return tokens
 
