@@ -277,7 +277,7 @@ class Till(ToolCaller):
 def tool_talker(tokenizer, texts, results=("7",), max_turns=8, max_tokens=99) -> ChatSession:
     teller = Teller(tokenizer, *texts)
     talker = ChatSession(teller, None, tokenizer, Sampling(max_tokens=max_tokens))
-    talker.tools, talker.max_turns = Till(*results), max_turns
+    talker.tools, talker.max_turns = {True: Till(*results)}, max_turns
     return talker
 
 
@@ -297,8 +297,8 @@ def test_results_of_calls_are_messages_before_the_answer(demo_tokenizer):
     talker = tool_talker(demo_tokenizer, [f"I look.{CALL}{CALL}", "It is 7."])
     pieces = converse(talker)
     call, first, second = between(pieces)
-    assert talker.tools.asked == [[{"name": "price", "arguments": {"item": "hat"}}] * 2]
-    assert [each["function"] for each in call["tool_calls"]] == talker.tools.asked[0]
+    assert talker.tools[True].asked == [[{"name": "price", "arguments": {"item": "hat"}}] * 2]
+    assert [each["function"] for each in call["tool_calls"]] == talker.tools[True].asked[0]
     assert [m["tool_call_id"] for m in (first, second)] == [c["id"] for c in call["tool_calls"]]
     assert (first["role"], first["content"]) == ("tool", "7")
     assert text_of(pieces) == "I look.It is 7."
@@ -323,7 +323,7 @@ def test_tokens_of_the_template_in_a_result_are_text(demo_tokenizer):
 def test_calls_after_the_last_turn_do_not_run(demo_tokenizer):
     talker = tool_talker(demo_tokenizer, [CALL] * 3, ["7"] * 3, max_turns=3)
     assert converse(talker)[-1].ended == NO_TURNS
-    assert len(talker.tools.asked) == 2
+    assert len(talker.tools[True].asked) == 2
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_calls_after_the_last_turn_do_not_run(demo_tokenizer):
 def test_call_that_is_cut_or_unreadable_is_text(demo_tokenizer, text, max_tokens, ended):
     talker = tool_talker(demo_tokenizer, [text], max_tokens=max_tokens)
     pieces = converse(talker)
-    assert talker.tools.asked == between(pieces) == []
+    assert talker.tools[True].asked == between(pieces) == []
     assert text.startswith(text_of(pieces))
     assert len(text_of(pieces)) > 20
     assert pieces[-1].ended == ended
@@ -373,7 +373,7 @@ def test_kv_cache_is_kept_between_the_turns_of_an_answer(tmp_path, monkeypatch):
     monkeypatch.setattr(chat, "respond", counting)
     for memory in (CacheMemory(), Forgetful()):
         talker = chat.open_talker(open_trained(str(run.path)), Sampling(max_tokens=60))
-        talker.tools, talker.max_turns, talker.memory = Till("7"), 8, memory
+        talker.tools, talker.max_turns, talker.memory = {True: Till("7")}, 8, memory
         found.append(text_of(converse(talker)))
     assert found == ["I look.It is 7."] * 2
     with_cache, without = prefilled[1], prefilled[3]

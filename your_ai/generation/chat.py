@@ -7,7 +7,7 @@ the new part of a conversation is prefilled; and the tools that the model may ca
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -194,9 +194,8 @@ class ChatSession:
     """Number of questions so far; each question has its own sampling seed."""
     memory: CacheMemory = field(default_factory=CacheMemory)
     base_memory: CacheMemory = field(default_factory=CacheMemory)
-    tools: ToolCaller | None = None
-    base_tools: ToolCaller | None = None
-    """Those that the base model calls, which have a state of their own."""
+    tools: Mapping[bool, ToolCaller] = field(default_factory=dict)
+    """Those of the model with its adapter (True), and of its base; empty for none."""
     max_turns: int = 1
     """Turns of the model in an answer; all but the last may call tools."""
 
@@ -207,9 +206,8 @@ class ChatSession:
 
     def forget(self) -> None:
         """Let the tools begin anew."""
-        for each in (self.tools, self.base_tools):
-            if each is not None:
-                each.forget()
+        for each in self.tools.values():
+            each.forget()
 
     def prompt(
         self, conversation: Conversation, question: str, between: Sequence[Message] = ()
@@ -234,7 +232,7 @@ class ChatSession:
 
         The caller may stop at any piece. Raises UserError, RunError.
         """
-        tools = self.tools if adapted else self.base_tools
+        tools = self.tools.get(adapted)
         if tools is None:
             with contextlib.closing(self.answer(conversation, question, adapted)) as responses:
                 _, _, ended = yield from self.said(responses, may_call=False)
@@ -331,9 +329,8 @@ def open_talker(
     base = None
     if streams_vocabulary(model):  # streamed: the adapter cannot be turned off in its blocks
         base, _ = load_run(trained, False, max_memory_gb, held)
-    session = ChatSession(model, base, tokenizer, sampling, most)
+    tools = dict[bool, ToolCaller]()
     if pool is not None:
         check_tools(tokenizer, pool.tools)
-        session.tools, session.base_tools = ToolCaller(pool), ToolCaller(pool)
-        session.max_turns = max_turns
-    return session
+        tools = {adapted: ToolCaller(pool) for adapted in (True, False)}
+    return ChatSession(model, base, tokenizer, sampling, most, tools=tools, max_turns=max_turns)
