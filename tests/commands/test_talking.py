@@ -1,11 +1,19 @@
 from __future__ import annotations
 
+import contextlib
 import io
+import re
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import call
+from tests.generation.test_tool_calls import train_caller
 from tests.terminal import on_terminal
 from your_ai.gates.text import printable
 from your_ai.generation import chat as chatting
@@ -141,3 +149,136 @@ def test_without_a_name_the_newest_run_chats(run, capsys, own_folder, monkeypatc
     out, error = capsys.readouterr()
     assert out == answers_of(run, "Question 1")[0] + "\n"
     assert error.splitlines()[0] == "run: r (the newest)"
+
+
+# Tools
+
+SHOP = '''
+import time
+asked = 0
+
+def price(item: str) -> str:
+    """Look up what an item costs."""
+    global asked
+    asked += 1
+    print(f"\x1b[2Jasked {asked}", flush=True)
+    return "7"
+'''
+HOSTILE = SHOP.replace('"7"', '"7\\x1b[2J\\n" * 100')
+WAITING = SHOP.replace("    return", "    time.sleep(600)\n    return")
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory) -> RunFolder:
+    """A run whose model calls a tool once, and then answers."""
+    return train_caller(tmp_path_factory.mktemp("caller"))
+
+
+@pytest.fixture
+def ask_caller(caller, own_folder, monkeypatch):
+    """A function that chats with `caller`, which has the tools of a module; its exit status."""
+
+    def talk(text: str, *options: object, tools: str = SHOP) -> int:
+        Path("own.py").write_text(tools)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        return call("chat", caller.path, "--max-tokens", 60, "--tools", "own", *options)
+
+    return talk
+
+
+def test_answers_are_on_stdout_and_calls_on_stderr(ask_caller, capsys):
+    assert ask_caller("A hat?\n") == 0
+    out, error = capsys.readouterr()
+    assert out == "I look.\nIt is 7.\n"
+    first, *others = error.splitlines()  # what a tool prints comes when it does
+    assert first == "price(item='hat')"
+    assert sorted(others) == ["environment: \u241b[2Jasked 1", "price: 7"]
+
+
+def test_long_and_hostile_result_is_one_short_line(ask_caller, capsys):
+    assert ask_caller("A hat?\n", tools=HOSTILE) == 0
+    result = next(line for line in capsys.readouterr().err.splitlines() if "price: " in line)
+    assert "\x1b" not in result
+    assert 100 < len(result) < 300
+
+
+def test_reset_lets_the_tools_begin_anew(ask_caller, capsys):
+    assert ask_caller("A hat?\nA hat?\n/reset\nA hat?\n") == 0
+    out, error = capsys.readouterr()
+    assert out == 3 * "I look.\nIt is 7.\n"
+    assert re.findall(r"asked (\d)", error) == ["1", "2", "1"]
+
+
+def test_last_turn_may_not_call(ask_caller, capsys):
+    assert ask_caller("A hat?\n", "--max-turns", 1) == 0
+    out, error = capsys.readouterr()
+    assert out == "I look.\n\n"
+    assert error.splitlines() == ["price(item='hat')", "no answer within --max-turns"]
+
+
+def test_base_model_calls_tools_of_its_own(ask_caller, capsys, monkeypatch):
+    monkeypatch.setattr(chatting, "without_adapter", lambda _: contextlib.nullcontext())
+    assert ask_caller("A hat?\n/base\n") == 0
+    out, error = capsys.readouterr()
+    assert out == 2 * "I look.\nIt is 7.\n"
+    assert re.findall(r"asked (\d)", error) == ["1", "1"]
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [("1 / 0", "--tools own: "), ("def price(item): pass", "--tools own: price")],
+)
+def test_unusable_tools_are_an_error_in_one_line(ask_caller, capsys, tools, message):
+    assert ask_caller("A hat?\n", tools=tools) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+
+
+def wait_for(done) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def started_by(process: subprocess.Popen) -> list[psutil.Process]:
+    found = psutil.Process(process.pid).children(recursive=True)
+    assert found
+    return found
+
+
+def test_ctrl_c_stops_a_tool_but_not_the_conversation(caller, own_folder):
+    Path("own.py").write_text(WAITING)
+    with on_terminal("chat", str(caller.path), "--tools", "own") as terminal:
+        terminal.wait_for("Ctrl-D leaves")
+        terminal.press("A hat?\n")
+        terminal.wait_for("asked 1")
+        terminal.press("\x03")
+        terminal.wait_for("stopped before the answer began; not kept")
+        others = started_by(terminal.process)
+        insist(terminal, "/exit\n", lambda: terminal.process.poll() is not None)
+        assert terminal.end() == 0
+        assert terminal.is_as_it_was
+        assert b"\x1b[2J" not in terminal.written
+    wait_for(lambda: not any(each.is_running() for each in others))
+
+
+@pytest.mark.parametrize("end", ["SIGTERM", "SIGINT", "SIGKILL"])
+def test_no_process_outlives_a_chat(caller, own_folder, end):
+    Path("own.py").write_text(WAITING)
+    command = [sys.executable, "-m", "your_ai", "chat", str(caller.path), "--tools", "own"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        try:
+            process.stdin.write(b"A hat?\n")
+            process.stdin.flush()
+            while b"asked 1" not in process.stderr.readline():
+                assert process.poll() is None
+            others = started_by(process)
+            process.send_signal(getattr(signal, end))
+            process.wait(60)
+            wait_for(lambda: not any(each.is_running() for each in others))
+        finally:
+            process.kill()

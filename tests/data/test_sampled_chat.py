@@ -115,7 +115,9 @@ def test_calls_are_read_and_what_the_tool_says_follows(with_tools):
 @pytest.mark.parametrize(
     "written",
     ["<tool_call>{bad</tool_call>", '<tool_call>[1]</tool_call>', "<tool_call>",
-     '<tool_call>{"arguments": {}}</tool_call>'],
+     '<tool_call>{"arguments": {}}</tool_call>',
+     '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+     '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>'],
 )  # fmt: skip
 def test_calls_that_cannot_be_read_stay_text(with_tools, written):
     tokenizer = with_tools("qwen-25")

@@ -318,3 +318,19 @@ def test_prompts_are_asked_without_what_the_template_writes(demo_tokenizer):
     asked = [{"role": "user", "content": prompt}]
     found = generate.prompt_tokens(demo_tokenizer, asked, is_text=True)
     assert found == generate.prompt_tokens(demo_tokenizer, chat)
+
+
+@pytest.mark.parametrize(("tools", "told"), [(None, True), ([], False)])
+def test_note_on_tools_of_rows_is_for_prompts_that_have_them(own_folder, tools, told):
+    row = {**chat("Question", "Answer"), "tools": [{"function": {"name": "price"}}]}
+    write_rows(own_folder / "data" / "train.jsonl", [row])
+    config = TrainConfig(model="demo", data=str(own_folder / "data"))
+    form, note = generate.form_of_prompts(config, None, tools)
+    assert ("1 tool of the training rows" in note) == told
+    assert bool(form.tools) == told
+
+
+def test_note_names_the_tools_of_a_run():
+    assert generate.note_on_tools(TrainConfig()) == ""
+    note = generate.note_on_tools(TrainConfig(objective="grpo", tools=("shop:price", "python")))
+    assert "--tools shop:price,python lets the model call them" in note

@@ -23,6 +23,7 @@ import pytest
 
 from tests.conftest import chat_prompt
 from tests.generation.test_generate import train_in
+from tests.generation.test_tool_calls import PRICE, UNREAD, train_caller
 from your_ai.errors import RunError
 from your_ai.generation import generate
 from your_ai.nets.saved_adapter import open_trained
@@ -256,3 +257,73 @@ def test_failed_model_ends_the_server(monkeypatch):
     monkeypatch.setattr(serving, "GRACE_S", 0.1)
     with serving.listen("127.0.0.1", 0) as listener, pytest.raises(RunError, match="model failed"):
         serving.serve(listener, Dead(), [])
+
+
+# Tools
+
+HAT = [{"role": "user", "content": "A hat?"}]
+CAP = [{"role": "user", "content": "A cap?"}]
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory) -> Iterator[Served]:
+    """A server of a model that calls a tool, and then answers."""
+    with served(train_caller(tmp_path_factory.mktemp("caller"))) as found:
+        yield found
+
+
+def asked(caller: Served, messages: list, stream: bool = False, max_tokens: int = 60):
+    return caller.client.chat.completions.create(
+        model="r", messages=messages, tools=[PRICE], max_tokens=max_tokens, stream=stream
+    )
+
+
+def test_calls_are_answered_in_openais_form(caller):
+    choice = asked(caller, HAT).choices[0]
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.function.name) == ("function", "price")
+    assert json.loads(call.function.arguments) == {"item": "hat"}
+    assert re.fullmatch(r"\w{9}", call.id)
+    assert choice.message.content == "I look."
+    assert choice.finish_reason == "tool_calls"
+
+
+def test_model_goes_on_with_the_results_of_its_calls(caller):
+    message = asked(caller, HAT).choices[0].message
+    found = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "7"}
+    after = [*HAT, message.model_dump(exclude_none=True), found]
+    answer = asked(caller, after)
+    assert answer.choices[0].message.content == "It is 7."
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.prompt_tokens_details.cached_tokens > 40  # what it wrote itself
+    assert "".join(said(asked(caller, after, stream=True))) == "It is 7."
+
+
+def said(pieces) -> list[str]:
+    return [piece.choices[0].delta.content or "" for piece in pieces]
+
+
+def test_streamed_calls_equal_the_whole_ones(caller):
+    pieces = list(asked(caller, HAT, stream=True))
+    assert "".join(said(pieces)) == "I look."
+    (call,) = [call for piece in pieces for call in piece.choices[0].delta.tool_calls or ()]
+    assert (call.index, call.function.name) == (0, "price")
+    assert json.loads(call.function.arguments) == {"item": "hat"}
+    assert pieces[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_call_that_cannot_be_read_is_text(caller):
+    choice = asked(caller, CAP).choices[0]
+    assert (choice.message.tool_calls, choice.finish_reason) == (None, "stop")
+    call = "<tool_call>" + UNREAD.partition("<tool_call>")[2].removesuffix(".")
+    assert choice.message.content == f"So .{call}"
+    pieces = list(asked(caller, CAP, stream=True))
+    assert "".join(said(pieces)) == UNREAD
+    assert pieces[-1].choices[0].finish_reason == "stop"
+
+
+def test_call_that_is_cut_is_text(caller):
+    choice = asked(caller, HAT, max_tokens=15).choices[0]
+    assert (choice.message.tool_calls, choice.finish_reason) == (None, "length")
+    assert choice.message.content.startswith('I look.<tool_call>{"')
+    assert "</tool_call>" not in choice.message.content

@@ -198,17 +198,27 @@ def chat(request: ChatRequest) -> None:
     """Chat with a run's model, and compare it with its base model; /help lists the commands."""
     from your_ai.commands import talking
     from your_ai.generation import chat as chatting
-    from your_ai.generation.generate import form_of_prompts, note_on_template, sampling_of
+    from your_ai.generation.generate import (
+        form_of_prompts,
+        note_on_template,
+        note_on_tools,
+        sampling_of,
+    )
 
     sampling = sampling_of(request)
     trained = opened(request)
-    talker = chatting.open_talker(trained, sampling, request.max_memory)
-    form, note = form_of_prompts(trained.config, request.system)
-    if form.is_text:
-        note = "the training rows are plain texts, which your_ai generate continues"
-    for each in filter(None, (note, note_on_template(trained.config))):
-        echo_note(each)
-    conversation = chatting.Conversation(form.system, tools=form.tools)
-    talker.check(conversation)
-    greeting = f"{trained.folder.name}, step {trained.adapter.step}; {talking.HINT}"
-    talking.talk(talker, conversation, greeting)
+    with talking.started_tools(request) as pool:
+        talker = chatting.open_talker(
+            trained, sampling, request.max_memory, pool, request.max_turns
+        )
+        tools = None if pool is None else [dict(tool) for tool in pool.tools]
+        form, note = form_of_prompts(trained.config, request.system, tools)
+        if form.is_text:
+            note = "the training rows are plain texts, which your_ai generate continues"
+        on_tools = "" if pool else note_on_tools(trained.config)
+        for each in filter(None, (note, note_on_template(trained.config), on_tools)):
+            echo_note(each)
+        conversation = chatting.Conversation(form.system, tools=form.tools)
+        talker.check(conversation)
+        greeting = f"{trained.folder.name}, step {trained.adapter.step}; {talking.HINT}"
+        talking.talk(talker, conversation, greeting)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -16,28 +18,54 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from your_ai.commands.rollouts import call_text
+from your_ai.config.requests import ChatRequest
+from your_ai.data.turns import TOOL
+from your_ai.environments.pool import EnvironmentPool
+from your_ai.environments.protocol import HostOptions
 from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo, echo_error, open_console
-from your_ai.gates.text import counted, printable
-from your_ai.generation.chat import COMMANDS, ChatSession, Conversation, Responses, parse
+from your_ai.gates.text import counted, printable, shown
+from your_ai.generation.chat import COMMANDS, ChatSession, Conversation, Pieces, parse
+from your_ai.generation.generate import Message
+from your_ai.generation.tool_calls import NO_TURNS, AnswerPiece
 
 WIDE = 72  # columns; a terminal this wide shows two answers side by side
 FRAMES_S = 0.1
 ADAPTER, BASE = "with the adapter", "base model"
 STOPPED = "stopped"
+NOTE_CHARACTERS = 200  # of a call, or of its result
+RELAY_S = 1.0  # for what tools printed last
 HINT = "/help lists the commands, Ctrl-D leaves"
 
 
 @dataclass
 class Answer:
-    """An answer: the text so far, and the responses still to come."""
+    """An answer: the text so far, and the pieces still to come."""
 
     name: str
-    responses: Responses | None = None
+    pieces: Pieces | None = None
     text: str = ""
+    """After the last call of a tool."""
+    shown: str = ""
+    """The whole text, with calls and results."""
     tokens: int = 0
+    """Of `text`."""
+    between: list[Message] = field(default_factory=list)
+    """Calls and results, before `text`."""
     ended: str = ""
-    """`stop`, `length`, or `stopped` by Ctrl-C; "" while there is more."""
+    """`stop`, `length`, NO_TURNS, or `stopped` by Ctrl-C; "" while there is more."""
+
+    def add(self, piece: AnswerPiece) -> None:
+        if piece.between is not None:
+            self.between.append(piece.between)
+            self.text, self.tokens = "", 0
+        self.text += piece.text
+        self.tokens += piece.tokens
+        self.ended = piece.ended or self.ended
+        notes = "".join(f"{note}\n" for note in notes_of(piece))
+        begins_line = not self.shown or self.shown.endswith("\n")
+        self.shown += piece.text + ("\n" if notes and not begins_line else "") + notes
 
 
 @dataclass
@@ -86,6 +114,42 @@ class Screen:
     def write(self, text: str) -> None:
         echo(text, nl=False)
         sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def started_tools(request: ChatRequest) -> Iterator[EnvironmentPool | None]:
+    """Start the tools of a request, and end them with the `with` block; None for none.
+
+    What they print goes to stderr, without what would steer a terminal. Raises UserError, RunError.
+    """
+    if not request.tools:
+        yield None
+        return
+    options = HostOptions(
+        tools=request.tools,
+        timeout_s=request.tool_timeout_s,
+        output_characters=request.tool_output_characters,
+        trust_code=request.trust_code,
+    )
+    reader, writer = os.pipe()
+    relay = threading.Thread(target=echo_errors, args=(reader,), daemon=True)
+    relay.start()
+    try:
+        with open(writer, "wb"):
+            pool = EnvironmentPool(options, log=writer)
+        try:
+            yield pool
+        finally:
+            pool.shutdown()
+    finally:
+        relay.join(RELAY_S)
+
+
+def echo_errors(reader: int) -> None:
+    """Print the lines of a pipe to stderr until it is closed."""
+    with open(reader, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            echo_error(line.rstrip("\n"))
 
 
 def talk(talker: ChatSession, conversation: Conversation, greeting: str) -> None:
@@ -160,6 +224,7 @@ def take(
             screen.note(f"/{command}: {meaning}")
         screen.note("Ctrl-C stops an answer; a \\ at the end continues the line on the next")
     elif typed.command == "reset":
+        talker.forget()
         screen.note("new conversation")
         return replace(conversation, turns=())
     elif typed.command == "system":
@@ -174,8 +239,8 @@ def take(
         if not conversation.turns:
             raise UserError("/base: ask a question first")
         before, last = conversation.before_the_last(), conversation.turns[-1]
-        base = Answer(BASE, talker.answer(before, last.question, adapted=False))
-        compare(Answer(ADAPTER, text=last.answer, ended="stop"), base, screen)
+        base = Answer(BASE, talker.converse(before, last.question, adapted=False))
+        compare(Answer(ADAPTER, shown=last.answer, ended="stop"), base, screen)
     elif typed.text:
         return ask(talker, conversation, typed.text, screen)
     return conversation
@@ -186,9 +251,9 @@ def ask(
 ) -> Conversation:
     """Show the answer while it is generated; return the conversation with it."""
     talker.asked += 1
-    answer = Answer(ADAPTER, talker.answer(conversation, question))
+    answer = Answer(ADAPTER, talker.converse(conversation, question))
     if conversation.compares:
-        compare(answer, Answer(BASE, talker.answer(conversation, question, False)), screen)
+        compare(answer, Answer(BASE, talker.converse(conversation, question, False)), screen)
     else:
         show(answer, screen)
     if answer.ended == "length" and talker.is_full(answer.tokens):
@@ -199,7 +264,9 @@ def ask(
         screen.note(f"cut at {cut_at}; raise --max-tokens for longer answers")
     elif answer.ended == STOPPED:
         screen.note("stopped" if answer.text else "stopped before the answer began; not kept")
-    return conversation.followed_by(question, answer.text) if answer.text else conversation
+    if answer.text and answer.ended != NO_TURNS:
+        return conversation.followed_by(question, answer.text, answer.between)
+    return conversation
 
 
 def compare(ours: Answer, base: Answer, screen: Screen) -> None:
@@ -213,34 +280,49 @@ def compare(ours: Answer, base: Answer, screen: Screen) -> None:
             show(answer, screen)
 
 
-def collect(answer: Answer, interrupts: Interrupts) -> Iterator[str]:
+def notes_of(piece: AnswerPiece) -> list[str]:
+    """The lines that show calls of tools, a result, or the lack of an answer."""
+    message = piece.between
+    if message is None:
+        return [NO_TURNS] if piece.ended == NO_TURNS else []
+    if message["role"] == TOOL:
+        return [f"{shown(message.get('name'))}: {shown(message['content'], NOTE_CHARACTERS)}"]
+    return [shown(call_text(call), NOTE_CHARACTERS) for call in message["tool_calls"]]
+
+
+def collect(answer: Answer, interrupts: Interrupts) -> Iterator[AnswerPiece]:
     """Yield the pieces of an answer until it ends or the user stops it; add them to `answer`."""
-    if answer.ended or answer.responses is None:
+    if answer.ended or answer.pieces is None:
         return
     interrupts.count = 0
-    with contextlib.closing(answer.responses):
+    with contextlib.closing(answer.pieces):
         while not answer.ended:
             try:
                 with interrupts.raised_after(1):  # e.g. during the prefill of a long prompt
-                    response = next(answer.responses, None)
+                    piece = next(answer.pieces, None)
             except KeyboardInterrupt:
                 if not interrupts.count:  # `note` did not raise it: there is no user
                     raise
-                response = None
-            if response is None or interrupts.count:
+                piece = None
+            if piece is None or interrupts.count:
                 answer.ended = STOPPED
-            if response is not None:
-                answer.text += response.text
-                answer.tokens += 1
-                answer.ended = response.finish_reason or answer.ended
-                yield response.text
+            if piece is not None:
+                answer.add(piece)
+                yield piece
 
 
 def show(answer: Answer, screen: Screen) -> None:
     """Show an answer while it is generated."""
+    begins_line = True
     try:
         for piece in collect(answer, screen.interrupts):
-            screen.write(piece)
+            notes = notes_of(piece)
+            if notes and not begins_line:
+                echo()
+            for note in notes:
+                screen.note(note)
+            screen.write(piece.text)
+            begins_line = piece.text.endswith("\n") if piece.text else begins_line or bool(notes)
     finally:
         echo()
 
@@ -266,7 +348,7 @@ def beside(ours: Answer, base: Answer, console: Console, height: int | None = No
     cells = []
     for answer in (ours, base):
         table.add_column(answer.name, width=width, header_style="dim")
-        lines = Text(printable(answer.text).expandtabs(4)).wrap(console, width)
+        lines = Text(printable(answer.shown).expandtabs(4)).wrap(console, width)
         cells.append(Text("\n").join(lines[-max(1, height) :] if height is not None else lines))
     table.add_row(*cells)
     return table

@@ -95,6 +95,11 @@ def like(name: str, **about: Any) -> Any:
     return setting(FIELDS[name].default, ABOUT[name].help, **about)
 
 
+def same(name: str) -> Any:
+    """A field that is the setting `name` of a run, with the same bounds."""
+    return setting(FIELDS[name].default, ABOUT[name])
+
+
 @dataclass(frozen=True, kw_only=True)
 class SurveyRequest:
     """The rows that `data` shows, and the settings of a run that decide what it sees of them."""
@@ -251,9 +256,17 @@ class ChatRequest:
     temperature: float = setting(0.0, TEMPERATURE)
     top_p: float = setting(1.0, TOP_P)
     seed: int = setting(0, SEED)
+    tools: Sequence[str] = same("tools")
+    max_turns: int = same("max_turns")
+    tool_timeout_s: float = same("tool_timeout_s")
+    tool_output_characters: int = same("tool_output_characters")
+    trust_code: bool = same("trust_code")
     max_memory: float | None = setting(None, MAX_MEMORY)
     checkpoint: str | None = setting(None, CHECKPOINT)
     model: str | None = setting(None, MODEL)
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ Shapes: T tokens.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -169,10 +170,18 @@ def answer_of(tokenizer: Any, text: str, tools: list[Any] | None) -> tuple[dict[
     try:
         calls = []
         for part in parts:
-            inner = part.partition(stop)[0] if stop else part
-            found = tokenizer.tool_parser(inner, tools)
-            calls += found if isinstance(found, list) else [found]
-        calls = [parse_call(call, "") for call in calls]
-    except Exception:  # mlx-lm's parsers raise anything for what models write
+            calls += read_calls(tokenizer, part.partition(stop)[0] if stop else part, tools)
+    except ValueError:
         return message, False
     return {**message, "content": before.strip(), "tool_calls": calls}, True
+
+
+def read_calls(tokenizer: Any, text: str, tools: list[Any] | None) -> list[dict[str, Any]]:
+    """The calls in what a model wrote between the marks of calls. Raises ValueError."""
+    try:
+        found = tokenizer.tool_parser(text, tools)
+        calls = [parse_call(call, "") for call in (found if isinstance(found, list) else [found])]
+        json.dumps(calls, ensure_ascii=False, allow_nan=False).encode()  # no half of a character
+        return calls
+    except Exception as error:  # mlx-lm's parsers raise anything for what models write
+        raise ValueError("a call cannot be read") from error

@@ -1,13 +1,13 @@
 """A conversation with a run, and optionally with its base model for comparison.
 
 The conversation is a frozen `Conversation`. A `ChatSession` has the model and its KV cache, so only
-the new part of a conversation is prefilled.
+the new part of a conversation is prefilled; and the tools that the model may call.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -16,7 +16,10 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 from your_ai.config import nearest
+from your_ai.data.encode import Encoder
+from your_ai.data.sampled_chat import SampledChat
 from your_ai.engine.weights import put_layers, streams_vocabulary
+from your_ai.environments.pool import EnvironmentPool
 from your_ai.errors import UserError
 from your_ai.gates.text import counted
 from your_ai.generation.generate import (
@@ -30,11 +33,20 @@ from your_ai.generation.generate import (
     respond,
     with_system,
 )
+from your_ai.generation.tool_calls import (
+    NO_TURNS,
+    AnswerPiece,
+    ToolCaller,
+    check_tools,
+    shown_characters,
+)
 from your_ai.nets.saved_adapter import Trained
+from your_ai.rng import derive_seed
 
 HELD_TOKENS = 4096  # conversation length under --max-memory, in addition to an answer
 
 Responses = Generator[GenerationResponse, None, None]
+Pieces = Generator[AnswerPiece, None, None]
 
 COMMANDS = {
     "reset": "start a new conversation",
@@ -50,6 +62,13 @@ COMMANDS = {
 class Turn:
     question: str
     answer: str
+    between: tuple[Message, ...] = ()
+    """Calls of tools and their results, before the answer."""
+
+    @property
+    def messages(self) -> list[Message]:
+        asked = {"role": "user", "content": self.question}
+        return [asked, *self.between, {"role": "assistant", "content": self.answer}]
 
 
 @dataclass(frozen=True)
@@ -66,18 +85,13 @@ class Conversation:
 
     def messages(self, question: str) -> list[Message]:
         """The messages for a chat template, ending with `question`."""
-        said = [
-            message
-            for turn in self.turns
-            for message in (
-                {"role": "user", "content": turn.question},
-                {"role": "assistant", "content": turn.answer},
-            )
-        ]
+        said = [message for turn in self.turns for message in turn.messages]
         return with_system([*said, {"role": "user", "content": question}], self.system)
 
-    def followed_by(self, question: str, answer: str) -> Conversation:
-        return replace(self, turns=(*self.turns, Turn(question, answer)))
+    def followed_by(
+        self, question: str, answer: str, between: Sequence[Message] = ()
+    ) -> Conversation:
+        return replace(self, turns=(*self.turns, Turn(question, answer, tuple(between))))
 
     def before_the_last(self) -> Conversation:
         return replace(self, turns=self.turns[:-1])
@@ -180,34 +194,102 @@ class ChatSession:
     """Number of questions so far; each question has its own sampling seed."""
     memory: CacheMemory = field(default_factory=CacheMemory)
     base_memory: CacheMemory = field(default_factory=CacheMemory)
+    tools: Mapping[bool, ToolCaller] = field(default_factory=dict)
+    """Those of the model with its adapter (True), and of its base; empty for none."""
+    max_turns: int = 1
+    """Turns of the model in an answer; all but the last may call tools."""
 
     def check(self, conversation: Conversation) -> None:
         """Raise UserError if the conversation cannot be used, e.g. if the template refuses it."""
         check_text(conversation.system, "--system")
         self.prompt(conversation, "Hello")
 
-    def prompt(self, conversation: Conversation, question: str) -> list[int]:
-        """The tokens of the prompt. Raises UserError if they leave no room for an answer."""
-        messages = conversation.messages(question)
+    def forget(self) -> None:
+        """Let the tools begin anew."""
+        for each in self.tools.values():
+            each.forget()
+
+    def prompt(
+        self, conversation: Conversation, question: str, between: Sequence[Message] = ()
+    ) -> list[int]:
+        """The tokens of the prompt. Raises UserError if they leave no room for an answer.
+
+        between: the calls and results after the question, so far.
+        """
+        messages = [*conversation.messages(question), *between]
         tokens = prompt_tokens(self.tokenizer, messages, tools=conversation.tools)
         if self.most_tokens is not None and len(tokens) >= self.most_tokens:
+            shorter = "a lower --tool-output-characters leaves more room, " if between else ""
             raise UserError(
                 f"the conversation has {counted(len(tokens), 'token')}, and the limit is "
-                f"{self.most_tokens}; /reset starts a new one"
+                f"{self.most_tokens}; {shorter}/reset starts a new one"
             )
         return tokens
 
-    def answer(self, conversation: Conversation, question: str, adapted: bool = True) -> Responses:
+    def converse(self, conversation: Conversation, question: str, adapted: bool = True) -> Pieces:
+        """Generate an answer as `answer` does, run the tools that it calls, and let the model go on
+        with their results, up to an answer without calls.
+
+        The caller may stop at any piece. Raises UserError, RunError.
+        """
+        tools = self.tools.get(adapted)
+        if tools is None:
+            with contextlib.closing(self.answer(conversation, question, adapted)) as responses:
+                _, _, ended = yield from self.said(responses, may_call=False)
+            yield AnswerPiece(ended=ended)
+            return
+        asked = conversation.messages(question)
+        chat = SampledChat(
+            Encoder(self.tokenizer), conversation.tools, [*asked], "the conversation"
+        )
+        for turn in range(1, self.max_turns + 1):
+            between = chat.messages[len(asked) :]
+            with contextlib.closing(
+                self.answer(conversation, question, adapted, between)
+            ) as responses:
+                ids, rest, ended = yield from self.said(responses, may_call=True)
+            message = chat.hear(ids, stopped=True) if ended == "stop" else {}
+            if not message.get("tool_calls"):
+                yield AnswerPiece(rest, ended=ended)
+                return
+            yield AnswerPiece(between=message)
+            if turn < self.max_turns:
+                known = len(chat.messages)
+                chat.append((yield from tools.results(message)))
+                yield from (AnswerPiece(between=each) for each in chat.messages[known:])
+        yield AnswerPiece(ended=NO_TURNS)
+
+    def said(
+        self, responses: Responses, may_call: bool
+    ) -> Generator[AnswerPiece, None, tuple[list[int], str, str]]:
+        """Yield the text of a turn of the model, but no calls. Return its tokens, the text that was
+        not yielded, and why it ended."""
+        text, shown, ids, ended = "", 0, list[int](), ""
+        for response in responses:
+            text += response.text
+            ids.append(response.token)
+            ended = response.finish_reason or ""
+            ready = shown_characters(self.tokenizer, text) if may_call else len(text)
+            yield AnswerPiece(text[shown:ready], 1)
+            shown = ready
+        return ids, text[shown:], ended
+
+    def answer(
+        self,
+        conversation: Conversation,
+        question: str,
+        adapted: bool = True,
+        between: Sequence[Message] = (),
+    ) -> Responses:
         """Generate the answer of the run, or of its base model if not `adapted`.
 
-        The caller may stop at any token.
+        The caller may stop at any token. between: as for `prompt`.
         """
-        tokens = self.prompt(conversation, question)
-        sampling = replace(
-            self.sampling,
-            seed=(self.sampling.seed + self.asked) % SEEDS,
-            max_tokens=self.room(tokens),
-        )
+        tokens = self.prompt(conversation, question, between)
+        seed = (self.sampling.seed + self.asked) % SEEDS
+        if between:
+            seed = derive_seed(seed, "turn", len(between))
+        sampling = replace(self.sampling, seed=seed, max_tokens=self.room(tokens))
         if adapted:
             yield from self.memory.read_on(self.model, self.tokenizer, tokens, sampling)
         elif self.base is not None:
@@ -228,9 +310,16 @@ class ChatSession:
 
 
 def open_talker(
-    trained: Trained, sampling: Sampling, max_memory_gb: float | None = None
+    trained: Trained,
+    sampling: Sampling,
+    max_memory_gb: float | None = None,
+    pool: EnvironmentPool | None = None,
+    max_turns: int = 1,
 ) -> ChatSession:
-    """Load the model of a run for a conversation. Raises UserError like `load_run`."""
+    """Load the model of a run for a conversation. Raises UserError like `load_run`.
+
+    pool: the tools that it may call, if any, in all but the last of `max_turns`.
+    """
     most = context_tokens(trained.base)
     held = 0
     if max_memory_gb is not None:
@@ -240,4 +329,8 @@ def open_talker(
     base = None
     if streams_vocabulary(model):  # streamed: the adapter cannot be turned off in its blocks
         base, _ = load_run(trained, False, max_memory_gb, held)
-    return ChatSession(model, base, tokenizer, sampling, most)
+    tools = dict[bool, ToolCaller]()
+    if pool is not None:
+        check_tools(tokenizer, pool.tools)
+        tools = {adapted: ToolCaller(pool) for adapted in (True, False)}
+    return ChatSession(model, base, tokenizer, sampling, most, tools=tools, max_turns=max_turns)

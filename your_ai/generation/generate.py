@@ -242,10 +242,13 @@ def asked_with(prompt: Prompt, form: CommonForm) -> Prompt:
     return replace(prompt, messages=messages, tools=tools, is_text=is_text, as_is=as_is)
 
 
-def form_of_prompts(config: TrainConfig, system: str | None) -> tuple[CommonForm, str]:
+def form_of_prompts(
+    config: TrainConfig, system: str | None, tools: list[Any] | None = None
+) -> tuple[CommonForm, str]:
     """The form of a run's prompts, and what the user should know of it; "" if nothing.
 
     system: the system prompt, "" for none; None for that of the rows which the run trained.
+    tools: those that prompts have; None for those of the rows.
     """
     form = common_form(config)
     notes = []
@@ -257,7 +260,9 @@ def form_of_prompts(config: TrainConfig, system: str | None) -> tuple[CommonForm
     if system is None and form.system:
         begun = quoted(form.system, 60)
         notes.append(f"the system prompt of the training rows is used: {begun} (--system sets it)")
-    if form.tools:
+    if tools is not None:
+        form = replace(form, tools=tools)
+    elif form.tools:
         notes.append(f"prompts have the {counted(len(form.tools), 'tool')} of the training rows")
     if form.is_text and not system:
         notes.append("the training rows are plain texts: prompts are continued as they are")
@@ -270,6 +275,14 @@ def note_on_template(config: TrainConfig) -> str:
         return ""
     made = f"--prompt-template {shortened(config.prompt_template)}"
     return f"the prompts of the training rows were made by {made}; this one is used as it is"
+
+
+def note_on_tools(config: TrainConfig) -> str:
+    """The note for prompts without the tools that a run was trained with; "" for others."""
+    if not config.tools:
+        return ""
+    named = shortened(",".join(config.tools))
+    return f"the run was trained with tools; --tools {named} lets the model call them"
 
 
 def find_base_model(run: str, base: str | None = None) -> tuple[TrainConfig, Path]:

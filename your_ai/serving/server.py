@@ -13,6 +13,7 @@ import errno
 import io
 import json
 import logging
+import secrets
 import shlex
 import socket
 import threading
@@ -20,6 +21,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -40,6 +42,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from your_ai import __version__
+from your_ai.data.sampled_chat import read_calls
 from your_ai.errors import RunError, UserError, first_line
 from your_ai.gates.text import printable, shortened
 from your_ai.gates.token_ids import check_ids, vocabulary_of
@@ -116,9 +119,12 @@ class RunProvider(ModelProvider):
 
 @dataclass
 class Asked(CompletionRequest):
-    """A request, and whether its client has left."""
+    """A request, and what its handler and its answer share."""
 
     left: threading.Event
+    """Set when its client has left."""
+    unread: list[str]
+    """Calls in the answer that cannot be read, and that the text does not have yet."""
 
 
 class Answers(ResponseGenerator):
@@ -164,7 +170,21 @@ class Answers(ResponseGenerator):
             status = 400 if self.is_healthy else 503
             reason = shortened(first_line(error))
             raise RequestRefused(status, f"the request cannot be answered ({reason})") from error
+        context.tool_parser = partial(self.read_calls, request.unread)
         return context, self.until_stopped(request, context, responses)
+
+    def read_calls(
+        self, unread: list[str], text: str, tools: list[Any] | None
+    ) -> list[dict[str, Any]]:
+        """The calls in a text, each a dict of id, name and arguments, as mlx-lm's formatter takes
+        them; it would fail for calls without arguments. A text that cannot be read is `unread`."""
+        try:
+            calls = read_calls(self.model_provider.tokenizer, text, tools)
+        except ValueError:
+            unread.append(text)
+            return []
+        # Mistral's templates take only ids of 9 letters and digits
+        return [{"id": secrets.token_hex(5)[:9], **call["function"]} for call in calls]
 
     def until_stopped(
         self, request: Asked, context: GenerationContext, responses: Iterator[Any]
@@ -205,6 +225,8 @@ class Handler(APIHandler):
         self.path, self.asked, self.data = request.scope["path"], request.headers, body
         self.gate = gate
         self.left = threading.Event()
+        self.unread: list[str] = []
+        self.has_called = False  # a tool
         self.has_begun = False  # to answer
         self.answer_headers: list[tuple[bytes, bytes]] = []
 
@@ -284,7 +306,22 @@ class Handler(APIHandler):
         given = self.chat_template_kwargs or {}
         assert self.max_tokens is not None
         self.max_tokens = self.response_generator.room(request, given, self.max_tokens)
-        super().handle_completion(Asked(**vars(request), left=self.left), stop_words)
+        super().handle_completion(
+            Asked(**vars(request), left=self.left, unread=self.unread), stop_words
+        )
+
+    def generate_response(
+        self, text: str, finish_reason: Any, *counts: Any, **more: Any
+    ) -> dict[str, Any]:
+        """A part of an answer. Calls that cannot be read stay text, which mlx-lm would drop."""
+        self.has_called |= bool(more.get("tool_calls"))
+        if finish_reason == "tool_calls" and not self.has_called:
+            finish_reason = "stop"
+        tokenizer: Any = self.response_generator.model_provider.tokenizer
+        end = "" if finish_reason == "length" else tokenizer.tool_call_end
+        text += "".join(f"{tokenizer.tool_call_start}{each}{end}" for each in self.unread)
+        self.unread.clear()
+        return super().generate_response(text, finish_reason, *counts, **more)
 
     def send_response(self, code: int, message: str | None = None) -> None:
         self.status = code
