@@ -127,7 +127,7 @@ def where() -> str:
 
 
 def test_reset_gives_the_messages_and_the_schemas(pool_of):
-    own = pool_of(TOOLS, tools=("own:price,say",))
+    own = pool_of(TOOLS, tools=("own:price", "own:say"))
     seen = own.start()
     assert seen.messages == [{"role": "user", "content": "p"}]
     assert seen.tools == own.pool.tools

@@ -70,7 +70,7 @@ class HostOptions:
     environment: str = ""
     """`module:Class` or `verifiers:NAME`, or else tools."""
     tools: Sequence[str] = ()
-    """Each `module`, `module:name,name`, or `python`."""
+    """Each `module`, `module:name`, or `python`."""
     timeout_s: float = 30.0
     """Of a call of the user's code."""
     memory_mb: int = 1024

@@ -138,7 +138,7 @@ def load_tools(
 ) -> tuple[dict[str, ToolFunction], bool]:
     """The tools by their names, and whether all their modules say that they are pure.
 
-    given: each `module`, `module:name,name`, or `python`.
+    given: each `module`, `module:name`, or `python`.
     make_python: makes the function of the built-in tool, where it is given.
     Raises UserError.
     """
@@ -148,9 +148,9 @@ def load_tools(
         if text == PYTHON:
             found, pure = {PYTHON: make_python()}, False
         else:
-            module_name, _, names = text.partition(":")
+            module_name, _, wanted = text.partition(":")
             module = load_module(module_name, where)
-            found = functions_of(module, names, where)
+            found = functions_of(module, wanted, where)
             pure &= getattr(module, "is_pure", False) is True
         for name, function in found.items():
             if name in tools:
@@ -159,21 +159,17 @@ def load_tools(
     return tools, pure
 
 
-def functions_of(module: ModuleType, names: str, where: str) -> dict[str, Callable[..., Any]]:
-    """The public functions that a module defines, or those with the names, joined by commas."""
+def functions_of(module: ModuleType, wanted: str, where: str) -> dict[str, Callable[..., Any]]:
+    """The public functions that a module defines, or the one that is wanted by its name."""
     known: dict[str, Callable[..., Any]] = {
         name: value
         for name, value in vars(module).items()
         if inspect.isroutine(value) and not name.startswith("_")
     }
-    if names:
-        wanted = [name.strip() for name in names.split(",")]
-        for name in wanted:
-            if name not in known:
-                hint = nearest(name, known)
-                raise UserError(f"{where}: {module.__name__} has no function {shown(name)}{hint}")
-        return {name: known[name] for name in wanted}
+    if wanted and wanted not in known:
+        hint = nearest(wanted, known)
+        raise UserError(f"{where}: {module.__name__} has no function {shown(wanted)}{hint}")
     own = {n: value for n, value in known.items() if value.__module__ == module.__name__}
-    if not own:
+    if not (own or wanted):
         raise UserError(f"{where}: {module.__name__} has no public functions")
-    return own
+    return {wanted: known[wanted]} if wanted else own
