@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from your_ai.config import GRPO, TrainConfig
+from your_ai.config import TrainConfig
 from your_ai.config.requests import EvaluateRequest
 from your_ai.data.encode import Encoder
 from your_ai.data.lines import RowLimit, files_in
@@ -55,7 +55,7 @@ from your_ai.run.rollout_files import DONE
 
 MOST_KEPT = 256  # conversations that are in memory together
 ALIKE = 1e-9  # rewards that differ by less are equal
-FAILED, OTHER = "error", "other"  # how conversations end, beside those of `generation`
+FAILED = "error"  # how the others end
 # The settings of a run that a conversation with another environment keeps.
 KEPT = (
     "model", "data", "valid", "columns", "prompt_template", "max_row_bytes", "max_seq_length",
@@ -77,7 +77,7 @@ def acting(config: TrainConfig, request: EvaluateRequest) -> TrainConfig:
         if request.tools:
             given = tuple(t for t in given if parse_reward(t).kind != ENVIRONMENT)
         config = TrainConfig(
-            objective=GRPO,
+            objective="grpo",
             environment=request.environment or "",
             tools=tuple(request.tools or ()),
             reward=given or (("exact_match",) if request.tools else ()),
@@ -106,11 +106,15 @@ class PolicyMeasures:
     turns: np.ndarray
     """(m,) float64: the turns of the model."""
     ended: list[str]
-    """By row: DONE, the option of the limit that ended it, FAILED, or OTHER."""
+    """By row: DONE, the option of the limit that ended it, or what went wrong."""
     said: dict[int, list[str]] = field(default_factory=dict)
     """Of the rows to show: what was said, a line for each message."""
-    faults: dict[int, str] = field(default_factory=dict)
-    """Of the rows whose environment failed: why."""
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """How many conversations ended in each way."""
+        known = (DONE, NO_ROOM, NO_TURNS, CUT_OFF)
+        return dict(Counter(why if why in known else FAILED for why in self.ended))
 
 
 @dataclass(frozen=True)
@@ -260,9 +264,7 @@ class PolicyRun:
             for reward, value in earned.rewards.items():
                 found.parts[reward][earned.row] = np.nan if value is None else value
             found.turns[earned.row] = len(own.rewards)
-            found.ended[earned.row] = FAILED if own.failed else ended_by(own.ended)
-            if own.failed:
-                found.faults[earned.row] = own.ended
+            found.ended[earned.row] = own.ended
             if self.before is not None:
                 found.said[earned.row] = [
                     line_of_message(message) for message in own.begun.messages
@@ -270,10 +272,6 @@ class PolicyRun:
         if self.before is not None:
             shown = worst_first(self.before - found.rewards, self.request.worst)
             found.said = {row: found.said[row] for row in shown}
-
-
-def ended_by(why: str) -> str:
-    return why if why in (DONE, NO_ROOM, NO_TURNS, CUT_OFF) else OTHER
 
 
 def line_of_message(message: dict[str, Any]) -> str:
@@ -301,10 +299,11 @@ def measures_of_policies(
     """
     base, adapter = found.base, found.adapter
     least = success_reward(settings) - ALIKE
+    named = base.parts if len(base.parts) > 1 else ()
     pairs: dict[str, tuple[np.ndarray, np.ndarray]] = {
         "success": (base.rewards >= least, adapter.rewards >= least),  # NaN is not
         "reward": (base.rewards, adapter.rewards),
-        **{f"rewards/{name}": (base.parts[name], adapter.parts[name]) for name in base.parts},
+        **{f"rewards/{name}": (base.parts[name], adapter.parts[name]) for name in named},
         "turns": (base.turns, adapter.turns),
         "unfinished": (is_unfinished(base), is_unfinished(adapter)),
     }
@@ -365,7 +364,7 @@ def summarize_conversations(
             "success_reward": success_reward(settings),
             **{
                 system: {
-                    "ended": dict(Counter(each.ended)),
+                    "ended": each.reasons,
                     "without_reward": int(np.isnan(each.rewards).sum()),
                 }
                 for system, each in (("base", found.base), ("adapter", found.adapter))
@@ -392,10 +391,10 @@ def notes_on_policies(run: Trained, found: ComparedPolicies) -> list[str]:
     for name, each in (("base", found.base), ("adapter", found.adapter)):
         missing = np.flatnonzero(np.isnan(each.rewards)).tolist()
         if missing:
-            why = each.faults.get(missing[0], "no reward was given")
+            why = each.ended[missing[0]]
             count = f"{len(missing):,} of {counted(len(each.rewards), 'conversation')}"
             texts.append(
-                f"{name}: {count} without a reward, which are no success; the first is "
-                f"{found.where(missing[0])}: {why}"
+                f"{name}: {count} without a reward, which are no success; the first, "
+                f"{found.where(missing[0])}, ended: {why}"
             )
     return texts
