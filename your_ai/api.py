@@ -6,6 +6,7 @@ Importing it is quick; MLX is loaded by what needs it. Errors that are the calle
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import io
@@ -114,12 +115,13 @@ def evaluate(request: EvaluateRequest) -> dict[str, Any]:
 
     `measures` has the value and interval of base, adapter and difference for loss, perplexity and
     exact_match, and of a run that learns preferences, for rewards/accuracies and others
-    (docs/objectives.md). on_progress is called with an `EvaluationProgress`, on_note with what the
-    user should know. Raises UserError and RunError; EvaluationNotKept, a RunError with the results,
-    if the run's folder cannot be written.
+    (docs/objectives.md); of conversations, for success, reward, turns and others
+    (docs/environments.md). on_progress is called with an `EvaluationProgress`, on_note with what
+    the user should know. Raises UserError and RunError; EvaluationNotKept, a RunError with the
+    results, if the run's folder cannot be written.
     """
     from your_ai.data.lines import file_of_first_row
-    from your_ai.evaluation import record, rows, summary
+    from your_ai.evaluation import conversations, record, rows, summary
     from your_ai.evaluation.compare import Request, compare
     from your_ai.evaluation.custom_metric import load_metric
 
@@ -127,7 +129,20 @@ def evaluate(request: EvaluateRequest) -> dict[str, Any]:
     if request.columns and request.data is None:
         raise UserError("--columns: the run's rows have known columns; give other rows with --data")
     config = replace(trained.config, columns=tuple(request.columns) or trained.config.columns)
+    config = conversations.acting(config, request)
     path = rows.choose_file(None if request.data is None else str(request.data), config)
+    if config.converses:
+        if trained.note:
+            request.on_note(trained.note)
+        request.on_note(f"evaluating on {file_of_first_row(path)}")
+        talking = conversations.converse(trained, config, path, request)
+        with contextlib.closing(talking):
+            talked = _guarded(trained.folder, lambda: _last(talking, request.on_progress))
+        for text in conversations.notes_on_policies(trained, talked):
+            request.on_note(text)
+        measured = conversations.summarize_conversations(trained, talked, request)
+        record.write_evaluation(trained.folder, measured)
+        return measured
     settings = Request(
         batch_size=request.batch_size or defaults.batch_size(trained.config, rows=0),
         max_memory_gb=request.max_memory,

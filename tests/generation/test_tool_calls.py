@@ -22,7 +22,7 @@ from your_ai.config import build
 from your_ai.environments.pool import EnvironmentPool
 from your_ai.environments.protocol import HostOptions
 from your_ai.errors import RunError, UserError
-from your_ai.generation.tool_calls import ToolCaller, check_tools, shown_characters
+from your_ai.generation.tool_calls import ToolCaller, check_can_call, shown_characters
 from your_ai.run.folder import RunFolder
 
 SHOP = '''
@@ -138,7 +138,7 @@ def test_end_of_the_host_is_an_error(pool):
 
 
 def test_model_that_shows_and_writes_calls_is_accepted(demo_tokenizer):
-    check_tools(demo_tokenizer, [PRICE])
+    check_can_call(demo_tokenizer, [PRICE])
 
 
 def without_template(folder: Path) -> None:
@@ -169,7 +169,7 @@ def test_model_without_tools_is_refused(tmp_path, change, message):
     )
     change(folder)
     with pytest.raises(UserError, match=rf"^--tools: .*{message}"):
-        check_tools(load_tokenizer(folder), [PRICE])
+        check_can_call(load_tokenizer(folder), [PRICE])
 
 
 PARTS = st.sampled_from(["a", "<", "<tool", "_call>", "<tool_call>", "</tool_call>", "t"])

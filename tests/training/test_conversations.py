@@ -21,7 +21,9 @@ from your_ai.config import TrainConfig
 from your_ai.data.encode import Encoder
 from your_ai.environments.pool import EnvironmentPool
 from your_ai.environments.protocol import Observation
+from your_ai.generation import conversations
 from your_ai.generation import rollouts as generation
+from your_ai.generation.conversations import Conversations, Task
 from your_ai.hub.find import find_model
 from your_ai.nets.tokenizer import open_tokenizer
 from your_ai.run import events
@@ -33,8 +35,8 @@ from your_ai.run.rollout_files import (
     read_rollouts,
     rollout_file,
 )
-from your_ai.training import conversations, rollouts
-from your_ai.training.conversations import Conversations, Task, credited, turn_rewards
+from your_ai.training import rollouts
+from your_ai.training.conversations import credited, turn_rewards
 
 SHOP = '''
 import os, time

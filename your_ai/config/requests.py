@@ -139,6 +139,21 @@ class EvaluateRequest:
         agents="code",
         tool=Tool("Your own metric as module:function, if the server allows code."),
     )
+    environment: str | None = setting(
+        None,
+        "Hold a conversation with this environment for each row: module:Class of yours, or "
+        "verifiers:NAME; default: the run's. See docs/environments.md.",
+        agents="code",
+    )
+    tools: Sequence[str] | None = setting(
+        None,
+        "Hold a conversation with these tools for each row, as for `train`; default: the run's.",
+        agents="code",
+        metavar="NAMES",
+    )
+    success_reward: float | None = setting(
+        None, "The reward from which on a conversation is a success; default: 1."
+    )
     teacher: str | None = setting(
         None,
         "Also compare the predictions with those of this model: an alias, a folder, a Hugging Face "

@@ -25,6 +25,13 @@ With a teacher, `measures` also has "divergence", the mean over trained tokens, 
 share of tokens whose most likely token is the teacher's, and there is "teacher": {"name",
 "divergence": its kind, "temperature", "prompt": whether it saw the run's --teacher-prompt}.
 
+Of a policy in conversations with an environment or tools, the measures are success, reward,
+rewards/NAME, turns and unfinished (`evaluation.conversations`); there are no losses, and "better",
+"worse" and "equal" count rows by their reward. There is "conversations": {"with": the option that
+names the environment or tools, "success_reward", "base" and "adapter": {"ended": counts by reason,
+"without_reward": a count}}, and entries of `worst` have "base_reward", "adapter_reward", and
+"turns", a line for each message of the adapter's conversation.
+
 low and high are the bounds of the interval at `confidence`: of the paired bootstrap over rows, or
 Wilson's for base and adapter where the measure is a share (SHARES, and a metric that is 0 or 1 in
 every row). A number that is not finite is null. `worst` quotes the data.
@@ -45,7 +52,7 @@ from your_ai.run.folder import RunFolder
 VERSION = 1
 MOST_BYTES = 1 << 26
 ACCURACIES = ("rewards/accuracies", "logps/accuracies", "logps/mean_accuracies")
-SHARES = ("exact_match", *ACCURACIES)  # measures that are shares of rows
+SHARES = ("exact_match", *ACCURACIES, "success", "unfinished")  # measures that are shares of rows
 PERCENTAGES = (*SHARES, "agreement")  # which is a share of tokens
 
 

@@ -32,6 +32,7 @@ LABELS = {  # of measures that are shown under another name than in the record
     "scores/error": "mean error",
     "scores/correlation": "correlation",
     "scores/mean": "mean score",
+    "unfinished": "ended early",
 }
 OF_LABELS = {"rewards/chosen": "good reward", "rewards/rejected": "bad reward"}
 TIED = ("rewards/accuracies", "rewards/auc")  # a base that is its own reference decides nothing
@@ -85,11 +86,13 @@ def progress_bar(console: Console) -> Iterator[Callable[[EvaluationProgress], No
 def evaluation_report(found: dict[str, Any], run: str) -> RenderableType:
     """Render the object that `record` stores. run: the name of the run."""
     preferences, is_reward = found.get("preferences"), found.get("reward_model", False)
+    talks = found.get("conversations")
+    has_losses = not is_reward and talks is None
     step = "" if found["step"] is None else f", step {found['step']}"
     lines: list[RenderableType] = [
         Text(
             f"{run}{step}, on {found['data']}: {row_counts(found['rows'], preferences)}"
-            + ("" if is_reward else f", {counted(found['trained_tokens'], 'supervised token')}")
+            + (f", {counted(found['trained_tokens'], 'supervised token')}" if has_losses else "")
         ),
         "",
         measures_table(found),
@@ -101,7 +104,9 @@ def evaluation_report(found: dict[str, Any], run: str) -> RenderableType:
     ]
     if any(name in record.SHARES for name in found["measures"]):
         lines.append(Text("Those of the shares of base and adapter are Wilson intervals."))
-    if is_reward:
+    if talks is not None:
+        lines += about_conversations(found, talks)
+    elif is_reward:
         lines += [Text(line) for line in REWARD_MODEL["scores" if preferences is None else "pairs"]]
     else:
         lines += about_rewards(preferences)
@@ -113,6 +118,23 @@ def evaluation_report(found: dict[str, Any], run: str) -> RenderableType:
             )
         )
     return Group(*lines, *worst(found["worst"]))
+
+
+def about_conversations(found: dict[str, Any], talks: dict[str, Any]) -> list[Text]:
+    """Return what the conversations were with, when they succeed, and how they ended."""
+    lines = [
+        f"Conversations with {talks['with']}, one for each row.",
+        f"Success: a reward of at least {talks['success_reward']:g}.",
+    ]
+    for system in SYSTEMS[:2]:
+        ended = ", ".join(f"{why} {count:,}" for why, count in talks[system]["ended"].items())
+        missing = talks[system]["without_reward"]
+        lines.append(f"Ended, {system}: {ended}; without a reward: {missing:,}.")
+    lines.append(
+        f"With the adapter the reward is higher in {counted(found['better'], 'row')}, lower in "
+        f"{found['worse']:,}, the same in {found['equal']:,}."
+    )
+    return [Text(line) for line in lines]
 
 
 def measures_table(found: dict[str, Any]) -> Table:
@@ -127,7 +149,7 @@ def measures_table(found: dict[str, Any]) -> Table:
     for name, systems in found["measures"].items():
         if name in HIDDEN:
             continue
-        label = labels.get(name, name)
+        label = labels.get(name, name.removeprefix("rewards/"))
         if name == "metric":  # show the function's name, from module:function
             label = found["metric_name"].rpartition(":")[2]
         cells = [cell(name, system, systems[system]) for system in SYSTEMS]
@@ -234,6 +256,7 @@ def worst(rows: list[dict[str, Any]]) -> list[RenderableType]:
         "error": "Largest error with the adapter:",
         "loss": "Highest loss per token with the adapter:",
         "change": "Largest increase of the loss by the adapter:",
+        "reward": "Most reward lost by the adapter:",
     }
     for kind, title in titles.items():
         chosen = [row for row in rows if kind in row["by"]]
@@ -241,7 +264,7 @@ def worst(rows: list[dict[str, Any]]) -> list[RenderableType]:
             continue
         found += ["", Text(title)]
         for row in chosen:
-            what = kind if kind in ("score", "margin", "error") else "loss"
+            what = kind if kind in ("score", "margin", "error", "reward") else "loss"
             values = f"{number(row[f'base_{what}'])} -> {number(row[f'adapter_{what}'])}"
             found.append(Text(f"  {row['where']}  {what} {values}"))
             expected = "chosen" if "rejected" in row else "expected"
@@ -251,4 +274,6 @@ def worst(rows: list[dict[str, Any]]) -> list[RenderableType]:
                 if quote or (quote == "" and key != "prompt"):
                     text = f"    {label + ':':<10}{quote}"
                     found.append(Text(text, overflow="ellipsis", no_wrap=True))
+            for turn in row.get("turns", ()):
+                found.append(Text(f"    {turn}", overflow="ellipsis", no_wrap=True))
     return found

@@ -37,7 +37,7 @@ from your_ai.generation.tool_calls import (
     NO_TURNS,
     AnswerPiece,
     ToolCaller,
-    check_tools,
+    check_can_call,
     shown_characters,
 )
 from your_ai.nets.saved_adapter import Trained
@@ -331,6 +331,6 @@ def open_talker(
         base, _ = load_run(trained, False, max_memory_gb, held)
     tools = dict[bool, ToolCaller]()
     if pool is not None:
-        check_tools(tokenizer, pool.tools)
+        check_can_call(tokenizer, pool.tools)
         tools = {adapted: ToolCaller(pool) for adapted in (True, False)}
     return ChatSession(model, base, tokenizer, sampling, most, tools=tools, max_turns=max_turns)

@@ -89,7 +89,7 @@ def finished_later(future: Future[T]) -> Generator[AnswerPiece, None, T]:
         future.cancel()
 
 
-def check_tools(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> None:
+def check_can_call(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> None:
     """Raise UserError for a model that is not shown tools, or whose calls cannot be read."""
     if not tokenizer.has_chat_template:
         raise UserError(

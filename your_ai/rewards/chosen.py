@@ -14,12 +14,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
+from your_ai.config import TrainConfig
 from your_ai.errors import RESUME, RunError, UserError
 from your_ai.gates.text import counted
+from your_ai.hub.find import store
 from your_ai.rewards.builtin import builtin, check_expected
 from your_ai.rewards.functions import FunctionFailed, RewardFunction, load_reward_function
 from your_ai.rewards.judge import Graded, Judge, JudgeSettings
-from your_ai.rewards.names import FUNCTION, JUDGE, RUN, WeightedName, parse_rewards
+from your_ai.rewards.names import FUNCTION, JUDGE, RUN, WeightedName, parse_rewards, reward_texts
 from your_ai.rewards.rollout import Rollout
 
 FAILURES = 3  # of a function, in a row, that end the run
@@ -119,6 +121,20 @@ def load_rewards(
             found.close()
             raise
     return found
+
+
+def chosen_rewards(config: TrainConfig, calls_before: int = 0, missing_before: int = 0) -> Rewards:
+    """The rewards that the settings name, as of `load_rewards`."""
+    judge = JudgeSettings(
+        model=config.judge_model,
+        url=config.judge_url or None,
+        rubric=config.judge_rubric,
+        concurrency=config.judge_concurrency,
+        max_calls=config.judge_max_calls,
+        timeout_s=config.judge_timeout_s,
+    )
+    cache = store() / "cache"
+    return load_rewards(reward_texts(config), judge, cache, calls_before, missing_before)
 
 
 @dataclass(frozen=True)

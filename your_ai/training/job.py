@@ -32,7 +32,7 @@ from your_ai.errors import UserError
 from your_ai.evaluation.teacher import TeacherModel, teacher_of
 from your_ai.files import sha256
 from your_ai.gates.text import counted, shown
-from your_ai.hub.find import fingerprint, store
+from your_ai.hub.find import fingerprint
 from your_ai.memory.limit import MemoryLimit
 from your_ai.memory.workload import StepSizes
 from your_ai.nets import model
@@ -40,8 +40,7 @@ from your_ai.nets.new_tokens import NewTokens, tokenizer_with_new
 from your_ai.nets.tokenizer import end_notes
 from your_ai.objectives.chosen import objective_of
 from your_ai.objectives.objective import Objective
-from your_ai.rewards.chosen import Rewards, load_rewards
-from your_ai.rewards.judge import JudgeSettings
+from your_ai.rewards.chosen import Rewards, chosen_rewards
 from your_ai.rewards.names import reward_texts
 from your_ai.run import events
 from your_ai.run.checkpoint import list_checkpoints
@@ -245,20 +244,6 @@ def rewards_of(config: TrainConfig, log: events.EventLog, folder: Path) -> Rewar
     counted_in = (e for e in written if isinstance(e, events.Step | events.Validation))
     calls = (event.metrics.get("judge/calls", 0) for event in counted_in)
     return chosen_rewards(config, int(sum(calls)), missing_in_a_row(folder, config.rollouts))
-
-
-def chosen_rewards(config: TrainConfig, calls_before: int, missing_before: int = 0) -> Rewards:
-    """The rewards that the settings name, as of `load_rewards`."""
-    judge = JudgeSettings(
-        model=config.judge_model,
-        url=config.judge_url or None,
-        rubric=config.judge_rubric,
-        concurrency=config.judge_concurrency,
-        max_calls=config.judge_max_calls,
-        timeout_s=config.judge_timeout_s,
-    )
-    cache = store() / "cache"
-    return load_rewards(reward_texts(config), judge, cache, calls_before, missing_before)
 
 
 def imbalance(config: TrainConfig, examples: Examples) -> str:

@@ -11,13 +11,13 @@ from pathlib import Path
 import mlx.core as mx
 
 from your_ai.config import TrainConfig, defaults
-from your_ai.data.encode import Encoder
 from your_ai.data.sources import with_reward_loss
 from your_ai.engine.gradients import gradients_in
 from your_ai.engine.weights import Opened, open_model
 from your_ai.environments.pool import EnvironmentPool
 from your_ai.errors import UserError
 from your_ai.gates.text import model_name, now_and_then, size_text
+from your_ai.generation.conversations import environments_of
 from your_ai.hub.check import check_model
 from your_ai.hub.find import find_model
 from your_ai.memory import allocator
@@ -33,7 +33,6 @@ from your_ai.nets.numerics import compute_dtype
 from your_ai.rewards.chosen import Rewards
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
-from your_ai.training.conversations import check_begins, host_options
 from your_ai.training.distributed import ALONE, Ranks
 from your_ai.training.first_adapters import with_first_adapter
 from your_ai.training.job import Job, ResolvedJob, job_of, rewards_of
@@ -83,7 +82,7 @@ def prepare(
     """
     limit = run_limit(config)
     planned, opened, rewards = read_job(config, log, folder, limit, ranks)
-    environments = environments_of(planned)
+    environments = environments_of(config, planned.tokenizer, planned.data.prompts or {})
     try:
         return prepared(
             planned, opened, rewards, environments, log, folder, limit, level, ranks, on_fit
@@ -92,30 +91,6 @@ def prepare(
         if environments is not None:
             environments.shutdown()
         raise
-
-
-def environments_of(job: Job) -> EnvironmentPool | None:
-    """Start the environments of a run, and check that the conversations of its rows can begin.
-
-    Raises UserError.
-    """
-    config = job.config
-    if not config.converses:
-        return None
-    encoder = Encoder(job.tokenizer)
-    if not job.tokenizer.has_chat_template:
-        raise UserError(
-            "--environment and --tools: the model's tokenizer has no chat template; use an "
-            "instruct model"
-        )
-    found = EnvironmentPool(host_options(config))
-    try:
-        if config.tools:
-            check_begins(job.data.prompts or {}, found.tools, encoder, config)
-    except BaseException:
-        found.shutdown()
-        raise
-    return found
 
 
 def prepared(

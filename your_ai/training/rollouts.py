@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,21 +18,20 @@ import mlx.core as mx
 import numpy as np
 
 from your_ai.data.batches import Batch, RowsAt, few_edges, micro_batches
-from your_ai.data.encode import Encoder, token_ids
+from your_ai.data.encode import Encoder
 from your_ai.data.examples import Examples, RowCounts
 from your_ai.data.prompts import PromptRows
-from your_ai.data.rows import Chat, Question
 from your_ai.data.target_columns import COLUMNS, ColumnName, Columns
 from your_ai.errors import UserError
 from your_ai.evaluation.dataset_scores import MeanLoss
 from your_ai.gates.text import counted, now_and_then, shortened
+from your_ai.generation.conversations import CUT_OFF, NO_ROOM, NO_TURNS, Conversations, Task
+from your_ai.generation.rewarded import asked_of, collect
 from your_ai.generation.rollouts import Completion, RolloutPrompt, Sampler, complete, sampler_of
 from your_ai.memory import allocator
 from your_ai.nets import model
 from your_ai.objectives.grpo import GRPO, advantages_of, completion_weights, spreads_of
-from your_ai.rewards.chosen import Pending, Rewarded
 from your_ai.rewards.names import ENVIRONMENT
-from your_ai.rewards.rollout import Rollout
 from your_ai.rng import derive_seed
 from your_ai.run import checkpoint, events
 from your_ai.run.folder import RunFolder
@@ -45,7 +44,7 @@ from your_ai.run.rollout_files import (
     write_rollouts,
 )
 from your_ai.run.stopping import Stop
-from your_ai.training.conversations import CUT_OFF, NO_ROOM, NO_TURNS, Conversations, Task
+from your_ai.training.conversations import credited
 from your_ai.training.distributed import Ranks
 from your_ai.training.reference import computed
 from your_ai.training.steps import RewardMeter, StepWork, accumulate
@@ -265,7 +264,7 @@ class RolloutSource:
             found = [replace(r, advantage=float(a)) for r, a in zip(found, advantages, strict=True)]
             if talks is None or config.credit == "conversation":
                 return found
-            return talks.credited(found, self.environment_weight)
+            return credited(found, talks.states, config, self.environment_weight)
 
         return finish
 
@@ -327,35 +326,17 @@ class RolloutSource:
             asked_of(questions, row, encoder) if questions else self.asked_in(prompt)
             for row, prompt in zip(rows, prompts, strict=True)
         ]
-        groups: list[dict[int, Completion]] = [{} for _ in rows]
-        pending: dict[int, Pending] = {}
-        for completion in completions:
-            group = groups[completion.prompt]
-            group[completion.sample] = completion
-            if len(group) == len(prompts[completion.prompt].seeds):
-                place = completion.prompt
-                ids = prompts[place].tokens
-                rollouts = [
-                    self.rollout(asked[place], group[sample], place, ids, talks)
-                    for sample in sorted(group)
-                ]
-                pending[place] = rewards.begin(rollouts, step)
+        found = collect(encoder, rewards, asked, prompts, completions, step, talks)
         self.freed("generate", began)
         self.in_step("waiting for rewards")
         began = time.perf_counter()
-        whole = Pending.joined([pending[place] for place in range(len(rows))])
-        result = whole.result(self.check_stop)
+        result = found.pending.result(self.check_stop)
         for text in dict.fromkeys(result.notices):
             self.log.write(events.Notice(text=text))
         for name, count in result.counts.items():
             self.judged[name] = self.judged.get(name, 0.0) + count
         self.freed("reward", began)
-        ordered = [(place, group[s]) for place, group in enumerate(groups) for s in sorted(group)]
-        found = [
-            record_of(rows[place], completion, whole.rollouts[index], result, index)
-            for index, (place, completion) in enumerate(ordered)
-        ]
-        return found if talks is None else talks.recorded(found, [each for _, each in ordered])
+        return found.records(rows, result)
 
     def asked_in(self, prompt: RolloutPrompt) -> dict[str, Any]:
         """The same as `asked_of`, from the tokens of a prompt."""
@@ -398,28 +379,6 @@ class RolloutSource:
             yield completion
         if talks is not None:
             self.waited_s += talks.waited_s
-
-    def rollout(
-        self,
-        asked: Mapping[str, Any],
-        completion: Completion,
-        group: int,
-        prompt: np.ndarray,
-        talks: Conversations | None,
-    ) -> Rollout:
-        """A completion as rewards receive it; prompt: its tokens."""
-        tokens = completion.tokens[: -1 if completion.stopped else None]
-        text = self.trainer.tokenizer.decode(list(tokens), skip_special_tokens=True)
-        found = Rollout(
-            completion=text,
-            tokens=len(completion.tokens),
-            truncated=not completion.stopped,
-            group=group,
-            ids=(*prompt.tolist(), *completion.tokens),
-            **asked,
-        )
-        place = completion.prompt, completion.sample
-        return found if talks is None else talks.rollout(place, found, completion)
 
     def freed(self, phase: str, began: float) -> None:
         """Note the time and the peak of a phase, and free what it left."""
@@ -681,47 +640,6 @@ def completion_examples(
         weights=weights.astype(np.float32),
         tally=RowCounts(),
         columns={name: whole(name, values) for name, values in columns.items()},
-    )
-
-
-def asked_of(questions: PromptRows, row: int, encoder: Encoder) -> dict[str, Any]:
-    """The columns of a row that reward functions receive; the expected answer is decoded as
-    completions are."""
-    content, parsed = questions.read(row)
-    question = parsed.content
-    assert isinstance(question, Question)
-    prompt, expected = question.prompt, encoder.expected_of(question, parsed.where)
-    if isinstance(question.expected, Chat):
-        ids = token_ids(encoder.tokenizer, expected or "", parsed.where, special=False)
-        expected = encoder.tokenizer.decode(ids, skip_special_tokens=True)
-    messages = (
-        prompt.messages if isinstance(prompt, Chat) else [{"role": "user", "content": prompt}]
-    )
-    return {
-        "prompt": messages[-1]["content"],
-        "messages": messages,
-        "expected": expected,
-        "row": content,
-        "where": parsed.where,
-    }
-
-
-def record_of(
-    row: int, completion: Completion, rollout: Rollout, rewarded: Rewarded, place: int
-) -> RolloutRecord:
-    """A completion with what it earned; place: its index among those that were rewarded."""
-    return RolloutRecord(
-        row=int(row),
-        sample=completion.sample,
-        where=rollout.where,
-        question=rollout.prompt,
-        expected=rollout.expected,
-        completion=rollout.completion,
-        tokens=list(completion.tokens),
-        stopped=not rollout.truncated,
-        rewards={name: values[place] for name, values in rewarded.values.items()},
-        reward=rewarded.totals[place],
-        reply=rewarded.replies[place],
     )
 
 

@@ -34,6 +34,7 @@ from your_ai.files import TEMPORARY, open_to_append, read_text, remedy_of, repla
 from your_ai.gates.text import counted, model_name, now_and_then
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.generation.generate import check_answers, context_tokens, facts_with
+from your_ai.generation.rewarded import asked_of
 from your_ai.generation.rollouts import Completion, RolloutPrompt, complete, sampler_of
 from your_ai.hub.find import fingerprint
 from your_ai.memory import allocator
@@ -45,7 +46,7 @@ from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.nets.numerics import compute_dtype
 from your_ai.nets.saved_adapter import Trained, put_adapter
 from your_ai.rewards.builtin import check_expected
-from your_ai.rewards.chosen import Rewards
+from your_ai.rewards.chosen import Rewards, chosen_rewards
 from your_ai.rewards.names import parse_rewards
 from your_ai.rewards.rollout import Rollout
 from your_ai.rng import derive_seed
@@ -53,8 +54,6 @@ from your_ai.run import events
 from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS
 from your_ai.run.folder import RunFolder
 from your_ai.training.distributed import Ranks
-from your_ai.training.job import chosen_rewards
-from your_ai.training.rollouts import asked_of
 
 MADE_OF = ".made-of.json"  # what decides the answers, beside them
 MADE_OF_BYTES = 1 << 20

@@ -1,0 +1,324 @@
+"""Conversations: what environments say to the model, as tokens, and what it earns.
+
+The environments run in other processes (`environments/pool.py`); only what they said is here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from your_ai.config import TrainConfig
+from your_ai.data.encode import Encoder
+from your_ai.data.prompts import PromptRows
+from your_ai.data.sampled_chat import CannotGoOn, Heard, SampledChat
+from your_ai.data.turns import ASSISTANT, parse_turns
+from your_ai.environments.pool import EnvironmentPool
+from your_ai.environments.protocol import EnvironmentFailed, HostOptions, Observation
+from your_ai.environments.tools import messages_of
+from your_ai.errors import UserError
+from your_ai.gates.text import counted
+from your_ai.gates.untrusted import is_number
+from your_ai.generation.rollouts import Completion, Reply
+from your_ai.generation.tool_calls import check_can_call
+from your_ai.rewards.rollout import Rollout
+from your_ai.run.rollout_files import DONE, ConversationRecord, RolloutRecord, TokenPart
+
+NO_ROOM = "--max-seq-length"  # how conversations end that the environment does not end
+CUT_OFF = "--max-new-tokens"
+NO_TURNS = "--max-turns"
+
+
+class Environments(Protocol):
+    """Environments in processes of their own, by the keys of their conversations."""
+
+    def start(self, key: int, row: Mapping[str, Any], seed: int) -> Future[Observation]: ...
+    def step(self, key: int, message: Mapping[str, Any]) -> Future[Observation]: ...
+    def close(self, key: int) -> Future[None]: ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """A row of the data, for the environment of a conversation."""
+
+    row: Mapping[str, Any]
+    where: str
+    seed: int
+    """Of the environment, from 0 to 2^32 - 1."""
+
+
+@dataclass
+class SampledConversation:
+    """A conversation that is being sampled. Its turns are the answers of the model."""
+
+    key: int
+    task: Task
+    chat: SampledChat | None = None
+    """None before it has begun."""
+    begins: int = 0
+    """Messages before the first turn."""
+    read: int = 0
+    """Tokens of the part that is being sampled."""
+    last: int = 0
+    """The token that ended the last turn."""
+    states: list[str] = field(default_factory=list)
+    """What the model heard before each turn."""
+    rewards: list[float | None] = field(default_factory=list)
+    """By turn, as the environment gave them."""
+    ended: str = ""
+    """DONE, or why it ended before; empty while it goes on."""
+    failed: bool = False
+    """Whether its environment failed, so that it earned nothing that is known."""
+    counts: dict[str, float] = field(default_factory=dict)
+    """Numbers that the environment told, summed."""
+
+    @property
+    def begun(self) -> SampledChat:
+        assert self.chat is not None
+        return self.chat
+
+    @property
+    def said(self) -> list[dict[str, Any]]:
+        """The messages since the first turn."""
+        return self.begun.messages[self.begins :]
+
+    @property
+    def earned(self) -> float | None:
+        """The sum of the rewards; None if the environment failed, or ended it without any."""
+        known = [reward for reward in self.rewards if reward is not None]
+        is_known = not self.failed and (known or self.ended != DONE)
+        return float(sum(known)) if is_known else None
+
+    def record(self, completion: Completion) -> ConversationRecord:
+        """The form in which it is written."""
+        parts = [
+            TokenPart(list(part.own_prompt), list(part.tokens), [list(s) for s in part.spoken])
+            for part in (completion, *completion.more)
+        ]
+        counts = self.counts | {"malformed_calls": float(self.begun.malformed)}
+        return ConversationRecord(parts, self.said, self.ended, self.rewards, counts=counts)
+
+
+class Conversations:
+    """Answers the turns of conversations: an `Answering` of `generation/rollouts.py`."""
+
+    keys = itertools.count()
+
+    def __init__(
+        self,
+        environments: Environments,
+        encoder: Encoder,
+        config: TrainConfig,
+        tasks: Sequence[Task],
+    ) -> None:
+        """tasks: by prompt."""
+        self.environments, self.encoder, self.config = environments, encoder, config
+        self.tasks = tasks
+        self.of: dict[tuple[int, int], SampledConversation] = {}
+        """By the indices of prompt and seed."""
+        self.waited_s = 0.0
+        """While every conversation waited for its environment."""
+
+    def ask(self, place: tuple[int, int], turn: tuple[int, ...], stopped: bool) -> Future[Any]:
+        if place not in self.of:
+            task = self.tasks[place[0]]
+            found = self.of[place] = SampledConversation(next(self.keys), task)
+            return self.environments.start(found.key, task.row, task.seed)
+        found = self.of[place]
+        found.read += len(turn)
+        found.last = turn[-1]
+        message = found.begun.hear(turn, stopped)
+        if stopped:
+            return self.environments.step(found.key, message)
+        found.ended = NO_ROOM if found.read >= self.config.max_seq_length else CUT_OFF
+        return done(None)
+
+    def reply(self, place: tuple[int, int], found: Future[Any]) -> Reply | None:
+        own = self.of[place]
+        if own.chat is None:
+            return self.begin(own, found)
+        try:
+            heard = None if own.ended else self.heard(own, found.result())
+        except EnvironmentFailed as error:
+            own.ended, own.failed, heard = str(error), True, None
+        if heard is None:
+            own.rewards += [None] * (len(own.states) - len(own.rewards))
+            self.environments.close(own.key)
+            return None
+        own.read = len(heard.ids) + own.read * (not heard.is_prompt)
+        room = min(self.config.max_new_tokens, self.config.max_seq_length - own.read)
+        if room < 1:
+            own.ended = NO_ROOM
+            self.environments.close(own.key)
+            return None
+        return Reply(tuple(heard.ids.tolist()), room, heard.is_prompt)
+
+    def heard(self, own: SampledConversation, seen: Observation) -> Heard | None:
+        """The tokens that the model reads after its turn; None if the conversation ends.
+
+        Raises EnvironmentFailed, UserError.
+        """
+        own.rewards.append(seen.reward)
+        for name, value in seen.info.items():
+            if is_number(value):
+                own.counts[name] = own.counts.get(name, 0.0) + value
+        if seen.done or len(own.rewards) >= self.config.max_turns:
+            own.begun.append(seen.messages)
+            own.ended = DONE if seen.done else NO_TURNS
+            return None
+        if not seen.messages:
+            raise EnvironmentFailed("it gave no message, and did not say that it is done")
+        own.states.append(state_of(seen))
+        try:
+            return own.begun.see(seen.messages, own.last)
+        except CannotGoOn as error:
+            own.states.pop()
+            own.ended = str(error)
+            return None
+
+    def begin(self, own: SampledConversation, found: Future[Any]) -> Reply:
+        """The prompt of a conversation. Raises UserError."""
+        where, config = own.task.where, self.config
+        try:
+            seen = found.result()
+        except EnvironmentFailed as error:
+            raise UserError(f"{where}: the environment cannot begin: {error}") from error
+        own.chat, ids = begun(self.encoder, config, seen.messages, seen.tools, where)
+        own.begins, own.read = len(own.chat.messages), len(ids)
+        own.states.append(state_of(seen))
+        return Reply(tuple(ids.tolist()), config.max_new_tokens, is_prompt=True)
+
+    def waited(self, seconds: float) -> None:
+        self.waited_s += seconds
+
+    def recorded(
+        self, records: Sequence[RolloutRecord], completions: Sequence[Completion]
+    ) -> list[RolloutRecord]:
+        """The records of completions with how they went as conversations."""
+        found = []
+        for record, completion in zip(records, completions, strict=True):
+            talk = self.of[completion.prompt, completion.sample].record(completion)
+            said = [t for part in talk.parts for a, b in part.spoken for t in part.tokens[a:b]]
+            found.append(replace(record, tokens=said, conversation=talk))
+        return found
+
+    @property
+    def states(self) -> list[list[str]]:
+        """Texts that each conversation heard before each of its turns, in the order of records."""
+        return [self.of[place].states for place in sorted(self.of)]
+
+    def rollout(self, place: tuple[int, int], rollout: Rollout, completion: Completion) -> Rollout:
+        """The same completion, with what it said as a conversation."""
+        own = self.of[place]
+        said, messages = own.said, own.begun.messages[: own.begins]
+        answers = [str(message["content"]) for message in said if message["role"] == ASSISTANT]
+        return replace(
+            rollout,
+            prompt=str(messages[-1]["content"]),
+            messages=messages,
+            completion=answers[-1],
+            tokens=sum(b - a for part in (completion, *completion.more) for a, b in part.spoken),
+            truncated=own.ended != DONE,
+            said=said,
+            earned=own.earned,
+        )
+
+
+def done(value: Any) -> Future[Any]:
+    found: Future[Any] = Future()
+    found.set_result(value)
+    return found
+
+
+def state_of(seen: Observation) -> str:
+    """The messages of an observation as one text, to compare states."""
+    messages = [dict(each) for each in seen.messages]
+    return json.dumps(messages, sort_keys=True, ensure_ascii=False)
+
+
+def begun(
+    encoder: Encoder,
+    config: TrainConfig,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    where: str,
+) -> tuple[SampledChat, np.ndarray]:
+    """A conversation that begins with these messages, and the tokens of its prompt.
+
+    Raises UserError if it cannot be, or has no room for an answer.
+    """
+    turns = parse_turns([dict(each) for each in messages], "messages", where)
+    known = [dict(tool) for tool in tools] or None
+    chat = SampledChat(encoder, known, turns, where, config.rewritten_turns)
+    ids = chat.begin()
+    total = len(ids) + config.max_new_tokens
+    if total > config.max_seq_length:
+        raise UserError(
+            f"{where}: the conversation begins with {counted(len(ids), 'token')}, {total:,} with "
+            f"--max-new-tokens {config.max_new_tokens}, more than --max-seq-length "
+            f"{config.max_seq_length}; raise it, lower --max-new-tokens, or leave this row out"
+        )
+    return chat, ids
+
+
+def environments_of(
+    config: TrainConfig, tokenizer: Any, rows: Mapping[str, PromptRows]
+) -> EnvironmentPool | None:
+    """Start the environments that the settings choose, and check that the conversations of the rows
+    can begin; None if there are none.
+
+    rows: by split. Raises UserError.
+    """
+    if not config.converses:
+        return None
+    if not tokenizer.has_chat_template:
+        raise UserError(
+            "--environment and --tools: the model's tokenizer has no chat template; use an "
+            "instruct model"
+        )
+    found = EnvironmentPool(host_options(config))
+    try:
+        if config.tools:
+            check_can_call(tokenizer, found.tools)
+            check_begins(rows, found.tools, Encoder(tokenizer), config)
+    except BaseException:
+        found.shutdown()
+        raise
+    return found
+
+
+def check_begins(
+    rows: Mapping[str, PromptRows],
+    tools: Sequence[Mapping[str, Any]],
+    encoder: Encoder,
+    config: TrainConfig,
+) -> None:
+    """Raise UserError for a row whose conversation with these tools cannot begin.
+
+    rows: by split.
+    """
+    for found in rows.values():
+        for index in range(len(found.offsets)):
+            content, parsed = found.read(index)
+            try:
+                messages = messages_of(content)
+            except EnvironmentFailed as error:
+                raise UserError(f"{parsed.where}: {error}") from error
+            begun(encoder, config, messages, tools, parsed.where)
+
+
+def host_options(config: TrainConfig) -> HostOptions:
+    """The environment or tools that the settings choose, with their limits."""
+    return HostOptions(
+        environment=config.environment,
+        tools=config.tools,
+        timeout_s=config.tool_timeout_s,
+        output_characters=config.tool_output_characters,
+        trust_code=config.trust_code,
+    )
