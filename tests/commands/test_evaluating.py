@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -178,3 +179,79 @@ def test_running_out_of_memory_is_reported(run, capsys, monkeypatch):
     assert status == 1
     assert "out of memory" in error.splitlines()[-1]
     assert checkpoint.fault(run.adapter, (checkpoint.ADAPTERS,)) is None
+
+
+# -- policies in conversations
+
+SHOP = """
+class Shop:
+    def reset(self, row, seed):
+        self.row = row
+        return {"messages": [{"role": "user", "content": row["prompt"]}]}
+
+    def step(self, message):
+        return {"messages": [], "reward": self.row["pays"], "done": True}
+
+    def close(self):
+        pass
+
+class Closed(Shop):
+    def reset(self, row, seed):
+        raise ValueError("the shop is closed")
+
+class Stepless:
+    def reset(self, row, seed):
+        pass
+"""
+IN_SHOP = ("eval", "r", "--data", "rows.jsonl", "--max-tokens", "4", "--resamples", "10")
+
+
+@pytest.fixture
+def shop(run) -> RunFolder:
+    """The run, trained without conversations, with rows for an environment."""
+    Path("shops.py").write_text(SHOP)
+    write_rows(Path("rows.jsonl"), [{"prompt": "Hello", "pays": pays} for pays in (1, 0, 0.5, 1)])
+    return run
+
+
+def test_a_run_is_measured_in_an_environment(shop, capsys):
+    """The base has random weights, and never ends its answer."""
+    of_zero = (*IN_SHOP, "--environment", "shops:Shop", "--success-reward", "0")
+    status, out, error = call(capsys, *of_zero)
+    assert status == 0
+    assert out.startswith("r, step 40, on rows.jsonl: 4 rows\n")
+    assert "note: evaluating on rows.jsonl\n" in error
+    [success] = [line for line in out.splitlines() if line.startswith("success")]
+    assert re.sub(r" +", " ", success).startswith("success 100.0% [51.0, 100.0] 100.0%")
+    assert "Conversations with --environment shops:Shop, one for each row.\n" in out
+    assert "Success: a reward of at least 0.\n" in out
+    assert "Ended, base: --max-new-tokens 4; without a reward: 0.\n" in out
+    status, out, _ = call(capsys, *IN_SHOP, "--environment", "shops:Shop", "--json")
+    found = json.loads(out)
+    assert found == record.read_evaluation(shop)
+    assert found["measures"]["success"]["base"]["value"] == 0
+    shutil.copytree(shop.path, shop.path.with_name("s"))
+    status, out, _ = call(capsys, "compare", "r", "s")
+    assert status == 0
+    assert "success" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (["--environment", "nowhere:Shop"], "nowhere:Shop: nowhere cannot be imported"),
+        (["--environment", "shops:Stepless"], "shops:Stepless: has no method step"),
+        (["--environment", "shops:Closed"], ": the environment cannot begin: reset: ValueError"),
+        (["--environment", "shops:Shop", "--tools", "shops"], "--tools: cannot be combined"),
+        (["--tools", "json:dumps", "--metric", "m:f"], "--metric: conversations are measured"),
+        (["--tools", "json:dumps"], "rows.jsonl:1: has no expected answer, and the run has no"),
+        (["--success-reward", "1"], "--success-reward: only works with --environment"),
+    ],
+)
+def test_what_cannot_be_measured_in_conversations_is_the_last_line(shop, capsys, options, wanted):
+    status, out, error = call(capsys, *IN_SHOP, *options)
+    lines = error.splitlines()
+    assert (status, out) == (2, "")
+    assert wanted in lines[-1]
+    assert [line for line in lines if line.startswith("error: ")] == lines[-1:]
+    assert record.read_evaluation(shop) is None

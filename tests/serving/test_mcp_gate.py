@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import chat, write_rows
-from your_ai.config import ABOUT, FIELDS, TYPES
+from your_ai.config import ABOUT, FIELDS, TYPES, TrainConfig, to_yaml
 from your_ai.config import settings as declared
 from your_ai.config.requests import EvaluateRequest, ReportRequest
 from your_ai.config.setting import About, settings_of
@@ -223,3 +223,14 @@ def test_folder_of_runs_may_not_be_elsewhere(gate, outside):
     os.symlink(outside, "runs")
     with pytest.raises(UserError, match="leads out"):
         gates.check_runs(gate)
+
+
+@pytest.mark.parametrize("code", [{"environment": "a:B"}, {"tools": ["a", "b"]}])
+def test_agents_may_not_name_code_of_conversations(gate, code):
+    config, request = TrainConfig(), EvaluateRequest("r", **code)
+    place = gate.folder / "runs" / "r" / "config.yaml"
+    place.parent.mkdir(parents=True)
+    place.write_text(to_yaml(config))
+    with pytest.raises(UserError, match="runs Python code"):
+        gates.check_evaluated(gate, config, request)
+    gates.check_evaluated(AgentGate(gate.folder, EVERYTHING), config, request)

@@ -112,7 +112,7 @@ class PolicyMeasures:
 
     @property
     def reasons(self) -> dict[str, int]:
-        """How many conversations ended in each way."""
+        """Counts of how conversations ended."""
         known = (DONE, NO_ROOM, NO_TURNS, CUT_OFF)
         return dict(Counter(why if why in known else FAILED for why in self.ended))
 
@@ -194,7 +194,7 @@ def check_rewarded(rewards: Rewards, rows: PromptRows, encoder: Encoder, is_of_r
 
 @dataclass
 class PolicyRun:
-    """What both models talk to, and what rewards them."""
+    """Conversations with both models: their environments, and what rewards them."""
 
     config: TrainConfig
     rows: PromptRows
