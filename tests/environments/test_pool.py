@@ -210,7 +210,9 @@ def wait_until(done: Callable[[], object]) -> None:
 
 def test_a_conversation_ends_with_all_its_processes_and_files(pool_of):
     text = "import tempfile\ndef f():\n 'D.'\n return tempfile.mkdtemp()"
-    own = pool_of(f"{GAME}\n{text}\ndef forks():\n 'D.'\n Game().forks()", tools=("own:f", "own:forks"))
+    own = pool_of(
+        f"{GAME}\n{text}\ndef forks():\n 'D.'\n Game().forks()", tools=("own:f", "own:forks")
+    )
     own.start()
     folder = Path(own.call("f"))
     own.call("forks")
