@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.conftest import peak_of
 from tests.objectives.plain import exp, log_softmax, plain_divergence
 from your_ai.config.divergences import DivergenceKind, divergence_of
-from your_ai.nets.divergence import Compared, compare
+from your_ai.nets.divergence import Compared, compare, softmax_of
 from your_ai.nets.head import Function, LayerRows, LinearHead, TargetHead
 from your_ai.nets.rounding import dense, quantization_of
 
@@ -168,6 +168,25 @@ def test_without_gradients_the_divergences_are_the_same(name):
     found = walked(student, teacher, kind, gradient=False)
     assert found.gradients.shape == ()
     assert mx.array_equal(found.divergences, walked(student, teacher, kind).divergences)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_a_softmax_beside_the_states_takes_the_place_of_a_walk(dtype):
+    """And has no other parts in it, to the bit."""
+    student, teacher = two_sides("biases", "wider")
+    for made in (student, teacher):
+        made.layer.set_dtype(dtype)
+    student, teacher = (m._replace(inputs=m.inputs.astype(dtype)) for m in (student, teacher))
+    target, states = TargetHead(teacher.head(64), V), teacher.inputs
+    alone = [softmax_of([part], target, 2.0).beside(part) for part in (states[:7], states[7:])]
+    together = softmax_of([states[:7], states[7:]], target, 2.0).beside(states)
+    assert mx.array_equal(mx.concatenate(alone).view(mx.uint8), together.view(mx.uint8))
+    kind = divergence_of("jsd:0.3")
+    expected = walked(student, teacher, kind, 2.0)
+    found = walked(student, teacher._replace(inputs=together), kind, 2.0)
+    for one, other in zip(found.teacher, expected.teacher, strict=True):
+        assert mx.allclose(one, other, rtol=1e-5)
+    assert error_of(found.gradients, np.array(expected.gradients)) < TOLERANCE
 
 
 @pytest.mark.parametrize("rising", [(True, True), (False, False), (True, False)])

@@ -224,7 +224,7 @@ def computed(
     model = TeacherModel("--teacher", teacher, None, shares_base=False)
     asked = build_teacher(
         model, open_model(teacher, mx.float32), VOCABULARY, plan, lambda _: MemoryStore(),
-        together=0,
+        together=0, objective=objective,
     )  # fmt: skip
     network, keys, _ = load(folder, dora)
     built = build_engine(

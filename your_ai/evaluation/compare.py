@@ -56,7 +56,7 @@ from your_ai.hub.find import find_model, fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import Measuring, budget_of_evaluation, limit_of, row_limit
 from your_ai.memory.plan import Budget, choose
-from your_ai.memory.workload import RolloutSizes, words
+from your_ai.memory.workload import RolloutSizes, keeps_softmax, words
 from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.nets import model, saved_adapter
 from your_ai.nets.numerics import compute_dtype
@@ -210,7 +210,9 @@ def compare(
         score_head=is_reward,
         teacher=None
         if named is None
-        else replace(named.sizes(folder, dtype.size), longest=longest),
+        else replace(
+            named.sizes(folder, dtype.size), longest=longest, softmax=keeps_softmax(config)
+        ),
         measuring=Measuring(partial(measure_costs, network, with_adapters(config))),
     )
     sized = partial(answer_sizes, rows, network, tokenizer, request)
@@ -221,7 +223,7 @@ def compare(
     if named is not None and asked is not None:
         plan = budget.choice.option.plan
         store = nameless_store(run.folder.path, rows.trained.examples, dtype)
-        teacher = build_teacher(named, *asked, plan, store, None)
+        teacher = build_teacher(named, *asked, plan, store, None, compared_as(config))
         if seen is not None:
             teacher.reads(rows.trained.examples, seen)
         reading = teacher.fill(teacher.seen_of(rows.trained.examples))

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from your_ai.config import DISTILL, TrainConfig
 from your_ai.config.checks import check_teacher_given
 from your_ai.config.divergences import (
     FORWARD,
+    JSD,
     REVERSE,
     SAMPLED,
     DivergenceKind,
@@ -44,9 +46,11 @@ from your_ai.hub.find import find_model, fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.estimate import teacher_group_bytes
 from your_ai.memory.facts import facts_of
+from your_ai.memory.sizes import HEAD_ROWS
 from your_ai.memory.workload import NO_ADAPTER, Plan, TeacherSizes
 from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.nets import losses, saved_adapter
+from your_ai.nets.divergence import Softmax, softmax_of
 from your_ai.nets.head import FirstRows, LinearHead, SomeTrained, TargetHead
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import DropoutKeys, learned_positions
@@ -234,6 +238,12 @@ def shared_tokens(ours: Any, theirs: Any, most: int) -> tuple[int, str]:
 
 
 LARGEST = 1 << 32  # no token has this id
+SOFTMAX_ROWS = 256  # positions of a text whose logits are computed together
+
+
+def evaluated(state: list[mx.array]) -> list[mx.array]:
+    mx.eval(state)
+    return state
 
 
 class Seen(NamedTuple):
@@ -266,6 +276,8 @@ class Teacher:
     """Trained tokens whose states may be stored together; None if the store keeps all."""
     group_tokens: int
     """Tokens of texts that go through its blocks together, at least."""
+    softmax_at: float | None = None
+    """The temperature of the softmaxes that are stored beside the states; None if none are."""
     make_room: Callable[[], object] = lambda: None
     """Frees the streamed weights of the student before those of the teacher are read."""
     others: Others = field(default_factory=dict)
@@ -315,13 +327,33 @@ class Teacher:
         if waiting:
             self.make_room()
         for group in groups([text.tokens for text in waiting], self.group_tokens):
+            found: list[mx.array] = []
             for states in head_inputs(group):
-                text = waiting[done]
-                self.store.put(text.key, states[mx.array(text.positions.astype(np.int32))])
-                done += 1
+                at = waiting[done + len(found)].positions
+                found.append(states[mx.array(at.astype(np.int32))])
+            for text, states in zip(waiting[done:], self.with_softmax(found), strict=False):
+                self.store.put(text.key, states)
+            done += len(found)
         if waiting:
             self.engine.drop()
             allocator.free(collect=False)
+
+    def with_softmax(self, found: list[mx.array]) -> Iterable[mx.array]:
+        """The states of texts, (m, D) each, with the softmax of their logits beside them if the
+        objective needs it. That of a text does not depend on the others, to the bit."""
+        if self.softmax_at is None:
+            return found
+        most = min(SOFTMAX_ROWS, self.target.head.rows.shape[1])
+        parts = [states[i : i + most] for states in found for i in range(0, len(states), most)]
+        beside: list[mx.array] = []
+        while parts:  # together, as many as the head takes
+            count = max(1, sum(n <= HEAD_ROWS for n in accumulate(map(len, parts))))
+            softmax = softmax_of(parts[:count], self.target, self.softmax_at, evaluated)
+            beside.append(softmax.beside(mx.concatenate(parts[:count])))
+            mx.eval(beside[-1])
+            del parts[:count]
+        ends = [*accumulate(map(len, found))]
+        return mx.split(mx.concatenate(beside), ends[:-1])
 
     def fill(self, texts: Iterable[Seen]) -> Generator[int, None, None]:
         """`look` at texts in groups; yields how many are done."""
@@ -368,13 +400,12 @@ class Teacher:
         return group
 
     def states(self, batch: Batch) -> mx.array:
-        """(S, D), zeros where there is no target."""
+        """(S, D), of any real target where there is none."""
         texts = self.seen_in(batch)
         self.look(texts)
         found = [self.stored(text) for text in texts]
-        width = self.target.head.rows.shape[1]
         empty = len(batch.targets) - batch.trained_tokens
-        states = mx.concatenate([*found, mx.zeros((empty, width), found[0].dtype)])
+        states = mx.concatenate([*found, mx.repeat(found[0][:1], empty, axis=0)])
         mx.eval(states)
         return states
 
@@ -408,11 +439,12 @@ def build_teacher(
     plan: Plan,
     store: Callable[[int], Store],
     together: int | None,
+    objective: Objective,
 ) -> Teacher:
     """Build the engine of a teacher, for a student under a plan.
 
     known: tokens that both know. store: width of its states -> where they are kept. together: as of
-        `Teacher`.
+        `Teacher`. objective: of the student.
     Raises UserError if the teacher has no such head.
     """
     resident = teacher.shares_base and plan.engine != "streamed"
@@ -436,11 +468,14 @@ def build_teacher(
             f"{teacher.label}: its head is trained; make a model of it first (your_ai fuse), and "
             "name that"
         )
-    width = head.rows.shape[1]
+    width, softmax_at = head.rows.shape[1], None
+    if isinstance(objective, Distillation) and objective.divergence.name == JSD:
+        width, softmax_at = width + Softmax.columns(opened.dtype), objective.temperature
     found = facts_of(opened.folder, opened.dtype.size)
     group = teacher_group_bytes(found, plan) // (found.hidden * opened.dtype.size)
     allocator.free()
-    return Teacher(built.engine, TargetHead(head, known), store(width), together, group)
+    target = TargetHead(head, known)
+    return Teacher(built.engine, target, store(width), together, group, softmax_at)
 
 
 def nameless_store(folder: Path, examples: Examples, dtype: mx.Dtype) -> Callable[[int], Store]:

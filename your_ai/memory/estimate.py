@@ -286,8 +286,12 @@ def teacher_phases(workload: Workload, teacher: TeacherSizes, plan: Plan, tokens
         own = weights_bytes(workload.loaded, plan.engine, plan.resident, plan.blocks_ahead)
     tokens = max(tokens, teacher.longest)
     group += tokens * facts.hidden * facts.float_bytes  # the text that makes a group full
-    of_block = forward_phases(reading, replace(plan, engine="staged"), 1, tokens)[:1]
-    return [{"weights": weights - own, "block work": group + sum(of_block[0].values())}]
+    staged = replace(plan, engine="staged")
+    work = sum(forward_phases(reading, staged, 1, tokens)[0].values())
+    if teacher.softmax:
+        rows = -(-HEAD_ROWS // tokens)
+        work = max(work, sum(forward_phases(reading, staged, rows, tokens)[1].values()))
+    return [{"weights": weights - own, "block work": group + work}]
 
 
 def teacher_read_bytes(workload: Workload, plan: Plan) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 DEQUANTIZED_SLICE_BYTES = 2 << 20  # slice of a quantized weight; a few exist at a time
 HEAD_SLICE_BYTES = 4 << 20  # slice of the head, of its weights or of the logits
+SOFTMAX_BYTES = 16  # of a softmax that is kept beside the hidden states of a teacher
 HEAD_ROWS = 1024  # hidden states that go through the head together: enough to keep it cheap
 FEWEST_FEATURES = 512  # minimum features of an MLP slice, so that matmuls stay efficient
 SLICE_STEP = 128  # slices are multiples of this many features, to keep quantization groups whole

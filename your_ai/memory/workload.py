@@ -11,6 +11,7 @@ from typing import NamedTuple
 from your_ai.config import DISTILL, REWARD, SOFT, ByLayer, TrainConfig, defaults
 from your_ai.config.adapter_facts import LORA, AdapterFacts
 from your_ai.config.by_layer import OUTSIDE, LayerPattern
+from your_ai.config.divergences import JSD
 from your_ai.gates.text import counted
 from your_ai.memory.costs import MeasuredCosts
 from your_ai.memory.facts import ModelFacts, vocabulary_held
@@ -237,6 +238,8 @@ class TeacherSizes:
     """Tokens of the longest text that it reads instead of the student's; 0 if it reads the same."""
     again: bool = False
     """Whether its weights are needed in every step."""
+    softmax: bool = False
+    """Whether the softmax of its logits is kept beside its states."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -442,7 +445,12 @@ def in_steps(sizes: TeacherSizes, config: TrainConfig, longest: int) -> TeacherS
     row."""
     again = config.samples_completions or config.teacher_cache == "off"
     tokens = defaults.rows_per_step(config, rows=0) * longest if again else 0
-    return replace(sizes, step_tokens=tokens, again=again)
+    return replace(sizes, step_tokens=tokens, again=again, softmax=keeps_softmax(config))
+
+
+def keeps_softmax(config: TrainConfig) -> bool:
+    """Return whether a divergence needs the normalization of the teacher's predictions first."""
+    return config.objective == DISTILL and config.divergence.startswith(JSD)
 
 
 def unpredicted_steps(config: TrainConfig) -> str:

@@ -12,23 +12,26 @@ probabilities p, the student's q, its logits z, and a temperature t that divides
 All are multiplied by t^2, as by Hinton et al. (2015), arXiv:1503.02531, so that gradients keep
 their size. The generalized JSD is that of Agarwal et al. (2023), arXiv:2306.13649. Each gradient is
 c1 (sum w1 W) + c0 (sum w0 W), where the weights w of a slice do not depend on later slices, but for
-the largest logits so far: forward and reverse need one walk. jsd needs p and q, so a walk for their
-normalization comes first.
+the largest logits so far: forward and reverse need one walk. jsd needs p and q: a walk over the
+student's head normalizes q first, and the normalization of p comes with the states of the teacher.
 
 Shapes: S positions, D hidden size of the student, n tokens per slice of the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from your_ai.config.divergences import FORWARD, JSD, DivergenceKind
+from your_ai.memory.sizes import SOFTMAX_BYTES
 from your_ai.nets.head import HeadSlice, LinearHead, TargetHead
 from your_ai.nets.numerics import exp, settled
 from your_ai.objectives.objective import Metrics
+
+Settle = Callable[[list[mx.array]], list[mx.array]]  # returns the same arrays, as `settled`
 
 LOWEST = -1e30  # below any logit; finite, so that differences are
 TINY = 1e-37  # a probability that adds nothing to a divergence
@@ -49,6 +52,25 @@ class Softmax(NamedTuple):
     @property
     def entropy(self) -> mx.array:
         return mx.log(self.total) - self.moment / self.total
+
+    def beside(self, states: mx.array) -> mx.array:
+        """(S, D) states of a teacher with the softmax of their logits, as columns of its bytes."""
+        columns = [*self[:3], self.best.view(mx.float32)]
+        return mx.concatenate([states, mx.concatenate(columns, axis=1).view(states.dtype)], axis=1)
+
+    @staticmethod
+    def columns(dtype: mx.Dtype) -> int:
+        """The number of columns that `beside` adds to states of this dtype."""
+        return SOFTMAX_BYTES // dtype.size
+
+    @staticmethod
+    def apart(states: mx.array, width: int) -> tuple[mx.array, Softmax | None]:
+        """The first `width` columns of states, and the softmax that is beside them, if one is."""
+        if states.shape[1] == width:
+            return states, None
+        columns = mx.contiguous(states[:, width:]).view(mx.float32)
+        top, total, moment, best = mx.split(columns, 4, axis=1)
+        return states[:, :width], Softmax(top, total, moment, mx.contiguous(best).view(mx.uint32))
 
 
 class Compared(NamedTuple):
@@ -92,17 +114,54 @@ def compare(
     """Compare the predictions of a student with those of its teacher.
 
     inputs: (S, D) of the student's linear layer. states: the same of the teacher, whose width may
-    be another.
+    be another. For jsd, with their softmax beside them, if it is known: another walk over the
+    teacher's head computes it.
     """
+    states, known = Softmax.apart(states, target.head.rows.shape[1])
     pair = TwoHeads(inputs, states, head, target, temperature)
-    walk = jsd if divergence.name == JSD else kl
-    found = walk(pair, divergence, gradient)
+    if divergence.name == JSD:
+        known = known or softmax_of([states], target, temperature)
+        found = jsd(pair, known, divergence.share, gradient)
+    else:
+        found = kl(pair, divergence, gradient)
     factor = temperature * temperature
     slope = 1 / temperature  # of the divided logits
     return found._replace(
         divergences=found.divergences.squeeze(-1) * factor,
         gradients=found.gradients * (factor * slope),
     )
+
+
+def softmax_of(
+    parts: Sequence[mx.array],
+    target: TargetHead,
+    temperature: float = 1.0,
+    between: Settle = settled,
+) -> Softmax:
+    """The softmax of the logits of a head, divided by the temperature, at the positions of all
+    parts, (S, D) inputs of its linear layer each. What is found of a part does not depend on the
+    others, to the bit, if none has more than D positions. between: called between two slices.
+    """
+    head, scale = target.head, 1 / temperature
+    found = started(sum(map(len, parts)))
+    for start, stop in within(head.slices(max(map(len, parts))), target.vocabulary):
+        state = between(list(found))
+        rows = head.rows.part(start, stop, state)
+        products = [rows.forward(part) for part in parts]
+        joined = products[0] if len(products) == 1 else mx.concatenate(products)
+        found = stepped(Softmax(*state), scaled(head.logits(joined), scale), start).softmax
+    return found
+
+
+def within(slices: Iterator[tuple[int, int]], count: int) -> Iterator[tuple[int, int]]:
+    """The slices of the first `count` tokens."""
+    for start, stop in slices:
+        if start < count:
+            yield start, min(stop, count)
+
+
+def scaled(logits: mx.array, scale: float) -> mx.array:
+    return mx.maximum(logits.astype(mx.float32) * scale, LOWEST)
 
 
 class TwoHeads(NamedTuple):
@@ -117,9 +176,7 @@ class TwoHeads(NamedTuple):
     def slices(self) -> Iterator[tuple[int, int]]:
         """(start, stop) of slices of the tokens that both models know."""
         wider = max(self.head, self.target.head, key=lambda head: head.rows.shape[1])
-        for start, stop in wider.slices(len(self.inputs)):
-            if start < self.target.vocabulary:
-                yield start, min(stop, self.target.vocabulary)
+        return within(wider.slices(len(self.inputs)), self.target.vocabulary)
 
     def logits(
         self, start: int, stop: int, after: list[mx.array]
@@ -132,8 +189,7 @@ class TwoHeads(NamedTuple):
         head = self.target.head
         theirs = head.logits(head.rows.part(start, stop, after).forward(self.states))
         scale = 1 / self.temperature
-        mine, theirs = (mx.maximum(z.astype(mx.float32) * scale, LOWEST) for z in (mine, theirs))
-        return mine, theirs, part, slopes
+        return scaled(mine, scale), scaled(theirs, scale), part, slopes
 
 
 def started(count: int) -> Softmax:
@@ -224,16 +280,15 @@ def kl(pair: TwoHeads, divergence: DivergenceKind, gradient: bool) -> Compared:
     return Compared(found, grads, student, teacher)
 
 
-def jsd(pair: TwoHeads, divergence: DivergenceKind, gradient: bool) -> Compared:
-    """The generalized Jensen-Shannon divergence, in two walks."""
-    count, dtype, share = len(pair.inputs), pair.inputs.dtype, divergence.share
-    student, teacher = started(count), started(count)
-    for start, stop in pair.slices():
-        state = settled([*student, *teacher])
-        student, teacher = Softmax(*state[:4]), Softmax(*state[4:])
-        mine, theirs, _, _ = pair.logits(start, stop, [student.total, teacher.total])
-        student = stepped(student, mine, start).softmax
-        teacher = stepped(teacher, theirs, start).softmax
+def jsd(pair: TwoHeads, teacher: Softmax, share: float, gradient: bool) -> Compared:
+    """The generalized Jensen-Shannon divergence; teacher: its softmax.
+
+    A walk over the student's head comes before the one over both.
+    """
+    count, dtype = len(pair.inputs), pair.inputs.dtype
+    inputs = mx.depends([pair.inputs], [teacher.total])
+    own = TargetHead(pair.head, pair.target.vocabulary)
+    student = softmax_of(inputs, own, pair.temperature)
     of_student, of_teacher = mx.log(student.total), mx.log(teacher.total)
     found, mean = mx.zeros((count, 1)), mx.zeros((count, 1))
     first = second = mx.zeros(pair.inputs.shape if gradient else ())
@@ -241,14 +296,17 @@ def jsd(pair: TwoHeads, divergence: DivergenceKind, gradient: bool) -> Compared:
     for start, stop in pair.slices():
         found, mean, first, second = settled(state)
         mine, theirs, part, slopes = pair.logits(start, stop, [found, first])
-        mine, theirs = mine - student.top, theirs - teacher.top
-        q, p = exp(mine - of_student), exp(theirs - of_teacher)
+        mine, theirs = settled([mine - student.top - of_student, theirs - teacher.top - of_teacher])
         # log(q / p) from the logits, and log(q / m) with a log that is near 0: small where the
-        # models are alike, as what cancels.
-        apart = (mine - theirs) - (of_student - of_teacher)
-        mixed, larger = q + share * (p - q), mx.maximum(mx.maximum(p, q), TINY)
-        gap = mx.minimum(apart, 0) - mx.log(mx.maximum(mixed / larger, TINY))
-        weights = q * gap
+        # models are alike, as what cancels. Each part is settled, so that it is a kernel of its
+        # own: those of compilers are fast if they neither broadcast many arrays nor call log.
+        apart = mine - theirs
+        (q,), (p,) = settled([exp(mine)]), settled([exp(theirs)])
+        larger = mx.maximum(mx.maximum(p, q), TINY)
+        (mixed,) = settled([mx.maximum((q + share * (p - q)) / larger, TINY)])
+        (logs,) = settled([mx.log(mixed)])
+        gap = mx.minimum(apart, 0) - logs
+        (weights,) = settled([q * gap])
         of_q = weights.sum(-1, keepdims=True)
         of_p = (p * (gap - apart)).sum(-1, keepdims=True)
         found = found + share * of_p + (1 - share) * of_q

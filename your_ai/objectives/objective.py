@@ -41,7 +41,8 @@ class Targets(NamedTuple):
     columns: Mapping[ColumnName, mx.array] = {}
     """(S,) each, as of `COLUMNS`, those that the targets have."""
     teacher: mx.array | None = None
-    """(S, D) hidden states of a teacher that predict the targets; None without a teacher."""
+    """(S, D) hidden states of a teacher that predict the targets, for jsd with the softmax beside
+    them (`Softmax.beside`); None without a teacher."""
 
     @staticmethod
     def of(batch: Batch) -> Targets:

@@ -30,6 +30,7 @@ from your_ai.memory.plan import (
     rows_of,
     seconds_of,
 )
+from your_ai.memory.sizes import SOFTMAX_BYTES
 from your_ai.memory.workload import Plan, Workload, words
 from your_ai.run.folder import RUNS
 
@@ -204,7 +205,7 @@ def teacher_lines(workload: Workload, plan: Plan) -> list[str]:
     if teacher is None:
         return []
     facts = teacher.facts or workload.facts
-    state_bytes = facts.hidden * facts.float_bytes
+    state_bytes = facts.hidden * facts.float_bytes + SOFTMAX_BYTES * teacher.softmax
     when = "in each step" if teacher.again else "for the texts that go through it together"
     if read := teacher_read_bytes(workload, plan):
         seconds = ", ".join(f"{read / (speed * 1e9):.2g} s at {speed} GB/s" for speed in READ_GB_S)

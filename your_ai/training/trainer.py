@@ -304,7 +304,7 @@ def build(
         sizes = budget.workload.teacher
         assert sizes is not None
         given, together = (beside.teacher, beside.known), None if kept else sizes.step_tokens
-        teacher = build_teacher(job.teacher, *given, plan, made, together)
+        teacher = build_teacher(job.teacher, *given, plan, made, together, job.objective)
         read_views(teacher, job)
     built = build_engine(
         opened.network,
@@ -336,7 +336,9 @@ def teacher_store(job: Job, folder: Path, dtype: mx.Dtype, kept: bool) -> Callab
         if not kept:
             return MemoryStore()
         assert job.teacher is not None
-        found = DiskStore(folder, job.teacher.checksums, width, dtype, option=TEACHER_CACHE)
+        # The softmaxes beside the states, if there are any, are those at a temperature.
+        key = job.teacher.checksums | {"temperature": f"{job.config.temperature_distill:g}"}
+        found = DiskStore(folder, key, width, dtype, option=TEACHER_CACHE)
         held = found.bytes_held // needed_bytes(1, width, dtype)
         check_room(folder, max(0, trained_tokens(job) - held), width, dtype, TEACHER_CACHE)
         return found
