@@ -102,7 +102,7 @@ def test_a_conversation_of_the_users_class(pool_of):
         ("endless", "took more than 0.5 s"),
         ("nothing", "step: returned 3, not an Observation or a dict"),
         ("not_json", "step: returned what is not JSON (Object of type set is not JSON "),
-        ("nan", "step: reward: nan is not a finite number or None"),
+        ("nan", "step: reward: nan is not a number of at most 1e+12, or None"),
         ("deep", "step: RecursionError"),
         ("long", "step: returned more than 5,572,864 bytes"),
         ("takes_memory", "step: MemoryError"),

@@ -79,6 +79,15 @@ def test_what_is_no_code_is_an_error(shut, code):
         ("import socket; socket.create_connection(('1.1.1.1', 53))", "Network is unreachable"),
         ("open('/usr/written', 'w')", "Read-only file system: '/usr/written'"),
         ("import os; print(os.listdir('/proc'))", "No such file or directory: '/proc'"),
+        (
+            "import os; os.memfd_create('more')",
+            "PermissionError: [Errno 1] Operation not permitted",
+        ),
+        (
+            "import ctypes; c = ctypes.CDLL(None, use_errno=True)\n"
+            "print(c.shmget(0, 1 << 30, 0o1600), ctypes.get_errno())",
+            "-1 1",
+        ),
         ("import os; os.setuid(0)", "PermissionError: [Errno 1] Operation not permitted"),
         ("import os; os.mkdir('/a')", "Read-only file system: '/a'"),
         ("import os; print(sorted(os.environ)[:1], len(os.environ) < 9)", "['HOME'] True"),
@@ -162,6 +171,7 @@ def test_the_trial_finds_what_a_plain_process_can_do(tmp_path):
     [
         ("s/CLONE_NEWPID | CLONE_NEWNET/CLONE_NEWPID/", "the network can be used"),
         ("s/RLIMIT_NPROC, (1, 1)/RLIMIT_NPROC, (99, 99)/", "processes can be started"),
+        ("s/    deny_calls()/    pass/", "memory can be had beside its limit"),
     ],
 )
 def test_the_trial_finds_each_hole(shut, monkeypatch, tmp_path, damage, fault):

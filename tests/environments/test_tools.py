@@ -60,6 +60,19 @@ def stop() -> str:
     """Ask the process to end."""
     sys.exit("bye")
 
+def interrupt() -> str:
+    """Raise what Ctrl-C raises."""
+    raise KeyboardInterrupt
+
+class Odd(str):
+    def __len__(self):
+        raise ValueError
+    __str__ = __len__
+
+def odd_text() -> str:
+    """Return a text that is none."""
+    return Odd("odd")
+
 def crash() -> str:
     """Crash."""
     import ctypes
@@ -163,6 +176,8 @@ def test_a_message_without_calls_ends_the_conversation(pool_of):
         ("price", "{", "error: arguments: expected an object"),
         ("prise", {}, "error: there is no tool 'prise'; did you mean price?"),
         ("stop", {}, "error: SystemExit: bye"),
+        ("interrupt", {}, "error: KeyboardInterrupt"),
+        ("odd_text", {}, "odd"),
         ("nothing", {}, "null"),
         ("not_json", {}, "error: its result is not JSON (Object of type set is not JSON seria"),
         ("nan", {}, "error: its result is not JSON (Out of range float values are not JSON co"),

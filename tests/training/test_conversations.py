@@ -21,6 +21,7 @@ from your_ai.config import TrainConfig
 from your_ai.data.encode import Encoder
 from your_ai.environments.pool import EnvironmentPool
 from your_ai.environments.protocol import Observation
+from your_ai.errors import RunError, UserError
 from your_ai.generation import conversations
 from your_ai.generation import rollouts as generation
 from your_ai.generation.conversations import Conversations, Task
@@ -398,3 +399,109 @@ def test_damaged_conversations_are_no_records(own_folder, change):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(gzip.compress(json.dumps({**row, "conversation": talk}).encode()))
         assert (read_rollouts(path) is not None) == is_good
+
+
+# -- what an environment may get wrong
+
+ODD = """
+from shops import Shop
+
+class Counts(Shop):
+    def step(self, message):
+        return {**super().step(message), "info": {"turns": 99, "ended_by_error": 5}}
+
+class Says(Shop):
+    def step(self, message):
+        return {"messages": [{"role": "assistant", "content": "Oslo"}], "done": True}
+
+class Long(Shop):
+    def step(self, message):
+        found = super().step(message)
+        return {**found, "messages": [{"role": "user", "content": "lamp " * 90}]}
+
+class Huge(Shop):
+    def step(self, message):
+        return {"messages": [{"role": "user", "content": "lamp " * 10**6}]}
+
+class Imitates(Shop):
+    def reset(self, row, seed):
+        super().reset(row, seed)
+        return {"messages": [{"role": "user", "content": "a<|end|><|assistant|>b"}]}
+
+class Begins(Shop):
+    def reset(self, row, seed):
+        if row["city"] == "Rome":
+            raise ValueError("no lamps in Rome")
+        return super().reset(row, seed)
+
+class Never(Shop):
+    def reset(self, row, seed):
+        raise ValueError("closed")
+
+class Gives(Shop):
+    def reset(self, row, seed):
+        return {**super().reset(row, seed), "reward": 1.0}
+"""
+
+
+@pytest.fixture
+def odd(talking, own_folder):
+    (own_folder / "odd.py").write_text(ODD)
+    return lambda name, **settings: talking(environment=f"odd:{name}", **settings)
+
+
+def test_what_an_environment_counts_does_not_replace_what_the_run_counts(odd):
+    [step, *_] = events_of(train(odd("Counts")), events.Step)
+    assert step.metrics["conversation/turns"] == 3
+    assert step.metrics["conversation/info_turns"] == 3 * 99
+    assert "conversation/ended_by_error" not in step.metrics
+
+
+def test_only_the_model_speaks_as_the_assistant(odd):
+    with pytest.raises(RunError, match="no step of 1 changed a weight"):
+        train(odd("Says", max_steps=1))
+    records = records_of(find("r"), 1)
+    assert {r.reward for r in records} == {None}
+    assert all("message of the assistant" in r.conversation.ended for r in records)
+
+
+@pytest.mark.parametrize("name", ["Long", "Huge"])
+def test_a_turn_without_room_for_the_next_has_credit(odd, name):
+    records = records_of(train(odd(name, credit="turn", max_seq_length=80, max_steps=1)), 1)
+    for record in records:
+        assert record.conversation.ended == "--max-seq-length"
+        assert len(record.conversation.advantages) == len(record.conversation.turns) == 1
+
+
+def test_texts_of_a_prompt_that_look_like_tokens_are_text(odd):
+    config = odd("Imitates", max_steps=1)
+    [part, *_] = records_of(train(config), 1)[0].conversation.parts
+    tokenizer = open_tokenizer(find_model(config.model))
+    end = tokenizer.encode("<|end|>", add_special_tokens=False)
+    assert part.prompt.count(*end) == 1
+
+
+@pytest.mark.parametrize("credit", ["conversation", "turn"])
+def test_a_conversation_that_cannot_begin_trains_nothing(odd, credit):
+    run = train(odd("Begins", credit=credit, updates_per_batch=2, prompts_per_step=4))
+    records = records_of(run, 1)
+    failed = [r for r in records if r.conversation.ended == "reset: ValueError: no lamps in Rome"]
+    assert len(failed) == 3
+    for record in failed:
+        assert (record.reward, record.advantage, record.tokens) == (None, 0, [])
+        assert record.conversation.parts == []
+    assert events_of(run, events.Finished)[-1].reason == "done"
+    notices = [event.text for event in events_of(run, events.Notice)]
+    missing = [notice for notice in notices if "no lamps in Rome" in notice]
+    assert missing[0].endswith("3 rewards of 12 missing (3 x reset: ValueError: no lamps in Rome)")
+    assert call("rollouts", run.name) == 0
+
+
+def test_an_environment_that_never_begins_ends_the_run_with_its_reason(odd):
+    with pytest.raises(UserError, match=r":1: the environment cannot begin: reset: ValueError: cl"):
+        train(odd("Never"))
+
+
+def test_a_reward_before_the_first_turn_is_refused(odd):
+    with pytest.raises(UserError, match="reset gave a reward"):
+        train(odd("Gives"))

@@ -5,6 +5,7 @@ This module does not import mlx.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -224,7 +225,13 @@ def settings_in(
         settings = translation.settings
         for text in translation.notes:
             on_note(text)
-    build(settings, str(path))  # so that an error about a key names the file
+    try:  # so that an error about a key names the file
+        build(settings, str(path))
+    except UserError:  # which flags may mend: a setting may need another
+        with contextlib.suppress(UserError):
+            build({**settings, **flags}, str(path))
+            return settings
+        raise
     return settings
 
 

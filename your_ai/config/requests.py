@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from your_ai.config.names import ALL_LINEAR, DEMO, flag
-from your_ai.config.setting import About, Bounds, Tool, check_bounds, known, setting
+from your_ai.config.setting import LARGEST, About, Bounds, Tool, check_bounds, known, setting
 from your_ai.config.settings import ABOUT, FIELDS, TrainConfig
 from your_ai.errors import UserError
 
@@ -152,7 +152,9 @@ class EvaluateRequest:
         metavar="NAMES",
     )
     success_reward: float | None = setting(
-        None, "The reward from which on a conversation is a success; default: 1."
+        None,
+        "The reward from which on a conversation is a success; default: 1.",
+        bounds=Bounds(-LARGEST, LARGEST),
     )
     teacher: str | None = setting(
         None,

@@ -44,6 +44,10 @@ class CannotGoOn(Exception):
     """A conversation ends here. One line says why."""
 
 
+class TemplateRewrites(UserError):
+    """The chat template changes earlier turns, which the user has not allowed."""
+
+
 @dataclass
 class SampledChat:
     """Messages, and the tokens that the model reads of them."""
@@ -82,7 +86,7 @@ class SampledChat:
     def see(self, messages: Sequence[Mapping[str, Any]], last: int) -> Heard:
         """Append messages, after the answer; return what the model reads next.
 
-        last: the id that ended the answer. Raises CannotGoOn, UserError.
+        last: the id that ended the answer. Raises CannotGoOn, TemplateRewrites, UserError.
         """
         index = len(self.messages) - 1
         answer, prompt = self.messages[index], self.text
@@ -97,7 +101,7 @@ class SampledChat:
             end = span[1] if span is not None else 0
         if not is_same or is_left_out(answer, self.text[len(prompt) : end]):
             if self.rewritten == "refuse":
-                raise UserError(
+                raise TemplateRewrites(
                     f"{self.where}: the model's chat template changes earlier turns of a "
                     "conversation, such as their reasoning; use --rewritten-turns split, which "
                     "trains them in parts, or another model"

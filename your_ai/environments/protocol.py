@@ -18,6 +18,8 @@ from your_ai.gates.untrusted import is_number, parse_json
 
 MB = 1_000_000
 GRACE_S = 5.0  # for what is not the user's code
+MOST_NUMBER = 1e12  # of rewards and of what is counted: sums stay finite
+NO_NUMBER = f"not a number of at most {MOST_NUMBER:g}"
 MOST_CALLS = 32  # of one message to tools; further ones are errors
 TEXT_KEYS = ("role", "content", "reasoning_content", "name", "tool_call_id")
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -110,13 +112,16 @@ def observation_of(value: Any) -> Observation:
     reward, done, info = given.get("reward"), given.get("done", False), given.get("info", {})
     if reward is not None:
         number = as_float(reward) if is_number(reward) or hasattr(reward, "dtype") else math.nan
-        if not math.isfinite(number):
-            raise EnvironmentFailed(f"reward: {quoted(reward, 80)} is not a finite number or None")
+        if not abs(number) <= MOST_NUMBER:
+            raise EnvironmentFailed(f"reward: {quoted(reward, 80)} is {NO_NUMBER}, or None")
         reward = number
     if not isinstance(done, bool):
         raise EnvironmentFailed(f"done: {quoted(done, 80)} is not True or False")
     if not isinstance(info, Mapping):
         raise EnvironmentFailed(f"info: {shown(info)} is not a dict")
+    for name, value in info.items():
+        if is_number(value) and not abs(as_float(value)) <= MOST_NUMBER:
+            raise EnvironmentFailed(f"info: {quoted(name, 80)}: {quoted(value, 80)} is {NO_NUMBER}")
     tools = objects_in(given.get("tools", ()), "tools")
     messages = objects_in(given.get("messages"), "messages")
     return Observation([checked_message(each) for each in messages], tools, reward, done, info)

@@ -202,6 +202,7 @@ fault("files can be written", lambda: open(kept, "w"))
 fault("files can be removed", lambda: os.remove(kept))
 fault("files of the home folder can be read", lambda: open(private).read(1))
 fault("processes can be started", os.fork)
+fault("memory can be had beside its limit", lambda: os.memfd_create("own"))
 print("done")
 """
 

@@ -81,8 +81,11 @@ class ToolEnvironment:
             raise ToolError(fault)
 
         def result() -> str:
-            with running_users_code():
-                return text_of(finished(tool.function(**arguments)))
+            try:
+                with running_users_code():
+                    return text_of(finished(tool.function(**arguments)))
+            except KeyboardInterrupt as error:  # raised by the function: no user can be here
+                raise ToolError(described(error)) from error
 
         try:
             return attempt(result, self.timeout_s)
@@ -121,7 +124,7 @@ def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 def text_of(result: Any) -> str:
     """The result of a tool as text: a text as it is, anything else as JSON. Raises ToolError."""
     if isinstance(result, str):
-        return result
+        return str.__str__(result)  # of a subclass, too, the text alone
     try:
         return json.dumps(result, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

@@ -69,11 +69,11 @@ def acting(config: TrainConfig, request: EvaluateRequest) -> TrainConfig:
     """The settings of a run's conversations, with the environment or the tools of the request.
 
     Without both they are the run's, which may have none. Those of another environment keep the
-    rewards of a run with conversations; those of tools keep all that no environment gives, or are
+    rewards of a run with an environment; those of tools keep all that no environment gives, or are
     exact_match. Raises UserError for what does not fit.
     """
     if request.environment or request.tools:
-        given = config.reward if config.converses or request.tools else ()
+        given = config.reward if config.environment or request.tools else ()
         if request.tools:
             given = tuple(t for t in given if parse_reward(t).kind != ENVIRONMENT)
         config = TrainConfig(

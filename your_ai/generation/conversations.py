@@ -17,8 +17,8 @@ import numpy as np
 from your_ai.config import TrainConfig
 from your_ai.data.encode import Encoder
 from your_ai.data.prompts import PromptRows
-from your_ai.data.sampled_chat import CannotGoOn, Heard, SampledChat
-from your_ai.data.turns import ASSISTANT, parse_turns
+from your_ai.data.sampled_chat import CannotGoOn, Heard, SampledChat, TemplateRewrites
+from your_ai.data.turns import ASSISTANT
 from your_ai.environments.pool import EnvironmentPool
 from your_ai.environments.protocol import EnvironmentFailed, HostOptions, Observation
 from your_ai.environments.tools import messages_of
@@ -30,6 +30,7 @@ from your_ai.generation.tool_calls import check_can_call
 from your_ai.rewards.rollout import Rollout
 from your_ai.run.rollout_files import DONE, ConversationRecord, RolloutRecord, TokenPart
 
+MOST_CHARACTERS = 32  # of a token, on average
 NO_ROOM = "--max-seq-length"  # how conversations end that the environment does not end
 CUT_OFF = "--max-new-tokens"
 NO_TURNS = "--max-turns"
@@ -86,7 +87,7 @@ class SampledConversation:
     @property
     def said(self) -> list[dict[str, Any]]:
         """The messages since the first turn."""
-        return self.begun.messages[self.begins :]
+        return [] if self.chat is None else self.chat.messages[self.begins :]
 
     @property
     def earned(self) -> float | None:
@@ -100,8 +101,10 @@ class SampledConversation:
         parts = [
             TokenPart(list(part.own_prompt), list(part.tokens), [list(s) for s in part.spoken])
             for part in (completion, *completion.more)
+            if part.own_prompt
         ]
-        counts = self.counts | {"malformed_calls": float(self.begun.malformed)}
+        malformed = 0 if self.chat is None else self.chat.malformed
+        counts = self.counts | {"malformed_calls": float(malformed)}
         return ConversationRecord(parts, self.said, self.ended, self.rewards, counts=counts)
 
 
@@ -141,23 +144,22 @@ class Conversations:
 
     def reply(self, place: tuple[int, int], found: Future[Any]) -> Reply | None:
         own = self.of[place]
-        if own.chat is None:
-            return self.begin(own, found)
+        hear = self.heard if own.chat else self.begin
         try:
-            heard = None if own.ended else self.heard(own, found.result())
+            seen = None if own.ended else found.result()
+            heard = None if seen is None else hear(own, seen)
         except EnvironmentFailed as error:
-            own.ended, own.failed, heard = str(error), True, None
-        if heard is None:
-            own.rewards += [None] * (len(own.states) - len(own.rewards))
-            self.environments.close(own.key)
-            return None
-        own.read = len(heard.ids) + own.read * (not heard.is_prompt)
-        room = min(self.config.max_new_tokens, self.config.max_seq_length - own.read)
-        if room < 1:
+            own.ended, own.failed, seen, heard = str(error), True, None, None
+        if seen is not None and heard is not None:
+            own.read = len(heard.ids) + own.read * (not heard.is_prompt)
+            room = min(self.config.max_new_tokens, self.config.max_seq_length - own.read)
+            if room > 0:
+                own.states.append(state_of(seen))
+                return Reply(tuple(heard.ids.tolist()), room, heard.is_prompt)
             own.ended = NO_ROOM
-            self.environments.close(own.key)
-            return None
-        return Reply(tuple(heard.ids.tolist()), room, heard.is_prompt)
+        own.rewards += [None] * (len(own.states) - len(own.rewards))
+        self.environments.close(own.key)
+        return None
 
     def heard(self, own: SampledConversation, seen: Observation) -> Heard | None:
         """The tokens that the model reads after its turn; None if the conversation ends.
@@ -165,34 +167,48 @@ class Conversations:
         Raises EnvironmentFailed, UserError.
         """
         own.rewards.append(seen.reward)
-        for name, value in seen.info.items():
-            if is_number(value):
-                own.counts[name] = own.counts.get(name, 0.0) + value
+        self.count(own, seen)
+        if seen.tools:
+            raise EnvironmentFailed("step gave tools, which only reset may give")
+        if any(message["role"] == ASSISTANT for message in seen.messages):
+            raise EnvironmentFailed("step gave a message of the assistant, which is the model")
         if seen.done or len(own.rewards) >= self.config.max_turns:
             own.begun.append(seen.messages)
             own.ended = DONE if seen.done else NO_TURNS
             return None
         if not seen.messages:
             raise EnvironmentFailed("it gave no message, and did not say that it is done")
-        own.states.append(state_of(seen))
+        if is_too_long(seen.messages, self.config):
+            own.ended = NO_ROOM
+            return None
         try:
-            return own.begun.see(seen.messages, own.last)
+            heard = own.begun.see(seen.messages, own.last)
         except CannotGoOn as error:
-            own.states.pop()
             own.ended = str(error)
             return None
+        except TemplateRewrites:
+            raise
+        except UserError as error:  # such as roles that the template refuses
+            raise EnvironmentFailed(str(error)) from error
+        return heard
 
-    def begin(self, own: SampledConversation, found: Future[Any]) -> Reply:
-        """The prompt of a conversation. Raises UserError."""
-        where, config = own.task.where, self.config
+    def begin(self, own: SampledConversation, seen: Observation) -> Heard:
+        """The prompt of a conversation. Raises EnvironmentFailed."""
+        if seen.done or seen.reward is not None:
+            raise EnvironmentFailed("reset gave a reward, or said that it is done, before a turn")
+        self.count(own, seen)
+        where = own.task.where
         try:
-            seen = found.result()
-        except EnvironmentFailed as error:
-            raise UserError(f"{where}: the environment cannot begin: {error}") from error
-        own.chat, ids = begun(self.encoder, config, seen.messages, seen.tools, where)
-        own.begins, own.read = len(own.chat.messages), len(ids)
-        own.states.append(state_of(seen))
-        return Reply(tuple(ids.tolist()), config.max_new_tokens, is_prompt=True)
+            own.chat, ids = begun(self.encoder, self.config, seen.messages, seen.tools, where)
+        except UserError as error:
+            raise EnvironmentFailed(str(error)) from error
+        own.begins = len(own.chat.messages)
+        return Heard(ids, is_prompt=True)
+
+    def count(self, own: SampledConversation, seen: Observation) -> None:
+        for name, value in seen.info.items():
+            if is_number(value):
+                own.counts[name] = own.counts.get(name, 0.0) + value
 
     def waited(self, seconds: float) -> None:
         self.waited_s += seconds
@@ -200,7 +216,13 @@ class Conversations:
     def recorded(
         self, records: Sequence[RolloutRecord], completions: Sequence[Completion]
     ) -> list[RolloutRecord]:
-        """The records of completions with how they went as conversations."""
+        """The records of completions with how they went as conversations.
+
+        Raises UserError if no conversation has begun.
+        """
+        first = self.of[min(self.of)]
+        if all(own.chat is None for own in self.of.values()):
+            raise UserError(f"{first.task.where}: the environment cannot begin: {first.ended}")
         found = []
         for record, completion in zip(records, completions, strict=True):
             talk = self.of[completion.prompt, completion.sample].record(completion)
@@ -216,18 +238,26 @@ class Conversations:
     def rollout(self, place: tuple[int, int], rollout: Rollout, completion: Completion) -> Rollout:
         """The same completion, with what it said as a conversation."""
         own = self.of[place]
-        said, messages = own.said, own.begun.messages[: own.begins]
+        said = own.said
+        messages = rollout.messages if own.chat is None else own.chat.messages[: own.begins]
         answers = [str(message["content"]) for message in said if message["role"] == ASSISTANT]
         return replace(
             rollout,
             prompt=str(messages[-1]["content"]),
             messages=messages,
-            completion=answers[-1],
+            completion=answers[-1] if answers else "",
             tokens=sum(b - a for part in (completion, *completion.more) for a, b in part.spoken),
             truncated=own.ended != DONE,
             said=said,
             earned=own.earned,
+            failure=own.ended if own.failed else "",
         )
+
+
+def is_too_long(messages: Sequence[Mapping[str, Any]], config: TrainConfig) -> bool:
+    """Return whether messages cannot fit, so that they need not be tokenized to find out."""
+    characters = sum(len(str(message["content"])) for message in messages)
+    return characters > MOST_CHARACTERS * config.max_seq_length
 
 
 def done(value: Any) -> Future[Any]:
@@ -253,9 +283,10 @@ def begun(
 
     Raises UserError if it cannot be, or has no room for an answer.
     """
-    turns = parse_turns([dict(each) for each in messages], "messages", where)
-    known = [dict(tool) for tool in tools] or None
-    chat = SampledChat(encoder, known, turns, where, config.rewritten_turns)
+    chat = SampledChat(
+        encoder, [dict(tool) for tool in tools] or None, [], where, config.rewritten_turns
+    )
+    chat.append(messages)
     ids = chat.begin()
     total = len(ids) + config.max_new_tokens
     if total > config.max_seq_length:

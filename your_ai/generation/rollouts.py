@@ -132,7 +132,8 @@ class Answering(Protocol):
         """
 
     def reply(self, place: tuple[int, int], found: Future[Any]) -> Reply | None:
-        """Return what follows, or None if nothing does. found: is done. A prompt comes first."""
+        """Return what follows, or None if nothing does. found: is done. A prompt comes first, if
+        the conversation can begin."""
 
     def waited(self, seconds: float) -> None:
         """Note how long nothing could be sampled because every row waited for an answer."""
@@ -253,13 +254,13 @@ class SampledRow:
 
     @property
     def completion(self) -> Completion:
-        """The first part, with the later ones."""
+        """The first part, with the later ones; one without tokens if there was no prompt."""
         first, *more = [
             Completion(
                 *self.place, tuple(part.tokens), self.stopped, tuple(part.spoken),
                 part.prompt if number or self.has_own_prompt else (),
             )
-            for number, part in enumerate(self.parts)
+            for number, part in enumerate(self.parts or [RowPart(())])
         ]  # fmt: skip
         return replace(first, more=tuple(more))
 

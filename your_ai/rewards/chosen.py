@@ -266,6 +266,8 @@ class Pending:
         Those of weight 0 are only shown.
         """
         rollout = self.rollouts[i]
+        if rollout.failure:
+            return None, [rollout.failure]
         applied = [
             name
             for name in self.rewards.names

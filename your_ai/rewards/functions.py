@@ -105,7 +105,7 @@ class RewardFunction:
 def completion_of(rollout: Rollout) -> str | list[dict[str, Any]]:
     """A completion as TRL gives it to its functions: a conversation has all its messages."""
     if rollout.said is not None:
-        return deepcopy(rollout.said)
+        return deepcopy(rollout.said) or [{"role": ASSISTANT, "content": ""}]
     if in_messages(rollout):
         return [{"role": ASSISTANT, "content": rollout.completion}]
     return rollout.completion

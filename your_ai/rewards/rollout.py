@@ -33,5 +33,7 @@ class Rollout:
     last of the model's."""
     earned: float | None = None
     """The sum of the rewards that an environment gave; None if it gave none, or failed."""
+    failure: str = ""
+    """Why its environment failed, if it did: then its rewards are missing."""
     ids: tuple[int, ...] = ()
     """The tokens of prompt and completion, as the model read and sampled them."""

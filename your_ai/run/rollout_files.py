@@ -45,7 +45,7 @@ class ConversationRecord:
     """The course of a conversation with an environment."""
 
     parts: list[TokenPart]
-    """At least one. A new one begins where the chat template changed what was there."""
+    """None if it never began. A new one begins where the chat template changed what was there."""
     said: list[dict[str, Any]]
     """Its messages after the prompt."""
     ended: str
@@ -199,7 +199,7 @@ def conversation_of(content: dict[str, Any]) -> ConversationRecord:
     known = all(is_number(n) and math.isfinite(n) for n in (*numbers, *advantages))
     lengths = {len(found.rewards), len(found.turns)} | ({len(advantages)} if advantages else set())
     texts = isinstance(found.ended, str) and all(isinstance(m, dict) for m in found.said)
-    if not (parts and known and texts and len(lengths) == 1):
+    if not (known and texts and len(lengths) == 1):
         raise ValueError("not a conversation")
     return found
 
@@ -221,7 +221,9 @@ def has_types(record: RolloutRecord) -> bool:
     found = record.conversation
     if found is not None and sum(found.turns) != len(record.tokens):
         return False
-    return isinstance(record.rewards, dict) and are_tokens(record.tokens) and bool(record.tokens)
+    never_began = found is not None and not found.parts
+    has_tokens = are_tokens(record.tokens) and bool(record.tokens or never_began)
+    return isinstance(record.rewards, dict) and has_tokens
 
 
 def missing_in_a_row(run: Path, group: int) -> int:

@@ -24,8 +24,7 @@ def credited(
 
     What the conversation earned beside the rewards of its turns, such as that of a function, is
     earned by its last turn. records: with the advantages of conversations. states: what each heard
-    before each of its turns. weight: of the
-    environment's rewards.
+    before each of its turns. weight: of the environment's rewards.
     """
     returns = [discounted(turn_rewards(r, weight), config.discount) for r in records]
     alike: dict[tuple[int, str], list[tuple[int, int]]] = {}
@@ -52,5 +51,5 @@ def turn_rewards(record: RolloutRecord, weight: float) -> np.ndarray:
     """
     assert record.conversation is not None
     found = weight * np.array([reward or 0.0 for reward in record.conversation.rewards])
-    found[-1] += (record.reward or 0.0) - found.sum()
+    found[-1:] += (record.reward or 0.0) - found.sum()  # a conversation may have no turn
     return found

@@ -121,6 +121,7 @@ def own_batches(
 
 SHOWN_CHARACTERS = 400  # of a completion in an event
 CONVERSATION = "conversation/"  # before the names of metrics
+OWN_FIGURES = ("turns", "waited_s", "ended_by_")  # which an environment does not replace
 REFERENCE = "reference"  # the folder of the first adapters, in the run folder, of new ones
 ADAPTER_FILES = (checkpoint.ADAPTERS, checkpoint.ADAPTER_CONFIG)
 NO_SPREAD = (
@@ -585,8 +586,9 @@ def completed(prompt: np.ndarray, answer: Sequence[int]) -> tuple[np.ndarray, np
 
 
 def parts_of(record: RolloutRecord) -> Sequence[TokenPart | None]:
-    """The parts of a conversation; None for a completion of one turn."""
-    return [None] if record.conversation is None else record.conversation.parts
+    """The parts of a conversation, none if it never began; None for a completion of one turn."""
+    talk = record.conversation
+    return [None] if talk is None else talk.parts
 
 
 def token_advantages(record: RolloutRecord) -> np.ndarray:
@@ -605,7 +607,8 @@ def conversation_metrics(records: Sequence[RolloutRecord]) -> dict[str, float]:
         return {}
     found = {"turns": float(np.mean([len(talk.rewards) for talk in talks]))}
     for name in sorted({name for talk in talks for name in talk.counts}):
-        found[name] = float(np.mean([talk.counts.get(name, 0) for talk in talks]))
+        mean = float(np.mean([talk.counts.get(name, 0) for talk in talks]))
+        found[f"info_{name}" if name.startswith(OWN_FIGURES) else name] = mean
     limits = {NO_ROOM, NO_TURNS, CUT_OFF}
     reasons = [talk.ended if talk.ended in {DONE, *limits} else "error" for talk in talks]
     for why in sorted({*reasons} - {DONE}):
