@@ -17,7 +17,6 @@ from tests.data.test_encode import make_tokenizer
 from tests.data.test_four_rules import TEMPLATES, TEXT
 from your_ai.data.encode import Encoder
 from your_ai.data.sampled_chat import CannotGoOn, SampledChat
-from your_ai.errors import UserError
 
 END = "<e>"
 TOKENS = ("<s>", END, "<think>", "</think>", "<tool_call>")
@@ -138,7 +137,7 @@ def test_a_template_that_drops_reasoning_splits_the_conversation_or_is_refused(t
         conversation.hear(turn, True)
         more = [{"role": "user", "content": "and?"}]
         if rewritten == "refuse":
-            with pytest.raises(UserError, match="--rewritten-turns split"):
+            with pytest.raises(CannotGoOn, match="--rewritten-turns split"):
                 conversation.see(more, turn[-1])
             continue
         heard = conversation.see(more, turn[-1])

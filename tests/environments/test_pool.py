@@ -239,7 +239,7 @@ def test_a_host_that_is_gone_is_an_error_of_the_run(pool_of):
     own.start()
     own.pool.process.send_signal(signal.SIGKILL)
     own.pool.process.wait()
-    with pytest.raises(RunError, match=r"^the process of the environments ended; then run the"):
+    with pytest.raises(RunError, match=r"^the process of the environments ended; see its"):
         own.start(1)
 
 

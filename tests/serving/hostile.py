@@ -198,7 +198,7 @@ def fields(rng: random.Random) -> Iterator[Hostile]:
         ("chat_template_kwargs", [{"tools": []}, {"conversation": []}, {"return_tensors": "np"}]),
         ("response_format", [3, "json", {}, {"type": 3}]),
         ("tools", [3, {}, ["a"], [{}], [{"function": 3}], [{"function": {"name": 3}}]]),
-        ("tool_choice", [3, ["a"]]),
+        ("tool_choice", [3, ["a"], "zzz"]),
         ("role_mapping", [3, ["a"], {"user": 3}]),
         ("repetition_penalty", ["a", -1, True]),
         ("repetition_context_size", [-1, 1.5, 10**30]),

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -272,10 +273,9 @@ def caller(tmp_path_factory) -> Iterator[Served]:
         yield found
 
 
-def asked(caller: Served, messages: list, stream: bool = False, max_tokens: int = 60):
-    return caller.client.chat.completions.create(
-        model="r", messages=messages, tools=[PRICE], max_tokens=max_tokens, stream=stream
-    )
+def asked(caller: Served, messages: list, **settings: Any):
+    settings = {"tools": [PRICE], "max_tokens": 60, **settings}
+    return caller.client.chat.completions.create(model="r", messages=messages, **settings)
 
 
 def test_calls_are_answered_in_openais_form(caller):
@@ -320,6 +320,13 @@ def test_call_that_cannot_be_read_is_text(caller):
     pieces = list(asked(caller, CAP, stream=True))
     assert "".join(said(pieces)) == UNREAD
     assert pieces[-1].choices[0].finish_reason == "stop"
+
+
+def test_no_call_is_answered_where_there_are_no_tools_to_call(caller):
+    without = asked(caller, HAT, tools=[]).choices[0]
+    refused = asked(caller, HAT, tool_choice="none").choices[0]
+    assert without == refused
+    assert (refused.message.tool_calls, refused.finish_reason) in ((None, "stop"), (None, "length"))
 
 
 def test_call_that_is_cut_is_text(caller):

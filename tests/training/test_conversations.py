@@ -505,3 +505,18 @@ def test_an_environment_that_never_begins_ends_the_run_with_its_reason(odd):
 def test_a_reward_before_the_first_turn_is_refused(odd):
     with pytest.raises(UserError, match="reset gave a reward"):
         train(odd("Gives"))
+
+
+def test_a_template_that_changes_most_conversations_ends_the_run(talking, monkeypatch):
+    monkeypatch.setattr("your_ai.data.sampled_chat.is_left_out", lambda *_: True)
+    with pytest.raises(UserError, match=r":1: the model's chat template changes earlier turns"):
+        train(talking())
+
+
+def test_a_template_that_changes_one_conversation_ends_it(talking, monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        "your_ai.data.sampled_chat.is_left_out", lambda *_: calls.append(0) or len(calls) == 1
+    )
+    run = train(talking(max_steps=1))
+    assert sum("chat template" in r.conversation.ended for r in records_of(run, 1)) == 1

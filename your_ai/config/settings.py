@@ -550,7 +550,7 @@ class ObjectiveSettings:
     rewritten_turns: Literal["refuse", "split"] = setting(
         "refuse",
         "What to do if the chat template changes earlier turns of a conversation, such as their "
-        "reasoning: refuse the model, or train the conversation in parts.",
+        "reasoning: end it, and the run if that happens often, or train it in parts.",
         objectives=(GRPO,),
     )
     credit: Literal["conversation", "turn"] = setting(

@@ -19,14 +19,13 @@ from your_ai.data.chat_template import contains, has_letters, reasoning_of, spli
 from your_ai.data.encode import Encoder
 from your_ai.data.rows import Chat
 from your_ai.data.turns import ASSISTANT, REASONING, parse_call, parse_turns
-from your_ai.errors import UserError
 from your_ai.gates.text import shortened
 
 Rewritten = Literal["split", "refuse"]
 INVISIBLE = "\u200b"  # put into texts that look like tokens of the tokenizer
-OTHER_FORM = (
-    "the chat template writes answers in another form than the model did; they are trained as they "
-    "were sampled"
+REWRITTEN = (
+    "the model's chat template changes earlier turns of a conversation, such as their reasoning; "
+    "use --rewritten-turns split, which trains them in parts, or another model"
 )
 
 
@@ -44,10 +43,6 @@ class CannotGoOn(Exception):
     """A conversation ends here. One line says why."""
 
 
-class TemplateRewrites(UserError):
-    """The chat template changes earlier turns, which the user has not allowed."""
-
-
 @dataclass
 class SampledChat:
     """Messages, and the tokens that the model reads of them."""
@@ -58,7 +53,7 @@ class SampledChat:
     """So far."""
     where: str
     rewritten: Rewritten = "refuse"
-    """What to do if the template changes earlier turns: begin a new part, or raise UserError."""
+    """What to do if the template changes earlier turns: begin a new part, or go on no more."""
     text: str = ""
     """What the template renders of them, up to where an answer begins."""
     malformed: int = field(default=0)
@@ -86,7 +81,7 @@ class SampledChat:
     def see(self, messages: Sequence[Mapping[str, Any]], last: int) -> Heard:
         """Append messages, after the answer; return what the model reads next.
 
-        last: the id that ended the answer. Raises CannotGoOn, TemplateRewrites, UserError.
+        last: the id that ended the answer. Raises CannotGoOn, UserError.
         """
         index = len(self.messages) - 1
         answer, prompt = self.messages[index], self.text
@@ -101,11 +96,7 @@ class SampledChat:
             end = span[1] if span is not None else 0
         if not is_same or is_left_out(answer, self.text[len(prompt) : end]):
             if self.rewritten == "refuse":
-                raise TemplateRewrites(
-                    f"{self.where}: the model's chat template changes earlier turns of a "
-                    "conversation, such as their reasoning; use --rewritten-turns split, which "
-                    "trains them in parts, or another model"
-                )
+                raise CannotGoOn(REWRITTEN)
             return Heard(self.ids_after(self.text, 0), is_prompt=True)
         said = self.encoder.tokenizer.decode([last])
         if not self.text[:end].endswith(said):

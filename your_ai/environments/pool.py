@@ -208,7 +208,9 @@ class EnvironmentPool:
         try:
             socket.send_fds(self.control, [message_of(kind, number)], given)
         except OSError as error:
-            raise RunError(f"the process of the environments ended; {AGAIN}") from error
+            raise RunError(
+                f"the process of the environments ended; see its output, {AGAIN}"
+            ) from error
 
     # Around the host
 

@@ -17,7 +17,7 @@ import numpy as np
 from your_ai.config import TrainConfig
 from your_ai.data.encode import Encoder
 from your_ai.data.prompts import PromptRows
-from your_ai.data.sampled_chat import CannotGoOn, Heard, SampledChat, TemplateRewrites
+from your_ai.data.sampled_chat import REWRITTEN, CannotGoOn, Heard, SampledChat
 from your_ai.data.turns import ASSISTANT
 from your_ai.environments.pool import EnvironmentPool
 from your_ai.environments.protocol import EnvironmentFailed, HostOptions, Observation
@@ -186,8 +186,6 @@ class Conversations:
         except CannotGoOn as error:
             own.ended = str(error)
             return None
-        except TemplateRewrites:
-            raise
         except UserError as error:  # such as roles that the template refuses
             raise EnvironmentFailed(str(error)) from error
         return heard
@@ -218,11 +216,15 @@ class Conversations:
     ) -> list[RolloutRecord]:
         """The records of completions with how they went as conversations.
 
-        Raises UserError if no conversation has begun.
+        Raises UserError if no conversation has begun, or if the template ended more than half.
         """
-        first = self.of[min(self.of)]
-        if all(own.chat is None for own in self.of.values()):
+        every = [self.of[place] for place in sorted(self.of)]
+        if all(own.chat is None for own in every):
+            first = every[0]
             raise UserError(f"{first.task.where}: the environment cannot begin: {first.ended}")
+        rewritten = [own for own in every if own.ended == REWRITTEN]
+        if 2 * len(rewritten) > len(every):
+            raise UserError(f"{rewritten[0].task.where}: {REWRITTEN}")
         found = []
         for record, completion in zip(records, completions, strict=True):
             talk = self.of[completion.prompt, completion.sample].record(completion)

@@ -240,8 +240,9 @@ def check_tools(body: dict[str, Any]) -> None:
         function = tool.get("function", tool)
         if not isinstance(function, dict) or not is_name(function.get("name")):
             raise ValueError("tools must be functions with names")
-    if not isinstance(body.get("tool_choice", ""), str | dict):
-        raise ValueError("tool_choice must be a string or an object")
+    choice = body.get("tool_choice", "auto")
+    if not isinstance(choice, dict) and choice not in ("auto", "none", "required"):
+        raise ValueError("tool_choice must be auto, none, required or an object")
     roles = body.get("role_mapping", {})
     if not isinstance(roles, dict) or not all(isinstance(text, str) for text in roles.values()):
         raise ValueError("role_mapping must map roles to strings")

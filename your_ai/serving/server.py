@@ -177,8 +177,11 @@ class Answers(ResponseGenerator):
         self, unread: list[str], text: str, tools: list[Any] | None
     ) -> list[dict[str, Any]]:
         """The calls in a text, each a dict of id, name and arguments, as mlx-lm's formatter takes
-        them; it would fail for calls without arguments. A text that cannot be read is `unread`."""
+        them; it would fail for calls without arguments. A text that cannot be read is `unread`, and
+        so is each in the answer to a request without tools."""
         try:
+            if not tools:
+                raise ValueError("there are no tools to call")
             calls = read_calls(self.model_provider.tokenizer, text, tools)
         except ValueError:
             unread.append(text)
@@ -303,6 +306,8 @@ class Handler(APIHandler):
             raise RequestRefused(
                 404, f"this server only has {name}, and no other adapters or draft models"
             )
+        if self.body.get("tool_choice") == "none":
+            request.tools = None
         given = self.chat_template_kwargs or {}
         assert self.max_tokens is not None
         self.max_tokens = self.response_generator.room(request, given, self.max_tokens)
