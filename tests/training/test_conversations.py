@@ -275,6 +275,7 @@ def test_conversations_that_are_ended_are_marked(talking, settings, wanted):
         ({"discount": 0.5}, "--discount: only works with --credit turn"),
         ({"credit": "turn", "advantage": "rloo"}, "--advantage rloo"),
         ({"processes": 2}, "several processes"),
+        ({"max_memory": "0.01"}, "shorten the rows (--max-seq-length, now up to 128 tokens)"),
         ({"max_seq_length": 20}, ":1: the conversation begins with 11 tokens"),
     ],
 )

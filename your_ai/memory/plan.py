@@ -502,13 +502,14 @@ def descending(every: Sequence[Option]) -> list[Option]:
 def refusal(workload: Workload, least: Option, limit_bytes: int) -> str:
     """The error if nothing fits; least: the option that needs least memory."""
     option, limit = workload.limit_option, in_gb(limit_bytes)
+    sizes = workload.rollouts if workload.rollouts and not workload.rollouts.converses else None
     needed = f"at least {in_gb(rounded_up(least.needed_bytes))} is needed"
     parts = sorted(least.estimate.components.items(), key=lambda pair: -pair[1])[:3]
     largest = ", ".join(f"{name} {size_text(size)}" for name, size in parts if size >= 5_000_000)
     if workload.forward:
         shorter = f"shorten the rows (now up to {max(workload.lengths)} tokens)"
-        if workload.rollouts is not None:
-            shorter += f", or lower --max-tokens (now up to {workload.rollouts.new_tokens})"
+        if sizes is not None:
+            shorter += f", or lower --max-tokens (now up to {sizes.new_tokens})"
         return (
             f"{option}: evaluating does not fit into {limit}; {needed} ({largest}); raise the "
             f"limit, or {shorter}"
@@ -519,8 +520,8 @@ def refusal(workload: Workload, least: Option, limit_bytes: int) -> str:
             "limit, or close other programs"
         )
     advice = [f"shorten the rows (--max-seq-length, now up to {max(workload.lengths)} tokens)"]
-    if workload.rollouts is not None:
-        advice = [f"lower --max-new-tokens (now {workload.rollouts.new_tokens})"]
+    if sizes is not None:
+        advice = [f"lower --max-new-tokens (now {sizes.new_tokens})"]
     if workload.engine != "auto":
         advice.insert(0, "use --plan auto")
     if not workload.given_adapter and (workload.training.blocks > 1 or workload.training.rank > 8):
