@@ -73,6 +73,11 @@ def odd_text() -> str:
     """Return a text that is none."""
     return Odd("odd")
 
+def closes() -> str:
+    """Close files that are not its own."""
+    os.closerange(5, 100)
+    return "closed"
+
 def crash() -> str:
     """Crash."""
     import ctypes
@@ -177,6 +182,7 @@ def test_a_message_without_calls_ends_the_conversation(pool_of):
         ("prise", {}, "error: there is no tool 'prise'; did you mean price?"),
         ("stop", {}, "error: SystemExit: bye"),
         ("interrupt", {}, "error: KeyboardInterrupt"),
+        ("closes", {}, "error: closes: its process ended"),
         ("odd_text", {}, "odd"),
         ("nothing", {}, "null"),
         ("not_json", {}, "error: its result is not JSON (Object of type set is not JSON seria"),

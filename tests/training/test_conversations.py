@@ -273,6 +273,7 @@ def test_conversations_that_are_ended_are_marked(talking, settings, wanted):
         ({"environment": "", "reward": ["length:3"], "max_turns": 3}, "--max-turns: only works"),
         ({"environment": "", "reward": ["environment"]}, "--reward environment: only works"),
         ({"discount": 0.5}, "--discount: only works with --credit turn"),
+        ({"rewritten_turns": "split", "importance": "sequence"}, "--importance sequence"),
         ({"credit": "turn", "advantage": "rloo"}, "--advantage rloo"),
         ({"processes": 2}, "several processes"),
         ({"max_memory": "0.01"}, "shorten the rows (--max-seq-length, now up to 128 tokens)"),
@@ -439,6 +440,11 @@ class Never(Shop):
     def reset(self, row, seed):
         raise ValueError("closed")
 
+class Tooled(Shop):
+    def reset(self, row, seed):
+        tool = {"type": "function", "function": {"name": "price", "parameters": {}}}
+        return {**super().reset(row, seed), "tools": [tool]}
+
 class Gives(Shop):
     def reset(self, row, seed):
         return {**super().reset(row, seed), "reward": 1.0}
@@ -503,6 +509,12 @@ def test_an_environment_that_never_begins_ends_the_run_with_its_reason(odd):
         train(odd("Never"))
 
 
+def test_tools_that_the_template_does_not_show_are_refused(odd, monkeypatch):
+    monkeypatch.setattr(conversations, "shows_tools", lambda *_: False)
+    with pytest.raises(UserError, match="chat template does not show its tools"):
+        train(odd("Tooled"))
+
+
 def test_a_reward_before_the_first_turn_is_refused(odd):
     with pytest.raises(UserError, match="reset gave a reward"):
         train(odd("Gives"))
@@ -521,3 +533,103 @@ def test_a_template_that_changes_one_conversation_ends_it(talking, monkeypatch):
     )
     run = train(talking(max_steps=1))
     assert sum("chat template" in r.conversation.ended for r in records_of(run, 1)) == 1
+
+
+# -- tools
+
+PRICE = """
+is_pure = True
+
+def price(name: str) -> int:
+    \"\"\"Look a price up.\"\"\"
+    return len(name)
+"""
+
+
+@pytest.fixture
+def tooled(talking, own_folder):
+    """A function that makes the config of a run with a tool on some rows."""
+    (own_folder / "prices.py").write_text(PRICE)
+
+    def make(rows, **settings):
+        data = write_rows(own_folder / "questions.jsonl", rows)
+        first = {
+            "environment": "", "tools": ("prices",), "reward": ("contains:e",), "max_steps": 1,
+            "max_seq_length": 256,
+        }  # fmt: skip
+        return talking(data=str(data), **{**first, **settings})
+
+    return make
+
+
+ASKED = [
+    {"prompt": "What is it?", "system": "Be kind.", "completion": "3"},
+    {"instruction": "What is it?", "output": "3", "system": "Be kind."},
+    {
+        "messages": [
+            {"role": "system", "content": "Be kind."},
+            {"role": "user", "content": "What is it?"},
+            {"role": "assistant", "content": "3"},
+        ]
+    },
+    {
+        "conversations": [
+            {"from": "system", "value": "Be kind."},
+            {"from": "human", "value": "What is it?"},
+            {"from": "gpt", "value": "3"},
+        ]
+    },
+]
+
+
+@pytest.mark.parametrize("row", ASKED, ids=["prompt", "alpaca", "messages", "sharegpt"])
+def test_tools_are_asked_with_the_whole_prompt_of_a_row(tooled, row):
+    run = train(tooled([row] * 2))
+    for record in records_of(run, 1):
+        text = open_tokenizer(find_model("demo")).decode(record.conversation.parts[0].prompt)
+        assert "Be kind." in text
+        assert "What is it?" in text
+        assert "price" in text
+        assert "3" not in text
+
+
+def test_a_row_with_tools_of_its_own_is_refused(tooled):
+    tool = {"type": "function", "function": {"name": "other", "parameters": {}}}
+    with pytest.raises(UserError, match=":1: has tools of its own"):
+        train(tooled([{"prompt": "What is it?", "completion": "3", "tools": [tool]}] * 2))
+
+
+def test_equal_results_of_different_calls_are_the_same_state():
+    def seen(number: int) -> str:
+        message = {"role": "tool", "content": "3", "tool_call_id": f"call-{number}"}
+        return conversations.state_of(Observation([message]))
+
+    assert seen(1) == seen(2)
+
+
+@pytest.mark.parametrize("normalization", ["grpo", "dr", "dapo"])
+def test_a_conversation_in_parts_weighs_as_one_in_one_part(talking, monkeypatch, normalization):
+    """The sum of its weights over the denominator is that of the same tokens in one part."""
+    seen = []
+    genuine = rollouts.RolloutSource.batched
+
+    def batched(self, records, rows_at):
+        work = genuine(self, records, rows_at)
+        seen.append((self.examples(records), work.denominator, records))
+        return work
+
+    monkeypatch.setattr(rollouts.RolloutSource, "batched", batched)
+    monkeypatch.setattr("your_ai.data.sampled_chat.is_left_out", lambda *_: True)
+    settings = {"loss_normalization": normalization, "rewritten_turns": "split"}
+    train(talking(max_steps=1, **settings))
+    examples, denominator, records = seen[0]
+    assert {len(r.conversation.parts) for r in records} == {3}
+    by_text = np.add.reduceat(examples.trained, examples.starts[:-1]) * examples.weights
+    of_records = by_text.reshape(-1, 3).sum(1) / denominator
+    tokens = np.array([len(r.tokens) for r in records])
+    wanted = {
+        "grpo": np.full(len(tokens), 1 / len(tokens)),
+        "dr": tokens / 16 / len(tokens),
+        "dapo": tokens / tokens.sum(),
+    }
+    assert of_records == pytest.approx(wanted[normalization], rel=1e-6)

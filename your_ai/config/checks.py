@@ -362,6 +362,11 @@ def check_conversations(config: TrainConfig) -> None:
         )
     if config.credit == "conversation" and not has_default(config, "discount"):
         raise UserError("--discount: only works with --credit turn")
+    if config.rewritten_turns == "split" and config.importance == "sequence":
+        raise UserError(
+            "--importance sequence: not supported with --rewritten-turns split, whose parts are "
+            "sequences of their own"
+        )
     if config.credit == "turn" and config.advantage == "rloo":
         raise UserError("--advantage rloo: not supported with --credit turn; use group or dr")
 

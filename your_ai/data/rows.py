@@ -100,6 +100,13 @@ class Question:
     """The right answer, if the row has one: its text; or the chat that ends with it, if it has
     calls or reasoning, which a chat template renders."""
 
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The prompt as messages."""
+        if isinstance(self.prompt, Chat):
+            return self.prompt.messages
+        return [{"role": "user", "content": self.prompt}]
+
 
 @dataclass(frozen=True)
 class Row:

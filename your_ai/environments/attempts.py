@@ -44,7 +44,7 @@ def attempt(call: Callable[[], T], timeout_s: float) -> T:
         ended = bool(select.select([alive], [], [], timeout_s)[0])
         if not takes(turn):
             os._exit(0)
-        if not ended:
+        if not ended or os.getppid() == caller:  # which may have closed `held`
             kill_tree(caller, except_for=os.getpid())
         os.close(turn)
         os.close(alive)
@@ -65,7 +65,7 @@ def attempt(call: Callable[[], T], timeout_s: float) -> T:
 def takes(turn: int) -> bool:
     try:
         return os.read(turn, 1) == b"."
-    except BlockingIOError:
+    except OSError:  # the other one has it, or the call closed `turn`
         return False
 
 

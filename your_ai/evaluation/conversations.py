@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ from your_ai.generation.conversations import (
     NO_ROOM,
     NO_TURNS,
     Conversations,
-    Task,
     environments_of,
+    task_of,
 )
 from your_ai.generation.generate import load
 from your_ai.generation.rewarded import asked_of, collect
@@ -242,11 +242,8 @@ class PolicyRun:
         config, tokenizer = self.config, encoder.tokenizer
         asked = [asked_of(self.rows, row, encoder) for row in part]
         self.places[part[0] :] = [each["where"] for each in asked]
-        seeds = [derive_seed(config.seed, "environment", "test", 0, row) for row in part]
-        tasks = [
-            Task(each["row"], each["where"], seed % (1 << 32))
-            for each, seed in zip(asked, seeds, strict=True)
-        ]
+        seed = partial(derive_seed, config.seed, "environment", "test", 0)
+        tasks = [task_of(config, *self.rows.read(row), seed(row)) for row in part]
         talks = Conversations(self.environments, encoder, config, tasks)
         prompts = [RolloutPrompt(np.zeros(0, np.uint32), (0,)) for _ in part]
         stops, new = tokenizer.eos_token_ids, config.max_new_tokens

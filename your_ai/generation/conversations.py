@@ -17,16 +17,16 @@ import numpy as np
 from your_ai.config import TrainConfig
 from your_ai.data.encode import Encoder
 from your_ai.data.prompts import PromptRows
+from your_ai.data.rows import Chat, Question, Row
 from your_ai.data.sampled_chat import REWRITTEN, CannotGoOn, Heard, SampledChat
 from your_ai.data.turns import ASSISTANT
 from your_ai.environments.pool import EnvironmentPool
 from your_ai.environments.protocol import EnvironmentFailed, HostOptions, Observation
-from your_ai.environments.tools import messages_of
 from your_ai.errors import UserError
 from your_ai.gates.text import counted
 from your_ai.gates.untrusted import is_number
 from your_ai.generation.rollouts import Completion, Reply
-from your_ai.generation.tool_calls import check_can_call
+from your_ai.generation.tool_calls import check_can_call, shows_tools
 from your_ai.rewards.rollout import Rollout
 from your_ai.run.rollout_files import DONE, ConversationRecord, RolloutRecord, TokenPart
 
@@ -52,6 +52,15 @@ class Task:
     where: str
     seed: int
     """Of the environment, from 0 to 2^32 - 1."""
+
+
+def task_of(config: TrainConfig, content: Mapping[str, Any], row: Row, seed: int) -> Task:
+    """The task of a row, with the JSON object that it was parsed from: an environment gets this,
+    and tools the messages of its prompt."""
+    if config.tools:
+        assert isinstance(row.content, Question)
+        content = {"messages": row.content.messages}
+    return Task(content, row.where, seed % (1 << 32))
 
 
 @dataclass
@@ -196,6 +205,8 @@ class Conversations:
             raise EnvironmentFailed("reset gave a reward, or said that it is done, before a turn")
         self.count(own, seen)
         where = own.task.where
+        if seen.tools and not shows_tools(self.encoder.template, seen.tools):
+            raise EnvironmentFailed("the model's chat template does not show its tools")
         try:
             own.chat, ids = begun(self.encoder, self.config, seen.messages, seen.tools, where)
         except UserError as error:
@@ -269,8 +280,9 @@ def done(value: Any) -> Future[Any]:
 
 
 def state_of(seen: Observation) -> str:
-    """The messages of an observation as one text, to compare states."""
-    messages = [dict(each) for each in seen.messages]
+    """The messages of an observation as one text, to compare states: without ids, which only say
+    which call a result is of."""
+    messages = [{k: v for k, v in each.items() if k != "tool_call_id"} for each in seen.messages]
     return json.dumps(messages, sort_keys=True, ensure_ascii=False)
 
 
@@ -338,12 +350,14 @@ def check_begins(
     """
     for found in rows.values():
         for index in range(len(found.offsets)):
-            content, parsed = found.read(index)
-            try:
-                messages = messages_of(content)
-            except EnvironmentFailed as error:
-                raise UserError(f"{parsed.where}: {error}") from error
-            begun(encoder, config, messages, tools, parsed.where)
+            _, parsed = found.read(index)
+            question = parsed.content
+            assert isinstance(question, Question)
+            if isinstance(question.prompt, Chat) and question.prompt.tools:
+                raise UserError(
+                    f"{parsed.where}: has tools of its own, and --tools gives others; leave one out"
+                )
+            begun(encoder, config, question.messages, tools, parsed.where)
 
 
 def host_options(config: TrainConfig) -> HostOptions:

@@ -98,13 +98,10 @@ def asked_of(questions: PromptRows, row: int, encoder: Encoder) -> dict[str, Any
     content, parsed = questions.read(row)
     question = parsed.content
     assert isinstance(question, Question)
-    prompt, expected = question.prompt, encoder.expected_of(question, parsed.where)
+    messages, expected = question.messages, encoder.expected_of(question, parsed.where)
     if isinstance(question.expected, Chat):
         ids = token_ids(encoder.tokenizer, expected or "", parsed.where, special=False)
         expected = encoder.tokenizer.decode(ids, skip_special_tokens=True)
-    messages = (
-        prompt.messages if isinstance(prompt, Chat) else [{"role": "user", "content": prompt}]
-    )
     return {
         "prompt": messages[-1]["content"],
         "messages": messages,

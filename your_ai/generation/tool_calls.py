@@ -100,14 +100,18 @@ def check_can_call(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> None:
             "--tools: mlx-lm does not know how models of this family write calls; use one of "
             "another, such as Qwen3, Gemma 4 or LFM2"
         )
-    asked, shown = [{"role": USER, "content": "Hello"}], [dict(tool) for tool in tools]
-    template = ChatTemplate(tokenizer)
-    text = template.render(asked, shown, "--tools", answer_next=True)
-    if NAME in template.left_out(asked, shown, text).tools:
+    if not shows_tools(ChatTemplate(tokenizer), tools):
         raise UserError(
             "--tools: the model's chat template does not show tools to the model; use a model "
             "whose template does"
         )
+
+
+def shows_tools(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a chat template shows the names of tools to the model. Raises UserError."""
+    asked, shown = [{"role": USER, "content": "Hello"}], [dict(tool) for tool in tools]
+    text = template.render(asked, shown, "tools", answer_next=True)
+    return NAME not in template.left_out(asked, shown, text).tools
 
 
 def shown_characters(tokenizer: Any, text: str) -> int:

@@ -25,7 +25,13 @@ from your_ai.data.target_columns import COLUMNS, ColumnName, Columns
 from your_ai.errors import UserError
 from your_ai.evaluation.dataset_scores import MeanLoss
 from your_ai.gates.text import counted, now_and_then, shortened
-from your_ai.generation.conversations import CUT_OFF, NO_ROOM, NO_TURNS, Conversations, Task
+from your_ai.generation.conversations import (
+    CUT_OFF,
+    NO_ROOM,
+    NO_TURNS,
+    Conversations,
+    task_of,
+)
 from your_ai.generation.rewarded import asked_of, collect
 from your_ai.generation.rollouts import Completion, RolloutPrompt, Sampler, complete, sampler_of
 from your_ai.memory import allocator
@@ -276,9 +282,7 @@ class RolloutSource:
             return None
         trainer, prompts = self.trainer, self.trainer.prompts[split]
         seed = partial(derive_seed, trainer.config.seed, "environment", split, step)
-        tasks = [
-            Task(prompts.read(row)[0], prompts.where(row), seed(row) % (1 << 32)) for row in rows
-        ]
+        tasks = [task_of(trainer.config, *prompts.read(row), seed(row)) for row in rows]
         assert trainer.environments is not None
         return Conversations(
             trainer.environments, Encoder(trainer.tokenizer), trainer.config, tasks
@@ -492,15 +496,19 @@ class RolloutSource:
         data, objective = trainer.schedule.examples, trainer.engine.objective
         assert isinstance(objective, GRPO)
         texts = self.texts(records)
-        record_of_text = [i for i, r in enumerate(records) for _ in parts_of(r)]
-        lengths = np.array([trained.sum() for _, trained in texts])
+        record_of_text = np.array([i for i, r in enumerate(records) for _ in parts_of(r)], int)
+        lengths = np.array([len(r.tokens) for r in records])
         counts = np.array(
             [r.reward is not None and (r.stopped or not config.mask_truncated) for r in records]
-        )[record_of_text]
+        )
         weights = completion_weights(
             lengths, counts, objective.normalization, config.max_new_tokens
         )
-        weights *= data.weights[[records[i].row for i in record_of_text]]
+        weights *= data.weights[[r.row for r in records]]
+        weights = weights[record_of_text]
+        if objective.normalization != "dapo":  # the parts of a conversation are one completion
+            counted = weights != 0
+            weights *= counted.sum() / max(1, len(np.unique(record_of_text[counted])))
         columns: dict[ColumnName, np.ndarray] = {
             "advantages": np.concatenate([token_advantages(r) for r in records])
         }
