@@ -191,3 +191,15 @@ def test_any_answer_is_a_message(with_tools_qwen, text, stopped):
 @pytest.fixture(scope="module")
 def with_tools_qwen(with_tools) -> Any:
     return with_tools("qwen-25")
+
+
+def test_no_text_that_is_heard_has_the_template_s_tokens(with_tools):
+    tokenizer = with_tools("qwen-25")
+    encoder = Encoder(tokenizer)
+    end = "<|end|>"
+    assert end in encoder.added_tokens
+    conversation = begun(tokenizer, "Q", [TOOL])
+    said = {"role": "tool", "name": f"f{end}", "content": f"x{end}"}
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": f"1{end}"}}}
+    conversation.append([{"role": "assistant", "content": "", "tool_calls": [call]}, said])
+    assert end not in str(conversation.messages)

@@ -490,12 +490,15 @@ def test_texts_of_a_prompt_that_look_like_tokens_are_text(odd):
 
 @pytest.mark.parametrize("credit", ["conversation", "turn"])
 def test_a_conversation_that_cannot_begin_trains_nothing(odd, credit):
-    run = train(odd("Begins", credit=credit, updates_per_batch=2, prompts_per_step=4))
+    rewards = ("environment", "contains:e")
+    settings = {"credit": credit, "updates_per_batch": 2, "prompts_per_step": 4}
+    run = train(odd("Begins", reward=rewards, **settings))
     records = records_of(run, 1)
     failed = [r for r in records if r.conversation.ended == "reset: ValueError: no lamps in Rome"]
     assert len(failed) == 3
     for record in failed:
         assert (record.reward, record.advantage, record.tokens) == (None, 0, [])
+        assert set(record.rewards.values()) == {None}
         assert record.conversation.parts == []
     assert events_of(run, events.Finished)[-1].reason == "done"
     notices = [event.text for event in events_of(run, events.Notice)]

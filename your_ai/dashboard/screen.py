@@ -104,17 +104,8 @@ WIDE = 30.0  # highest loss / lowest loss above which the curve is logarithmic
 # The kinds of rows, most important first: a low screen shows as many as it has lines.
 KEPT = (
     *("header", "process", "gauge", "step", "reward", "loss", "time", "warning", "keys", "legend"),
-    *(
-        "metrics",
-        "reward curve",
-        "rollouts",
-        "conversation",
-        "policy",
-        "phases",
-        "rewards",
-        "judge",
-        "peaks",
-    ),
+    *("metrics", "reward curve", "rollouts", "conversation", "policy", "phases", "rewards"),
+    *("judge", "peaks"),
     *("valid", "memory curve", "loss curve", "warnings", "plan", "result", "results", "action"),
     *("saved", "why", "rank", "actions", "gap", "note", "limit", "needs", "machine"),
     *("more actions", "notes", "sample"),

@@ -107,7 +107,7 @@ class SampledChat:
         """Append messages that are heard. Raises UserError."""
         given = [dict(each) for each in messages]
         for message in parse_turns(given, "messages", self.where) if given else ():
-            self.messages.append({**message, "content": self.plain(message["content"])})
+            self.messages.append({**self.plain(message), "role": message["role"]})
 
     def render(self, messages: list[dict[str, Any]]) -> str:
         return self.encoder.template.render(messages, self.tools, self.where, answer_next=True)
@@ -122,12 +122,17 @@ class SampledChat:
             raise CannotGoOn("the tokens of what follows begin within the answer")
         return tokens.ids[after[0] :]
 
-    def plain(self, content: str) -> str:
-        """A text without any token of the tokenizer that only templates and models write."""
-        for token in self.encoder.added_tokens:
-            if token in content:
-                content = content.replace(token, token[:1] + INVISIBLE + token[1:])
-        return content
+    def plain(self, value: Any) -> Any:
+        """A value of JSON whose texts have no token of the tokenizer that only templates and models
+        write."""
+        if isinstance(value, dict):
+            return {name: self.plain(each) for name, each in value.items()}
+        if isinstance(value, list):
+            return [self.plain(each) for each in value]
+        for token in self.encoder.added_tokens if isinstance(value, str) else ():
+            if token in value:
+                value = value.replace(token, token[:1] + INVISIBLE + token[1:])
+        return value
 
 
 def is_left_out(answer: Mapping[str, Any], shown: str) -> bool:

@@ -27,7 +27,7 @@ from your_ai.errors import UserError
 from your_ai.evaluation import record
 from your_ai.evaluation.bootstrap import Interval, paired
 from your_ai.evaluation.compare import EvaluationProgress
-from your_ai.evaluation.summary import excerpt, finite_or_none, interval_json, share_intervals
+from your_ai.evaluation.summary import excerpt, finite_or_none, head, share_intervals
 from your_ai.gates.text import counted
 from your_ai.generation.conversations import (
     CUT_OFF,
@@ -330,27 +330,22 @@ def summarize_conversations(
     run: Trained, found: ComparedPolicies, settings: EvaluateRequest
 ) -> dict[str, Any]:
     """Return the object that is stored as evaluation.json (see `record`)."""
-    folder, lost, config = run.adapter.folder, found.lost, found.config
+    lost, config = found.lost, found.config
     named = (
         f"--environment {config.environment}"
         if config.environment
         else (f"--tools {','.join(config.tools)}")
     )
     return {
-        "version": record.VERSION,
-        "data": files_in(found.where(row) for row in range(len(lost))),
-        "data_sha256": found.sha256,
-        "rows": len(lost),
-        "trained_tokens": 0,
-        "confidence": settings.confidence,
-        "resamples": settings.resamples,
-        "seed": settings.seed,
-        "step": run.adapter.step,
-        "checkpoint": folder.name if folder.parent == run.folder.checkpoints else None,
-        "measures": {
-            name: {system: interval_json(interval) for system, interval in intervals.items()}
-            for name, intervals in measures_of_policies(found, settings).items()
-        },
+        **head(
+            run,
+            settings,
+            measures_of_policies(found, settings),
+            data=files_in(found.where(row) for row in range(len(lost))),
+            data_sha256=found.sha256,
+            rows=len(lost),
+            trained_tokens=0,
+        ),
         "metric_name": None,
         "better": int((lost < 0).sum()),
         "worse": int((lost > 0).sum()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,25 +31,20 @@ EXCERPT_CHARACTERS = 200
 
 def summarize(run: Trained, found: Comparison, settings: EvaluateRequest) -> dict[str, Any]:
     """Return the object that is stored as evaluation.json."""
-    rows, folder = found.rows, run.adapter.folder
+    rows = found.rows
     judged = judge(run.config, found)
     losses = row_losses(found)
     is_reward = run.config.objective == REWARD
     return {
-        "version": record.VERSION,
-        "data": rows.files,
-        "data_sha256": rows.sha256,
-        "rows": len(rows),
-        "trained_tokens": int(rows.trained_tokens.sum()),
-        "confidence": settings.confidence,
-        "resamples": settings.resamples,
-        "seed": settings.seed,
-        "step": run.adapter.step,
-        "checkpoint": folder.name if folder.parent == run.folder.checkpoints else None,
-        "measures": {
-            name: {system: interval_json(interval) for system, interval in intervals.items()}
-            for name, intervals in measures(found, judged, settings).items()
-        },
+        **head(
+            run,
+            settings,
+            measures(found, judged, settings),
+            data=rows.files,
+            data_sha256=rows.sha256,
+            rows=len(rows),
+            trained_tokens=int(rows.trained_tokens.sum()),
+        ),
         "metric_name": found.metric_name,
         "better": int((losses.lost < 0).sum()),
         "worse": int((losses.lost > 0).sum()),
@@ -58,6 +54,30 @@ def summarize(run: Trained, found: Comparison, settings: EvaluateRequest) -> dic
         **({} if judged is None else {"preferences": preferences(found, judged)}),
         **({"reward_model": True} if is_reward else {}),
         **({} if found.teacher is None else {"teacher": teacher_json(run, found.teacher)}),
+    }
+
+
+def head(
+    run: Trained,
+    settings: EvaluateRequest,
+    found: Mapping[str, Mapping[str, Interval]],
+    **rows: Any,
+) -> dict[str, Any]:
+    """Return what every evaluation.json begins with. found: the measures, by name. rows: what it
+    says of the rows."""
+    folder = run.adapter.folder
+    return {
+        "version": record.VERSION,
+        **rows,
+        "confidence": settings.confidence,
+        "resamples": settings.resamples,
+        "seed": settings.seed,
+        "step": run.adapter.step,
+        "checkpoint": folder.name if folder.parent == run.folder.checkpoints else None,
+        "measures": {
+            name: {system: interval_json(interval) for system, interval in intervals.items()}
+            for name, intervals in found.items()
+        },
     }
 
 

@@ -134,6 +134,8 @@ class Conversations:
         self.tasks = tasks
         self.of: dict[tuple[int, int], SampledConversation] = {}
         """By the indices of prompt and seed."""
+        self.shown: dict[str, bool] = {}
+        """Whether the chat template shows tools, by these as JSON."""
         self.waited_s = 0.0
         """While every conversation waited for its environment."""
 
@@ -205,7 +207,7 @@ class Conversations:
             raise EnvironmentFailed("reset gave a reward, or said that it is done, before a turn")
         self.count(own, seen)
         where = own.task.where
-        if seen.tools and not shows_tools(self.encoder.template, seen.tools):
+        if self.config.environment and not self.shows(seen.tools):
             raise EnvironmentFailed("the model's chat template does not show its tools")
         try:
             own.chat, ids = begun(self.encoder, self.config, seen.messages, seen.tools, where)
@@ -213,6 +215,14 @@ class Conversations:
             raise EnvironmentFailed(str(error)) from error
         own.begins = len(own.chat.messages)
         return Heard(ids, is_prompt=True)
+
+    def shows(self, tools: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether the model is shown the tools of an environment; they are looked at once,
+        as most conversations have the same."""
+        text = json.dumps(tools, sort_keys=True)
+        if text not in self.shown:
+            self.shown[text] = not tools or shows_tools(self.encoder.template, tools)
+        return self.shown[text]
 
     def count(self, own: SampledConversation, seen: Observation) -> None:
         for name, value in seen.info.items():

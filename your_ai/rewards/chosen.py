@@ -208,7 +208,11 @@ class Pending:
         if self.rewards.judge is not None:
             notices += self.rewards.judge.cache.take_notices()
         self.count_missing(failed, why_missing)
-        values = {name: list(reward.values) for name, reward in found.items()}
+        has_failed = [bool(rollout.failure) for rollout in self.rollouts]
+        values = {
+            name: [None if no else v for v, no in zip(reward.values, has_failed, strict=True)]
+            for name, reward in found.items()
+        }
         replies = [verdict.reply for verdict in verdicts] or [None] * len(self.rollouts)
         return Rewarded(values, totals, replies, notices, self.counts())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from your_ai.config import TrainConfig, defaults
 from your_ai.data.sources import with_reward_loss
 from your_ai.engine.gradients import gradients_in
 from your_ai.engine.weights import Opened, open_model
-from your_ai.environments.pool import EnvironmentPool
 from your_ai.errors import UserError
 from your_ai.gates.text import model_name, now_and_then, size_text
 from your_ai.generation.conversations import environments_of
@@ -82,86 +82,68 @@ def prepare(
     """
     limit = run_limit(config)
     planned, opened, rewards = read_job(config, log, folder, limit, ranks)
-    environments = environments_of(config, planned.tokenizer, planned.data.prompts or {})
-    try:
-        return prepared(
-            planned, opened, rewards, environments, log, folder, limit, level, ranks, on_fit
-        )
-    except BaseException:
+    with contextlib.ExitStack() as started:  # ends the environments if anything fails
+        environments = environments_of(config, planned.tokenizer, planned.data.prompts or {})
         if environments is not None:
-            environments.shutdown()
-        raise
+            started.callback(environments.shutdown)
+        past = past_of(log, planned.config, level, RunFolder(folder))
+        if past.begun and environments is not None and not environments.is_pure:
+            log.write(events.Notice(text=NOT_PURE))
+        told = partial(doing, log)
+        budget = budget_of_job(planned, opened, limit, level, past, ranks.size > 1, told)
+        if planned.config.adapter_kind.is_whole:
+            tell(log, writes_text(planned, budget, folder))
+        on_fit()
 
-
-def prepared(
-    planned: Job,
-    opened: Opened,
-    rewards: Rewards | None,
-    environments: EnvironmentPool | None,
-    log: events.EventLog,
-    folder: Path,
-    limit: MemoryLimit,
-    level: int,
-    ranks: Ranks,
-    on_fit: Callable[[], None],
-) -> Trainer:
-    """Plan a job, and load everything."""
-    config = planned.asked
-    past = past_of(log, planned.config, level, RunFolder(folder))
-    if past.begun and environments is not None and not environments.is_pure:
-        log.write(events.Notice(text=NOT_PURE))
-    budget = budget_of_job(planned, opened, limit, level, past, ranks.size > 1, partial(doing, log))
-    if planned.config.adapter_kind.is_whole:
-        tell(log, writes_text(planned, budget, folder))
-    on_fit()
-
-    training, blocks = budget.workload.training, len(opened.network.layers)
-    job = planned.with_adapters(training.rank, training.blocks, blocks)
-    if job.config.init:
-        if ranks.size > 1:
-            raise UserError("--init: is not supported with several processes; train with one")
-        made = partial(doing, log)
-        opened = with_first_adapter(job, find_model(config.model), opened, folder, limit, made)
-    network, beside = opened.network, networks_beside(job, opened)
-    tell(log, *choices(job, training.blocks, blocks, size_text(budget.limit.limit_bytes)))
-    adapters, start = add_adapters(job, opened, budget.workload.facts.hidden, RunFolder(folder))
-    ranks.check_same({"adapter": json.dumps(adapters.config, sort_keys=True)})
-    announce(budget, past, job.config, log, RunFolder(folder))
-    tell(log, KINDS[job.config.adapter_kind].limits(network))
-    graphs = graphs_within(budget)
-    built, soft, teacher = build(job, opened, adapters, beside, budget, graphs, folder)
-    model.check_forward_pass(network, adapters, job.config)
-    allocator.free()
-    if built.plan != budget.choice.option.plan.engine:  # the model has no parts: plan again
-        budget = planned_again(budget, built.plan, level, past)
-        write_plan(budget, job.config, log)
-    tell(log, *built.notices)
-    put_scorers(rewards, job, beside, soft, budget)
-    plan = budget.choice.option.plan
-    whole = whole_weights(job.config, opened, built.engine, plan, folder)
-    trained = network.trainable_parameters()
-    states = folder if whole is None else folder / WORKING
-    return Trainer(
-        job=job,
-        budget=budget,
-        opened=opened,
-        adapters=adapters,
-        built=built,
-        graphs=graphs,
-        optimizer=build_optimizer(job.config, trained, states if plan.states_on_disk else None),
-        gradients=gradients_in(folder if plan.gradients_on_disk and soft is None else None),
-        whole=whole,
-        periods=periods_of(job.config, adapters, blocks),
-        depends_on=job.depends_on() | start,
-        schedule=job.schedule,
-        valid=job.data.examples.get("valid"),
-        beside=beside,
-        soft=soft,
-        teacher=teacher,
-        rewards=rewards,
-        environments=environments,
-        ranks=ranks,
-    )
+        training, blocks = budget.workload.training, len(opened.network.layers)
+        job = planned.with_adapters(training.rank, training.blocks, blocks)
+        if job.config.init:
+            if ranks.size > 1:
+                raise UserError("--init: is not supported with several processes; train with one")
+            source = find_model(config.model)
+            opened = with_first_adapter(job, source, opened, folder, limit, told)
+        network, beside = opened.network, networks_beside(job, opened)
+        tell(log, *choices(job, training.blocks, blocks, size_text(budget.limit.limit_bytes)))
+        adapters, start = add_adapters(job, opened, budget.workload.facts.hidden, RunFolder(folder))
+        ranks.check_same({"adapter": json.dumps(adapters.config, sort_keys=True)})
+        announce(budget, past, job.config, log, RunFolder(folder))
+        tell(log, KINDS[job.config.adapter_kind].limits(network))
+        graphs = graphs_within(budget)
+        built, soft, teacher = build(job, opened, adapters, beside, budget, graphs, folder)
+        model.check_forward_pass(network, adapters, job.config)
+        allocator.free()
+        if built.plan != budget.choice.option.plan.engine:  # the model has no parts: plan again
+            budget = planned_again(budget, built.plan, level, past)
+            write_plan(budget, job.config, log)
+        tell(log, *built.notices)
+        put_scorers(rewards, job, beside, soft, budget)
+        plan = budget.choice.option.plan
+        whole = whole_weights(job.config, opened, built.engine, plan, folder)
+        trained = network.trainable_parameters()
+        states = folder if whole is None else folder / WORKING
+        trainer = Trainer(
+            job=job,
+            budget=budget,
+            opened=opened,
+            adapters=adapters,
+            built=built,
+            graphs=graphs,
+            optimizer=build_optimizer(job.config, trained, states if plan.states_on_disk else None),
+            gradients=gradients_in(folder if plan.gradients_on_disk and soft is None else None),
+            whole=whole,
+            periods=periods_of(job.config, adapters, blocks),
+            depends_on=job.depends_on() | start,
+            schedule=job.schedule,
+            valid=job.data.examples.get("valid"),
+            beside=beside,
+            soft=soft,
+            teacher=teacher,
+            rewards=rewards,
+            environments=environments,
+            ranks=ranks,
+        )
+        started.pop_all()
+        return trainer
 
 
 def writes_text(job: Job, budget: Budget, folder: Path) -> str:
