@@ -140,7 +140,7 @@ def resolved(folder: str, target: str) -> str:
 
 @contextlib.contextmanager
 def open_archive(path: Path) -> Iterator[Archive]:
-    """Open an archive; its files are read in the block. Raises UserError for one that is refused."""
+    """Open an archive; its files are read in the block. Raises UserError if it is refused."""
     with contextlib.ExitStack() as stack:
         try:
             file, _ = stack.enter_context(open_file(path))
