@@ -197,13 +197,13 @@ def html_lines(data: bytes, where: str) -> list[Line]:
     named = CHARSET.search(data[:2048])
     encoding = named[1].decode().lower() if named else "utf-8"
     try:
-        is_text = codecs.lookup(encoding)._is_text_encoding
+        "".encode(encoding)
     except LookupError:
-        is_text = False
+        encoding = "utf-8"
     if encoding in ("iso-8859-1", "latin1", "latin-1", "us-ascii", "ascii"):
         encoding = "cp1252"  # as in browsers
     page = HtmlPage()
-    page.feed(decoded(data, where, encoding if is_text else "utf-8"))
+    page.feed(decoded(data, where, encoding))
     page.close()
     page.end_line()
     return page.lines

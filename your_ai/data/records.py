@@ -1,7 +1,7 @@
 """Files of any known form -> records: one JSON-like object each, with the place it came from.
 
 The forms: JSON lines, a JSON array or an object that holds one, CSV, TSV, Parquet, Arrow, XLSX,
-plain text and other documents; text forms may be compressed. Nothing here knows what a record means;
+plain text and documents; text forms may be compressed. Nothing here knows what a record means;
 `columns.py` makes rows of them.
 """
 

@@ -87,6 +87,10 @@ def cells_of(
     `first_day`.
     """
     number, column, cells, parts = 0, -1, Cells(), list[str]()
+
+    def at() -> str:
+        return f"{where}: cell {letters(column)}{number}"
+
     kind, style, is_value, is_phonetic, has_formula, has_value = "n", 0, False, False, False, False
     for event, tag, given in archive.xml(name):
         if event == "text":
@@ -105,22 +109,24 @@ def cells_of(
         elif event == "start" and tag == "f":
             has_formula = True
         elif event == "end" and tag == "c":
-            at = f"{where}: cell {letters(column)}{number}"
             if has_formula and not has_value:
                 raise UserError(
-                    f"{at}: has a formula without its value; open and save it in a spreadsheet "
+                    f"{at()}: has a formula without its value; open and save it in a spreadsheet "
                     "program"
                 )
             raw = "".join(parts)
             if kind == "s" and raw:
-                index = whole(raw, 0, at)
+                index = whole(raw, 0, where)
                 if index >= len(texts):
-                    raise UserError(f"{at}: {WRONG} (no text {index})")
+                    raise UserError(f"{at()}: {WRONG} (no text {index})")
                 raw = texts[index]
             elif kind == "b":
                 raw = "TRUE" if raw.strip() == "1" else "FALSE"
             elif kind == "n" and raw.strip():
-                raw = number_text(raw, first_day if style in dates else None, at)
+                try:
+                    raw = number_text(raw, first_day if style in dates else None)
+                except (ValueError, OverflowError) as error:
+                    raise UserError(f"{at()}: {shown(raw)} is no number or date") from error
             elif kind == "d":
                 raw = raw.replace("T", " ").removesuffix(" 00:00:00")
             if raw.strip():
@@ -156,18 +162,16 @@ def letters(column: int) -> str:
     return (letters(column // 26 - 1) if column >= 26 else "") + chr(ord("A") + column % 26)
 
 
-def number_text(raw: str, first_day: datetime.datetime | None, where: str) -> str:
+def number_text(raw: str, first_day: datetime.datetime | None) -> str:
     """A number with the 15 digits that spreadsheets keep, or a date or time as ISO 8601 has it.
 
-    first_day: what dates count from; None for a number that is no date. Raises UserError.
+    first_day: what dates count from; None for a number that is no date.
+    Raises ValueError or OverflowError.
     """
-    try:
-        value = float(raw)
-        if first_day is None:
-            return str(int(value)) if value == int(value) < 1e15 else f"{value:.15g}"
-        at = first_day + datetime.timedelta(milliseconds=round(value * MS_PER_DAY))
-    except (ValueError, OverflowError) as error:
-        raise UserError(f"{where}: {shown(raw)} is no number or date") from error
+    value = float(raw)
+    if first_day is None:
+        return str(int(value)) if value == int(value) < 1e15 else f"{value:.15g}"
+    at = first_day + datetime.timedelta(milliseconds=round(value * MS_PER_DAY))
     if 0 <= value < 1:
         return str(at.time())
     return str(at.date() if at.time() == datetime.time() else at)
