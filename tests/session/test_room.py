@@ -8,7 +8,7 @@ from your_ai.config import TrainConfig
 from your_ai.errors import UserError
 from your_ai.memory.limit import GB, MachineMemory, detect
 from your_ai.run.folder import create
-from your_ai.serving.mcp_tools import MemoryUser, memory_user, share_gb
+from your_ai.session.room import MemoryUser, memory_user, share_gb
 
 FREE = MachineMemory(ram_bytes=32 * GB, available_bytes=24 * GB)
 CAPACITY_GB = detect(FREE).limit_bytes / GB
@@ -50,7 +50,7 @@ def test_each_process_of_a_run_has_the_limit(own_folder):
         share_gb(FREE, [user(most)], most, processes=3)
     assert share_gb(FREE, [user(8)], None, 2) == pytest.approx((CAPACITY_GB - 8) / 2, abs=0.02)
     config = TrainConfig(data="d", run="r", processes=3, max_memory=2.0)
-    assert memory_user(create(config)).limit_bytes == 6 * GB
+    assert memory_user(create(config), {}).limit_bytes == 6 * GB
 
 
 def test_run_whose_limit_is_the_machine_leaves_nothing():
