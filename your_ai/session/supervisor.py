@@ -65,7 +65,6 @@ from your_ai.session.ranks import (
     refused_in,
     started_group,
 )
-from your_ai.session.room import wait_for_room
 from your_ai.session.stalls import STARTING, Patience, StallWatch, patience_of
 from your_ai.trackers.upload import tracked
 
@@ -484,6 +483,8 @@ def supervise_run(
         with locked(folder, SUPERVISOR_LOCK), looked_after(folder, config, quiet, detached.is_set):
             requests.withdraw_all(folder)
             if config.wait:
+                from your_ai.session.room import wait_for_room  # others need not load it
+
                 wait_for_room(folder, config, received)
             with tracked(folder, config.report_to, received), recorded_errors(folder):
                 status = supervise(folder, received, settings, command, patience, awake, config)
