@@ -187,9 +187,9 @@ def test_waiting_run_says_for_whom(free):
 
     thread = threading.Thread(target=look)
     thread.start()
-    with working("a", 4), working("b", 10), locked(run, SUPERVISOR_LOCK):
-        with pytest.raises(Interrupted):
-            wait_for_room(run, run.read_config(), received)
+    others = working("a", 4), working("b", 10)
+    with others[0], others[1], locked(run, SUPERVISOR_LOCK), pytest.raises(Interrupted):
+        wait_for_room(run, run.read_config(), received)
     thread.join()
     (row,) = rows
     assert row.state == "waiting"
