@@ -122,7 +122,7 @@ def test_wait_lasts_until_the_work_begins_and_takes_no_time():
     over, stage = dataclasses.replace(waiting, text=""), events.Stage(text="loading m")
     ended = events.Finished(step=9, reason="stopped", adapter="", seconds=5.0)
     happened = [ended, waiting, events.Host(), over, stage, ended]
-    records = [Record(100 * at, event) for at, event in enumerate(happened)]
+    records = [Record(100 * at, event) for at, event in enumerate(happened, 1)]
     states = [reduce(fold, records[:count], ViewState()) for count in range(1, len(records) + 1)]
     assert [state.is_waiting for state in states] == [False, True, True, False, False, False]
     assert [state.doing for state in states[1:5]] == ["waiting for a"] * 2 + [

@@ -25,7 +25,7 @@ from your_ai.run import events
 from your_ai.run.events import Finished, Started, Waiting
 from your_ai.run.folder import SUPERVISOR_LOCK, RunFolder, create, is_running, locked, owner
 from your_ai.session import room, run_list
-from your_ai.session.room import MemoryUser, memory_user, share_gb, wait_for_room
+from your_ai.session.room import MemoryUser, memory_user, share_gb, starting, wait_for_room
 
 FREE = MachineMemory(ram_bytes=32 * GB, available_bytes=24 * GB)
 CAPACITY_GB = detect(FREE).limit_bytes / GB
@@ -155,6 +155,14 @@ def test_run_resumed_with_new_settings_counts_with_these(free):
         assert not begins(new_run("r", 8))
         write(a, replace(over, pid=1))  # of an earlier process, whatever it said
         assert begins(new_run("s", 8))
+
+
+def test_nothing_begins_while_another_process_starts_a_run(free):
+    run, received = new_run("r", 8), list[int]()
+    with starting(Path.cwd()), pytest.raises(Interrupted):  # as `mcp` does
+        threading.Timer(0.3, received.append, [signal.SIGINT]).start()
+        wait_for_room(run, run.read_config(), received)
+    assert begins(run)
 
 
 START = Started(
