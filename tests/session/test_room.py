@@ -159,8 +159,8 @@ def test_run_resumed_with_new_settings_counts_with_these(free):
 
 def test_nothing_begins_while_another_process_starts_a_run(free):
     run, received = new_run("r", 8), list[int]()
+    threading.Timer(0.3, received.append, [signal.SIGINT]).start()
     with starting(Path.cwd()), pytest.raises(Interrupted):  # as `mcp` does
-        threading.Timer(0.3, received.append, [signal.SIGINT]).start()
         wait_for_room(run, run.read_config(), received)
     assert begins(run)
 
