@@ -148,8 +148,8 @@ def in_lines(text: str) -> Iterator[Answered]:
     begins = list(QUESTION.finditer(text))
     splits = ANSWER if begins else FIRST_ANSWER
     begins = begins or list(ITEM.finditer(text))
-    ends = [found.start() for found in begins[1:]] + [len(text)]
-    for found, end in zip(begins, ends, strict=True):
+    ends = [*(found.start() for found in begins[1:]), len(text)]
+    for found, end in zip(begins, ends, strict=False):
         part = text[found.end() : end]
         between = splits.search(part)
         if between is None:
