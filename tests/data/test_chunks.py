@@ -34,13 +34,13 @@ def test_chunks_have_all_text_in_order_and_are_bounded(texts, most):
         assert words(chunk.text) <= most
 
 
-def test_cuts_are_at_paragraphs_then_sentences_then_words():
+def test_cuts_are_at_paragraphs_else_sentences_else_words():
     def count(text: str) -> int:
         return len(text.split())
 
     text = "One two three.\n\nFour five. Six seven eight nine.\n\nNine ten"
     found = [c.text for c in chunks_of("a", [Passage(text, "p")], 3, count)]
-    assert found == ["One two three.", "Four five.", "Six seven eight", "nine.", "Nine ten"]
+    assert found == ["One two three.", "Four five. Six", "seven eight nine.", "Nine ten"]
 
 
 def test_a_chunk_names_the_places_that_it_spans():

@@ -100,7 +100,7 @@ def test_the_command_says_what_it_made_and_what_is_next(documents, capsys):
     assert out.endswith("  your_ai data look qa.jsonl\n  your_ai train --data qa.jsonl\n")
     assert call("data", "look", "qa.jsonl", "--model", "demo") == 0
     look, _ = capsys.readouterr()
-    assert "training: 10 answers" in look
+    assert "training: 10 chat" in look
     assert "the column source is not used" in look
     assert "qa.jsonl: exists; give another name, or --force" in refused(
         capsys, "data", "make", *arguments
@@ -169,19 +169,18 @@ def dying(function, after: int, share: float):
 
 
 def test_a_process_that_goes_on_asks_nothing_again(documents, monkeypatch):
-    monkeypatch.setattr(making, "write_all", dying(making.write_all, 2, 0.9))
-    with pytest.raises(Killed):
-        make()
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(making, "write_all", dying(making.write_all, 2, 0.9))
+        with pytest.raises(Killed):
+            make()
     asked = []
 
     def counting(*given):
         ask = scripted(*given)
         return lambda prompts, is_verdict: asked.extend(prompts) or ask(prompts, is_verdict)
 
-    with pytest.MonkeyPatch.context() as patch, working_in(Path.cwd()):
-        patch.setattr(making, "loaded", counting)
-        make(max_memory=3.0)
+    monkeypatch.setattr(making, "loaded", counting)
+    make(max_memory=3.0)
     assert sum("Reply with one word" not in prompt for prompt, _ in asked) == CHUNKS - 10
 
 
@@ -308,4 +307,4 @@ def test_chunks_beyond_the_context_are_refused_before_the_model_is_loaded(
     monkeypatch.setattr(making, "load", None)
     write_document(own_folder)
     with pytest.raises(UserError, match="the model's context is 2,048; lower it"):
-        make(model=str(tiny_model), chunk_tokens=2000)
+        make(model=str(tiny_model), chunk_tokens=2000, questions=9)

@@ -138,7 +138,7 @@ def passages_of(lines: Iterable[Line], first: str = "beginning") -> Iterator[Pas
                 texts, has_body = [], False
             place = shortened(" ".join(heading.split()))
         else:
-            has_body = has_body or not line.isspace() and bool(line)
+            has_body = has_body or (not line.isspace() and bool(line))
         texts.append(line)
     if text := tidy(texts):
         yield Passage(text, place)

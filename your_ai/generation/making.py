@@ -25,6 +25,7 @@ from your_ai.config.requests import MadeData, MakeDataRequest
 from your_ai.data.chat_template import THOUGHT
 from your_ai.data.chunks import Chunk, chunks_of, documents_in
 from your_ai.data.documents import Passage, read_document
+from your_ai.data.encode import token_ids
 from your_ai.data.lines import as_line
 from your_ai.data.near_duplicates import NearDuplicates
 from your_ai.data.questions import (
@@ -98,7 +99,7 @@ def make_rows(request: MakeDataRequest) -> MadeData:
     tokenizer = found.tokenizer() if isinstance(found, Trained) else open_tokenizer(found)
 
     def count(text: str) -> int:
-        return len(tokenizer.encode(text, add_special_tokens=False))
+        return len(token_ids(tokenizer, text, "a document", special=False))
 
     chunks = [
         chunk
