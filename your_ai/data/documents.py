@@ -36,7 +36,9 @@ OFFICE_FOLDERS = {"word/": "docx", "xl/": "xlsx"}
 
 HEADING = re.compile(r" {0,3}#{1,6}[ \t]+")
 FENCE = re.compile(r" {0,3}(```+|~~~+)")
-CHARSET = re.compile(rb"""<(?:meta|\?xml)\b[^>]{0,200}?(?:charset|encoding)=["']?([\w-]{1,40})""", re.I)
+CHARSET = re.compile(
+    rb"""<(?:meta|\?xml)\b[^>]{0,200}?(?:charset|encoding)=["']?([\w-]{1,40})""", re.I
+)
 STYLE_OF_HEADING = re.compile(r"heading \d|title")
 DELETED = ("del", "moveFrom", "Fallback", "rPr")  # by tracked changes, or there twice
 HIDDEN = ("script", "style", "template", "noscript", "title", "svg")
@@ -93,12 +95,12 @@ def document_form(path: Path) -> str:
     with named_errors(path, "read"), open_file(path) as (file, _):
         head = file.read(1024)
     by_name = DOCUMENT_FORMS.get(path.suffix.lower())
-    form = binary_form(path, head) or by_name
-    if form not in DOCUMENT_FORMS.values():
-        raise UserError(f"{path}: is no document; give {', '.join(sorted(DOCUMENT_SUFFIXES))}")
-    if form == by_name and form not in ("text", "html") and binary_form(path, head) is None:
-        raise UserError(f"{path}: is not {form.upper()}, though its name says so")
-    return form
+    form = binary_form(path, head) or (by_name if by_name in ("text", "html") else None)
+    if form in DOCUMENT_FORMS.values():
+        return str(form)
+    if by_name is not None and form is None:
+        raise UserError(f"{path}: is not {by_name.upper()}, though its name says so")
+    raise UserError(f"{path}: is no document; give {', '.join(sorted(DOCUMENT_SUFFIXES))}")
 
 
 def binary_form(path: Path, head: bytes) -> str | None:
@@ -138,7 +140,7 @@ def passages_of(lines: Iterable[Line], first: str = "beginning") -> Iterator[Pas
                 texts, has_body = [], False
             place = shortened(" ".join(heading.split()))
         else:
-            has_body = has_body or (not line.isspace() and bool(line))
+            has_body = has_body or bool(line.strip())
         texts.append(line)
     if text := tidy(texts):
         yield Passage(text, place)
@@ -195,13 +197,13 @@ def html_lines(data: bytes, where: str) -> list[Line]:
     named = CHARSET.search(data[:2048])
     encoding = named[1].decode().lower() if named else "utf-8"
     try:
-        is_text = codecs.lookup(encoding)._is_text_encoding
+        "".encode(encoding)
     except LookupError:
-        is_text = False
+        encoding = "utf-8"
     if encoding in ("iso-8859-1", "latin1", "latin-1", "us-ascii", "ascii"):
         encoding = "cp1252"  # as in browsers
     page = HtmlPage()
-    page.feed(decoded(data, where, encoding if is_text else "utf-8"))
+    page.feed(decoded(data, where, encoding))
     page.close()
     page.end_line()
     return page.lines
@@ -318,7 +320,9 @@ def docx_lines(archive: Archive, name: str, headings: set[str]) -> Iterator[Line
 def epub_passages(path: Path) -> Iterator[Passage]:
     """Yield the passages of each chapter, in the order of the book."""
     with open_archive(path) as archive:
-        roots = [g.get("full-path", "") for e, t, g in archive.xml(EPUB_MARK) if t == "rootfile" and g]
+        roots = [
+            g.get("full-path", "") for e, t, g in archive.xml(EPUB_MARK) if t == "rootfile" and g
+        ]
         package = next(iter(roots), "")
         items: dict[str, str] = {}
         chapters = list[str]()
@@ -378,7 +382,7 @@ READERS: dict[str, Callable[[Path], Iterator[Passage | None]]] = {
 def results(path: Path, form: str) -> Iterator[tuple[str, str] | None]:
     """Yield (text, place) of each passage, for the process that asked."""
     for passage in READERS[form](path):
-        yield passage and (passage.text, passage.place)
+        yield (passage.text, passage.place) if passage else None
 
 
 if __name__ == "__main__":

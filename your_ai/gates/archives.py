@@ -13,6 +13,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
 from xml.parsers import expat
@@ -23,7 +24,7 @@ from your_ai.gates.untrusted import MB, open_file, path_fault
 
 ENTRIES = 20_000
 UNPACKED_BYTES = 2_000 * MB  # of all files together; only XML and HTML are unpacked
-RATIO, RATIO_FROM_BYTES = 250, 4 * MB  # of unpacked to packed bytes, for files from this size on
+RATIO, RATIO_FROM_BYTES = 150, 4 * MB  # of unpacked to packed bytes, for files from this size on
 READ_BYTES = 8 * MB  # of one read: zipfile reads an archive's whole directory at once
 BLOCK_BYTES = 1 << 18
 DEPTH = 256  # of elements
@@ -83,9 +84,6 @@ class Archive:
         events: list[XmlEvent] = []
         depth = 0
 
-        def local(name: str) -> str:
-            return name.rpartition(" ")[2]
-
         def refuse(*_: object) -> None:
             raise ValueError("it has a document type definition")
 
@@ -138,9 +136,15 @@ def resolved(folder: str, target: str) -> str:
     return posixpath.normpath(posixpath.join("/", folder, target)).lstrip("/")
 
 
+@lru_cache(maxsize=1024)
+def local(name: str) -> str:
+    """The name of an element or attribute, without its namespace."""
+    return name.rpartition(" ")[2]
+
+
 @contextlib.contextmanager
 def open_archive(path: Path) -> Iterator[Archive]:
-    """Open an archive; its files are read in the block. Raises UserError for one that is refused."""
+    """Open an archive; its files are read in the block. Raises UserError if it is refused."""
     with contextlib.ExitStack() as stack:
         try:
             file, _ = stack.enter_context(open_file(path))

@@ -22,7 +22,7 @@ from your_ai.errors import UserError, first_line
 from your_ai.gates.programs import begun, end, python_module
 from your_ai.gates.text import shown
 
-MEMORY_BYTES = 1_000_000_000  # of the process, which a Mac does not limit: `Watch` looks
+MEMORY_BYTES = 1_000_000_000  # of the process, which a Mac does not limit: `ProcessWatch` looks
 QUIET_S, WHOLE_S = 30, 1_200  # processor time, in seconds: between two results, and in all
 LOOK_EVERY_S = 0.1
 RESULT_BYTES = 256_000_000
@@ -31,7 +31,7 @@ TOO_SLOW = f"takes too long to read; {ADVICE}"
 TOO_LARGE = f"needs more than {MEMORY_BYTES // 10**6:,} MB to be read; split it, or {ADVICE}"
 
 
-class Watch(threading.Thread):
+class ProcessWatch(threading.Thread):
     """Ends a process that passes its limits, and knows the reason."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
@@ -66,7 +66,7 @@ def run_isolated(module: str, path: Path, *arguments: str) -> Iterator[Any]:
         process = begun(*python_module(module, str(path), *arguments), stdout=subprocess.PIPE)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: no process starts ({error.strerror})") from error
-    watch = Watch(process)
+    watch = ProcessWatch(process)
     assert process.stdout is not None
     try:
         watch.start()
