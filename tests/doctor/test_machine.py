@@ -132,4 +132,4 @@ def test_the_blas_of_numpy_is_ignored(monkeypatch, maps, blas):
 def test_an_extra_is_missing_if_its_package_is_missing(monkeypatch):
     there = {"tensorboardX"}
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: name in there or None)
-    assert machine.missing_extras() == ("judge", "mcp", "swanlab", "tune", "wandb")
+    assert machine.missing_extras() == ("documents", "judge", "mcp", "swanlab", "tune", "wandb")
