@@ -37,6 +37,7 @@ LAYERS = [
     ["publish"],
     ["session"],
     ["doctor", "api", "serving"],
+    ["studio"],
     ["commands"],
     ["cli"],
     ["__main__"],

@@ -176,15 +176,19 @@ def parts_of(page: str) -> dict[str, str]:
 @cache
 def script() -> str:
     """The script of a live page, without which it would not change."""
-    return (FOLDER / "live_page.js").read_text(encoding="utf-8")
+    names = ("adapt.js", "live_page.js")
+    return "".join((FOLDER / name).read_text(encoding="utf-8") for name in names)
 
 
-def live_policy() -> str:
-    """The Content-Security-Policy of a live page: this script, this server, nothing else."""
+def live_policy(frames: str = "'none'") -> str:
+    """The Content-Security-Policy of a live page: this script, this server, nothing else.
+
+    frames: the pages that may show it inside of them.
+    """
     digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
     return (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        f"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors {frames}"
     )
 
 

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from starlette.datastructures import Headers
@@ -185,7 +185,37 @@ def check_reader(head: RequestHead) -> None:
 
 def serve_on(listener: socket.socket, page: LivePage, policy: str) -> WebServer:
     """Serve a page until the server is stopped. policy: its Content-Security-Policy."""
-    headers = {
+
+    def refusal(refused: RequestRefused, asked: Headers) -> Response:
+        return PlainTextResponse(f"{refused.message}\n", refused.status, headers_of(policy))
+
+    async def whole(request: Request) -> Response:
+        return await page_answer(page, policy)
+
+    async def changes(request: Request) -> Response:
+        return changes_answer(page, request, policy)
+
+    routes = [Route("/", whole), Route("/events", changes)]
+    return WebServer(listener, routes, Gate(("GET", "HEAD"), check_reader, refusal))
+
+
+async def page_answer(page: LivePage, policy: str) -> Response:
+    """The page, as new as it can be."""
+    return Response(await page.fresh(), 200, headers_of(policy), "text/html")
+
+
+def changes_answer(page: LivePage, request: Request, policy: str) -> Response:
+    """The changes of the page since the version that a request names, as server-sent events."""
+    since = request.headers.get("last-event-id") or request.query_params.get("since", "")
+    kind = {"Content-Type": "text/event-stream", **headers_of(policy)}
+    if request.method == "HEAD":
+        return Response(None, 200, kind)
+    return StreamingResponse(page.events(since), 200, kind)
+
+
+def headers_of(policy: str) -> dict[str, str]:
+    """The headers of all answers. policy: the Content-Security-Policy."""
+    return {
         "Content-Security-Policy": policy,
         "X-Content-Type-Options": "nosniff",
         "Cross-Origin-Resource-Policy": "same-origin",
@@ -193,30 +223,13 @@ def serve_on(listener: socket.socket, page: LivePage, policy: str) -> WebServer:
         "Cache-Control": "no-store",
     }
 
-    def refusal(refused: RequestRefused, asked: Headers) -> Response:
-        return PlainTextResponse(f"{refused.message}\n", refused.status, headers)
 
-    async def whole(request: Request) -> Response:
-        return Response(await page.fresh(), 200, headers, "text/html")
-
-    async def changes(request: Request) -> Response:
-        asked = request.query_params.get("since", "")
-        since = request.headers.get("last-event-id") or asked
-        kind = {"Content-Type": "text/event-stream", **headers}
-        if request.method == "HEAD":
-            return Response(None, 200, kind)
-        return StreamingResponse(page.events(since), 200, kind)
-
-    routes = [Route("/", whole), Route("/events", changes)]
-    return WebServer(listener, routes, Gate(("GET", "HEAD"), check_reader, refusal))
-
-
-def listen(port: int | None) -> socket.socket:
-    """Return a listening socket of this machine. port: None for a free one.
+def listen(port: int | None, first: int = FIRST_PORT) -> socket.socket:
+    """Return a listening socket of this machine. port: None for a free one, `first` if it is.
 
     Raises UserError if the port that was asked for is not available.
     """
-    tried = [port] if port is not None else [*range(FIRST_PORT, FIRST_PORT + PORTS), 0]
+    tried = [port] if port is not None else [*range(first, first + PORTS), 0]
     for number in tried:
         try:
             return web.listen(HOST, number)
@@ -352,18 +365,18 @@ def serve_page(folder: RunFolder, port: int | None) -> int:
             echo(f"{folder.name}: {server.url}")
             echo("Ctrl-C ends the page; the run goes on without it")
             sys.stdout.flush()
-            follow(run, page, received)
+            follow(run, page, lambda: bool(received))
         finally:
             page.close()
             server.stop()
     return DONE if received[0] == signal.SIGINT else 128 + received[0]
 
 
-def follow(run: LiveRun, page: LivePage, received: Sequence[int]) -> None:
-    """Keep the page up to date while somebody reads it, until there is a signal in `received`."""
+def follow(run: LiveRun, page: LivePage, is_over: Callable[[], bool]) -> None:
+    """Keep the page up to date while somebody reads it, until it is over."""
     seen = refresh(run, page, None)  # while nobody waits for it yet
     due_at = 0.0
-    while not received:
+    while not is_over():
         asked = page.wait(POLL_S)
         began_at = time.monotonic()
         if began_at >= due_at and (asked > page.answered or page.has_audience):

@@ -1,0 +1,98 @@
+
+(() => {
+  const root = document.body.dataset.root;
+  const said = document.getElementById("said");
+  const PIECE = 8 << 20;
+
+  // Ask for a part of a page; `into` becomes what is answered.
+  async function fill(into, address, options = {}) {
+    const headers = { "X-Part": "1" };
+    const answer = await fetch(address, { ...options, headers, redirect: "follow" });
+    const fresh = document.createElement("template");
+    fresh.innerHTML = await answer.text();
+    const found = into.id && fresh.content.getElementById(into.id);
+    const made = into.cloneNode(false);
+    made.append(...(found ? found : fresh.content).childNodes);
+    if (found) for (const { name, value } of found.attributes) made.setAttribute(name, value);
+    made.removeAttribute("aria-busy");
+    adapt(into, made);
+  }
+
+  // A form with data-live shows what follows from its fields while they change.
+  for (const form of document.querySelectorAll("form[data-live]")) {
+    const into = document.querySelector(form.dataset.into);
+    let asked = 0;
+    let timer = 0;
+    const look = async () => {
+      const own = ++asked;
+      const body = new URLSearchParams(new FormData(form));
+      for (const [name, value] of [...body]) if (value === "") body.delete(name);
+      into.setAttribute("aria-busy", "true");
+      try {
+        const part = into.cloneNode(true);
+        await fill(part, form.dataset.live, { method: "POST", body });
+        if (own === asked) adapt(into, part);
+      } catch { if (own === asked) into.textContent = "The studio does not answer; start it again: your_ai studio"; }
+    };
+    form.addEventListener("input", (event) => {
+      const output = event.target.id && form.querySelector(`output[for="${event.target.id}"]`);
+      if (output) output.textContent = event.target.value + (output.dataset.unit || "");
+      clearTimeout(timer);
+      timer = setTimeout(look, 60);
+    });
+    look();
+  }
+
+  // An element with data-every is asked for again and again, while somebody sees it.
+  for (const element of document.querySelectorAll("[data-every]"))
+    setInterval(async () => {
+      if (document.hidden || element.contains(document.activeElement) && element.querySelector("input:focus, select:focus, textarea:focus")) return;
+      try { await fill(element, element.dataset.from); said.textContent = ""; }
+      catch { said.textContent = "The studio does not answer; start it again: your_ai studio. Runs go on without it."; }
+    }, Number(element.dataset.every));
+
+  // Ask before what cannot be undone; a form is sent once.
+  document.addEventListener("submit", (event) => {
+    const { confirm: question } = event.target.dataset;
+    if (question && !window.confirm(question)) { event.preventDefault(); return; }
+    const pressed = event.target.querySelectorAll("button");
+    setTimeout(() => pressed.forEach((button) => { button.disabled = true; }));
+  });
+  window.addEventListener("pageshow", () => document.querySelectorAll("button:disabled").forEach((button) => { button.disabled = false; }));
+
+  // Files are sent in pieces, so that their size does not matter.
+  async function send(file, name) {
+    for (let at = 0; at === 0 || at < file.size; at += PIECE) {
+      const query = new URLSearchParams({ name, at, size: file.size });
+      const answer = await fetch(`${root}upload?${query}`, {
+        method: "POST", headers: { "X-Part": "1" }, body: file.slice(at, at + PIECE),
+      });
+      if (!answer.ok) {
+        const fault = document.createElement("template");
+        fault.innerHTML = await answer.text();
+        throw new Error(fault.content.textContent.trim());
+      }
+      said.textContent = `${name}: ${Math.floor(100 * Math.min(1, (at + PIECE) / (file.size || 1)))}%`;
+    }
+  }
+
+  async function give(files) {
+    try {
+      for (const file of files) await send(file, file.webkitRelativePath || file.name);
+      const first = (files[0].webkitRelativePath || files[0].name).split("/")[0];
+      location.assign(`${root}data?${new URLSearchParams({ data: first })}`);
+    } catch (error) { said.textContent = error.message; }
+  }
+
+  for (const drop of document.querySelectorAll(".drop")) {
+    const input = drop.querySelector("input");
+    input.addEventListener("change", () => { if (input.files.length) give([...input.files]); });
+    drop.addEventListener("dragover", (event) => { event.preventDefault(); drop.classList.add("over"); });
+    drop.addEventListener("dragleave", () => drop.classList.remove("over"));
+    drop.addEventListener("drop", (event) => {
+      event.preventDefault();
+      drop.classList.remove("over");
+      if (event.dataTransfer.files.length) give([...event.dataTransfer.files]);
+    });
+  }
+})();
