@@ -33,7 +33,7 @@ from your_ai.hub.registry import known
 from your_ai.memory.limit import GB, detect
 from your_ai.run.folder import RUNS
 from your_ai.session.tune_space import SEARCHED
-from your_ai.studio.server import Asked, do, show
+from your_ai.studio.pages import PageRequest, do, show
 from your_ai.training.plan_without_files import memory_here
 
 FIRST = ("objective", "model", "data", "columns", "epochs", "lora_rank", "max_seq_length", "run")
@@ -103,7 +103,7 @@ def command_of(given: Mapping[str, Any]) -> str:
     return " ".join(["your_ai train", *words])
 
 
-def plan_page(asked: Asked) -> Response:
+def plan_page(asked: PageRequest) -> Response:
     given = {name: text for name, text in asked.query.items() if name in TYPES and text}
     objective = given.get("objective", "sft")
     behind = {
@@ -139,7 +139,7 @@ def data_names() -> list[str]:
     return [*(str(path) for path in given_files()), *DEMO_DATA]
 
 
-def preview(asked: Asked) -> Response:
+def preview(asked: PageRequest) -> Response:
     """The plan of the settings in the form, or what is wrong with them."""
     given = settings_of_form(asked.form)
     plan, fault = None, ""
@@ -151,7 +151,7 @@ def preview(asked: Asked) -> Response:
     return asked.render("plan_shown", plan=plan, fault=fault, yaml=yaml, command=command)
 
 
-def start(asked: Asked) -> Response:
+def start(asked: PageRequest) -> Response:
     """Start the run, which waits for the memory of those that are there before it."""
     from your_ai.data.sources import checked_settings
     from your_ai.hub.find import find_model

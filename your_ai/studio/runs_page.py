@@ -13,10 +13,10 @@ from your_ai.run import folder as folders
 from your_ai.run import requests
 from your_ai.session import new_run, run_list
 from your_ai.session.run_list import RunRow
-from your_ai.studio.server import Asked, do, show
+from your_ai.studio.pages import PageRequest, do, show
 
 
-def runs_page(asked: Asked) -> Response:
+def runs_page(asked: PageRequest) -> Response:
     rows = run_list.run_rows()
     cells = [
         {head: text(row, time.time()) for head, text in run_list.COLUMNS.items()} for row in rows
@@ -24,8 +24,8 @@ def runs_page(asked: Asked) -> Response:
     return asked.render("runs", tab="runs", heads=list(run_list.COLUMNS), rows=cells)
 
 
-def home(asked: Asked) -> Response:
-    """Where one is in the way from data to a model: the runs if there are any, or the data."""
+def home(asked: PageRequest) -> Response:
+    """Go to the runs, or, where there are none yet, to the data."""
     return asked.go("runs" if run_list.folders(folders.RUNS) else "data")
 
 
@@ -36,11 +36,11 @@ def row_named(name: str) -> RunRow:
     return row
 
 
-def run_page(asked: Asked) -> Response:
+def run_page(asked: PageRequest) -> Response:
     return asked.render("run", tab="runs", run=row_named(asked.names["name"]))
 
 
-def change(asked: Asked) -> Response:
+def change(asked: PageRequest) -> Response:
     """Pause, go on, save, stop, resume or remove a run."""
     name, what = asked.names["name"], asked.names["what"]
     folder = folders.find(name)

@@ -1,4 +1,4 @@
-"""The server of the studio: its gate, its state, and how a page answers.
+"""The server of the studio: its gate, its routes, and how a page answers.
 
 The pages are clients of the functions that the command line and `import your_ai` use, of the
 folders of runs and of their events. This process loads no MLX: what needs it is asked of a
@@ -13,40 +13,31 @@ import signal
 import sys
 import time
 import webbrowser
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 from anyio import to_thread
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
-from your_ai.config import flag
 from your_ai.dashboard.charts import DARK, LIGHT
-from your_ai.dashboard.view import duration
 from your_ai.errors import REPORT, RunError, UserError, explain, first_line
 from your_ai.files import read_text, replace_text
 from your_ai.gates.console import echo, echo_error
-from your_ai.gates.text import counted, message_line, printable, shortened, size_text
+from your_ai.gates.text import message_line
 from your_ai.hub.find import store
 from your_ai.run.child import DONE
 from your_ai.run.stopping import recorded_signals
 from your_ai.serving.live_page import check_reader, headers_of, listen
 from your_ai.serving.web import Gate, RequestHead, RequestRefused, WebServer
-from your_ai.studio.boards import Boards
-from your_ai.studio.worker import Worker
+from your_ai.studio import jobs_page, plan_page, runs_page, uploads
+from your_ai.studio.pages import FOLDER, Answer, PageRequest, Studio, templates
 
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
-FOLDER = Path(__file__).parent
-STUDIO = Path("studio")  # what users give and make on the pages, beside runs/
+MODULES = (plan_page, runs_page, jobs_page, uploads)
 FIRST_PORT = 8780
 TOKEN = "studio.token"  # in the store: a page stays valid when the server is started again
 TOKEN_BYTES = 64
@@ -58,87 +49,13 @@ POLICY = (
     "frame-ancestors 'none'"
 )
 HEADERS = {**headers_of(POLICY), "Cross-Origin-Opener-Policy": "same-origin"}
-TABS = {
-    "models": "Models",
-    "data": "Data",
-    "plan": "Plan",
-    "runs": "Train",
-    "try": "Try",
-    "ship": "Ship",
-}
-
-
-@dataclass
-class Studio:
-    """The state of the server. All that must outlive it is in files."""
-
-    token: str
-    planner: Worker = field(default_factory=Worker)
-    """Reads rows and plans runs."""
-    answerer: Worker = field(default_factory=Worker)
-    """Holds the model that is tried."""
-    boards: Boards = field(default_factory=Boards)
-    """The live pages of runs that somebody watches."""
-
-    @property
-    def root(self) -> str:
-        """The beginning of the path of all pages: only who has it can ask for anything."""
-        return f"/{self.token}/"
-
-    def close(self) -> None:
-        self.planner.end()
-        self.answerer.end()
-        self.boards.close()
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request for a page, or for something to be done."""
-
-    studio: Studio
-    names: Mapping[str, str]
-    """The names in its path."""
-    query: Mapping[str, str]
-    form: Mapping[str, str]
-    """The fields of its form, without those that are empty."""
-    body: bytes
-    is_part: bool
-    """Whether the page's script asks, which shows the answer in the page that is there."""
-
-    def render(self, name: str, status: int = 200, **values: Any) -> Response:
-        """Answer with the template NAME.html.j2."""
-        page = templates().get_template(f"{name}.html.j2")
-        known = {"root": self.studio.root, "tabs": TABS, "is_part": self.is_part}
-        return HTMLResponse(printable(page.render(**known, **values)), status)
-
-    def go(self, path: str) -> Response:
-        """Answer that what was asked for is done, and show the page at `path`."""
-        return RedirectResponse(self.studio.root + path, 303)
-
-
-Answer = Callable[[Asked], Response]
-
-
-def show(path: str, answer: Answer) -> tuple[str, str, Answer]:
-    """Something to see: a GET, which changes nothing."""
-    return "GET", path, answer
-
-
-def do(path: str, answer: Answer) -> tuple[str, str, Answer]:
-    """Something to do: a POST."""
-    return "POST", path, answer
-
-
-def pages() -> list[tuple[str, str, Answer]]:
-    from your_ai.studio import plan_page, runs_page, uploads
-
-    return [*plan_page.PAGES, *runs_page.PAGES, *uploads.PAGES]
 
 
 def routes_of(studio: Studio) -> list[BaseRoute]:
     found: list[BaseRoute] = [
         Route(path, partial(answered, studio, answer), methods=[method])
-        for method, path, answer in pages()
+        for module in MODULES
+        for method, path, answer in module.PAGES
     ]
     live = [
         Route("/runs/{name}/live/", studio.boards.page),
@@ -152,7 +69,7 @@ async def answered(studio: Studio, answer: Answer, request: Request) -> Response
     """Answer a request in a thread, since pages read files. Errors become pages of one line."""
     body = await request.body()
     names, query = request.path_params, dict(request.query_params)
-    asked = Asked(studio, names, query, {}, body, "x-part" in request.headers)
+    asked = PageRequest(studio, names, query, {}, body, "x-part" in request.headers)
     try:
         asked = replace(asked, form=form_of(request, body))
         response = await to_thread.run_sync(answer, asked, abandon_on_cancel=True)
@@ -199,16 +116,6 @@ def asset(name: str) -> str:
         return (FOLDER.parent / "dashboard" / "adapt.js").read_text(encoding="utf-8") + text
     look = templates().get_template("style.html.j2").render(light=LIGHT, dark=DARK)
     return look.replace("<style>", "").replace("</style>", "") + text
-
-
-@cache
-def templates() -> Environment:
-    import jinja2
-
-    folders = jinja2.FileSystemLoader([FOLDER / "templates", FOLDER.parent / "dashboard"])
-    made = jinja2.Environment(loader=folders, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    made.filters |= {f.__name__: f for f in (size_text, duration, counted, shortened, flag)}
-    return made
 
 
 # The gate, and the server's life

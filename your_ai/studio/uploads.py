@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from your_ai.errors import UserError, named_errors
 from your_ai.gates.text import shortened
-from your_ai.studio.server import STUDIO, Asked, do
+from your_ai.studio.pages import STUDIO, PageRequest, do
 
 GIVEN = STUDIO / "data"
 PARTS = re.compile(r"[^/\\\x00-\x1f\x7f]{1,120}(/[^/\\\x00-\x1f\x7f]{1,120}){0,8}")
@@ -36,7 +36,7 @@ def place_of(name: str) -> Path:
     return GIVEN.joinpath(*parts)
 
 
-def receive(asked: Asked) -> Response:
+def receive(asked: PageRequest) -> Response:
     """Append a piece of a file at its place; the last piece makes the file whole.
 
     Of the query: `name`, `at` (bytes before this piece) and `size` (bytes of the whole file).

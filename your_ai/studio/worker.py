@@ -13,10 +13,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from your_ai.errors import REPORT, RunError, UserError, first_line
 from your_ai.gates.programs import end, python_module
+
+if TYPE_CHECKING:
+    from your_ai.config import TrainConfig
+    from your_ai.memory.workload import Workload
 
 IDLE_S = 120.0
 LOOK_S = 1.0
@@ -82,16 +88,34 @@ class Worker:
 # What it can be asked for
 
 
+PLANS = 16  # that are kept, to be made again for other limits
+
+
 def plan(settings: dict[str, Any]) -> dict[str, Any]:
-    """The plan of a run with these settings, as `your_ai plan --json`, and notes on it."""
+    """The plan of a run with these settings, as `your_ai plan --json`, and notes on it.
+
+    What was read and measured for it is kept, so that one for another limit follows at once.
+    """
+    from your_ai.memory.budget import budget_of, run_limit
+    from your_ai.nets.numerics import compute_dtype
     from your_ai.session import new_run
     from your_ai.training import preview
-    from your_ai.training.plan_without_files import planned_run
 
     notes: list[str] = []
     config = new_run.resolve(settings, None, on_note=notes.append)
-    budget = planned_run(config, None, notes.append, remembers=True)
-    return {**preview.as_json(budget), "notes": notes}
+    workload, noticed = workload_for(replace(config, max_memory=None))
+    budget = budget_of(config, workload, compute_dtype(config.dtype), run_limit(config))
+    return {**preview.as_json(budget), "notes": [*notes, *noticed]}
+
+
+@lru_cache(PLANS)
+def workload_for(config: TrainConfig) -> tuple[Workload, tuple[str, ...]]:
+    """The measured work of a run, and notes on it."""
+    from your_ai.training.plan_without_files import planned_run
+
+    noticed: list[str] = []
+    budget = planned_run(config, None, noticed.append, on_measure=lambda _: None)
+    return budget.workload, tuple(noticed)
 
 
 def finished(run: str) -> str:
