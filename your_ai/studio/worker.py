@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -127,7 +127,38 @@ def finished(run: str) -> str:
     return already_finished(folder, folder.read_config())
 
 
-CALLS: dict[str, Callable[..., Any]] = {"plan": plan, "finished": finished}
+def models() -> dict[str, Any]:
+    """The models on this machine, and the known ones with their plans, the best first."""
+    from your_ai.doctor.machine import read_machine
+    from your_ai.doctor.model_list import WORDS, demo, of_local
+    from your_ai.doctor.recommend import recommend, room_here
+    from your_ai.hub.local import local_models
+    from your_ai.hub.registry import known
+
+    room = room_here(read_machine())
+    here = [of_local(local, room) for local in (demo(), *local_models())]
+    repos = {row.repo for row in here if row.fault is None}
+    plans = {plan.known.alias: plan for plan in reversed(recommend(room))}
+    there = []
+    for model in sorted(known().values(), key=lambda m: m.alias not in plans):
+        if model.repo in repos:
+            continue
+        plan = plans.get(model.alias)
+        row = {"name": model.alias, "size_bytes": model.bytes_on_disk, "licence": model.licence}
+        row |= {"fits": WORDS[""], "needed_bytes": None, "plan": ""} if plan is None else {
+            "fits": WORDS[plan.tier], "needed_bytes": plan.needed_bytes, "plan": plan.plan
+        }  # fmt: skip
+        there.append(row)
+    places = {alias: place for place, alias in enumerate(plans)}
+    there.sort(key=lambda row: -places.get(row["name"], -1))
+    return {
+        "here": [asdict(row) for row in here],
+        "there": there,
+        "limit_bytes": room.limit.limit_bytes,
+    }
+
+
+CALLS: dict[str, Callable[..., Any]] = {"plan": plan, "finished": finished, "models": models}
 
 
 def main() -> None:

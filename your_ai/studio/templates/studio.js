@@ -3,6 +3,7 @@
   const root = document.body.dataset.root;
   const said = document.getElementById("said");
   const PIECE = 8 << 20;
+  const SILENT = "The studio does not answer. Start it again: your_ai studio. Runs go on without it.";
 
   // Ask for a part of a page; `into` becomes what is answered.
   async function fill(into, address, options = {}) {
@@ -13,8 +14,11 @@
     const found = into.id && fresh.content.getElementById(into.id);
     const made = into.cloneNode(false);
     made.append(...(found ? found : fresh.content).childNodes);
-    if (found) for (const { name, value } of found.attributes) made.setAttribute(name, value);
     made.removeAttribute("aria-busy");
+    if (found) {
+      for (const { name } of [...made.attributes]) made.removeAttribute(name);
+      for (const { name, value } of found.attributes) made.setAttribute(name, value);
+    }
     adapt(into, made);
   }
 
@@ -32,7 +36,7 @@
         const part = into.cloneNode(true);
         await fill(part, form.dataset.live, { method: "POST", body });
         if (own === asked) adapt(into, part);
-      } catch { if (own === asked) into.textContent = "The studio does not answer; start it again: your_ai studio"; }
+      } catch { if (own === asked) into.textContent = SILENT; }
     };
     form.addEventListener("input", (event) => {
       const output = event.target.id && form.querySelector(`output[for="${event.target.id}"]`);
@@ -43,13 +47,19 @@
     look();
   }
 
-  // An element with data-every is asked for again and again, while somebody sees it.
-  for (const element of document.querySelectorAll("[data-every]"))
-    setInterval(async () => {
-      if (document.hidden || element.contains(document.activeElement) && element.querySelector("input:focus, select:focus, textarea:focus")) return;
-      try { await fill(element, element.dataset.from); said.textContent = ""; }
-      catch { said.textContent = "The studio does not answer; start it again: your_ai studio. Runs go on without it."; }
-    }, Number(element.dataset.every));
+  // An element with data-every is asked for again and again, while somebody sees it and does not
+  // type in it; with 0, once. What is answered may have no data-every: then it is done.
+  for (const element of document.querySelectorAll("[data-every]")) {
+    const again = async () => {
+      const { every, from } = element.dataset;
+      if (every === undefined) return;
+      if (!document.hidden && !element.querySelector("input:focus, select:focus, textarea:focus"))
+        try { await fill(element, from); said.textContent = ""; }
+        catch { said.textContent = SILENT; }
+      if (every !== "0") setTimeout(again, Number(every));
+    };
+    setTimeout(again, Number(element.dataset.every));
+  }
 
   // Ask before what cannot be undone; a form is sent once.
   document.addEventListener("submit", (event) => {
