@@ -150,7 +150,7 @@ def models() -> dict[str, Any]:
         }  # fmt: skip
         there.append(row)
     places = {alias: place for place, alias in enumerate(plans)}
-    there.sort(key=lambda row: -places.get(row["name"], -1))
+    there.sort(key=lambda row: -places.get(str(row["name"]), -1))
     return {
         "here": [asdict(row) for row in here],
         "there": there,
