@@ -14,6 +14,7 @@ from your_ai.config import flag
 from your_ai.dashboard.view import duration
 from your_ai.gates.text import counted, printable, shortened, size_text
 from your_ai.studio.boards import Boards
+from your_ai.studio.talks import Talks
 from your_ai.studio.worker import Worker
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class Studio:
     """Reads rows and plans runs."""
     answerer: Worker = field(default_factory=Worker)
     """Holds the model that is tried."""
+    talks: Talks = field(default_factory=Talks)
+    """The conversations with models that are tried."""
     boards: Boards = field(default_factory=Boards)
     """The live pages of runs that somebody watches."""
 

@@ -158,7 +158,22 @@ def models() -> dict[str, Any]:
     }
 
 
-CALLS: dict[str, Callable[..., Any]] = {"plan": plan, "finished": finished, "models": models}
+def begin_answer(**given: Any) -> dict[str, Any]:
+    from your_ai.studio import try_calls
+
+    return try_calls.begin_answer(**given)
+
+
+def more_of_answer() -> dict[str, Any]:
+    from your_ai.studio import try_calls
+
+    return try_calls.more_of_answer()
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    **{"plan": plan, "finished": finished, "models": models},
+    **{"begin_answer": begin_answer, "more_of_answer": more_of_answer},
+}
 
 
 def main() -> None:
