@@ -13,8 +13,8 @@ import numpy as np
 from your_ai.config import REWARD
 from your_ai.config.requests import EvaluateRequest
 from your_ai.dashboard.measures import wilson
-from your_ai.errors import UserError
 from your_ai.data.rows import Chat, Pair, Text
+from your_ai.errors import UserError
 from your_ai.evaluation import record, rewards
 from your_ai.evaluation.bootstrap import Interval, Paired, paired
 from your_ai.evaluation.compare import Comparison, RowMeasures

@@ -34,7 +34,15 @@ from your_ai.run.child import DONE
 from your_ai.run.stopping import recorded_signals
 from your_ai.serving.live_page import check_reader, headers_of, listen
 from your_ai.serving.web import Gate, RequestHead, RequestRefused, WebServer
-from your_ai.studio import jobs_page, models_page, plan_page, runs_page, ship_page, try_page, uploads
+from your_ai.studio import (
+    jobs_page,
+    models_page,
+    plan_page,
+    runs_page,
+    ship_page,
+    try_page,
+    uploads,
+)
 from your_ai.studio.pages import FOLDER, Answer, PageRequest, Studio, templates
 
 MODULES = (models_page, plan_page, runs_page, try_page, ship_page, jobs_page, uploads)

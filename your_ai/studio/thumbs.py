@@ -82,7 +82,9 @@ def pairs_of(rows: list[ThumbRow]) -> Iterator[ThumbRow]:
     for good in rows:
         for bad in rows:
             asked = {k: v for k, v in without_label(good).items() if k != "completion"}
-            if good[LABEL] and not bad[LABEL] and asked | {"completion": bad["completion"]} == (
-                without_label(bad)
+            if (
+                good[LABEL]
+                and not bad[LABEL]
+                and asked | {"completion": bad["completion"]} == (without_label(bad))
             ):
                 yield {**asked, "chosen": good["completion"], "rejected": bad["completion"]}

@@ -103,4 +103,6 @@ def open_tried(run: str, sampling: Sampling) -> TriedModel:
 def open_latest(run: str) -> Trained:
     """The run with its finished adapter, or with its last checkpoint until it has one."""
     folder = find(run)
-    return open_trained(run, "latest" if is_running(folder) or not folder.adapter.is_dir() else None)
+    return open_trained(
+        run, "latest" if is_running(folder) or not folder.adapter.is_dir() else None
+    )

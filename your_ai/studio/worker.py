@@ -171,8 +171,11 @@ def more_of_answer() -> dict[str, Any]:
 
 
 CALLS: dict[str, Callable[..., Any]] = {
-    **{"plan": plan, "finished": finished, "models": models},
-    **{"begin_answer": begin_answer, "more_of_answer": more_of_answer},
+    "plan": plan,
+    "finished": finished,
+    "models": models,
+    "begin_answer": begin_answer,
+    "more_of_answer": more_of_answer,
 }
 
 

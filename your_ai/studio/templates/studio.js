@@ -61,6 +61,14 @@
     setTimeout(again, Number(element.dataset.every));
   }
 
+  // In a field with data-enter, Enter sends its form, and Shift+Enter begins a line.
+  document.addEventListener("keydown", (event) => {
+    const sends = event.key === "Enter" && !event.shiftKey && !event.isComposing;
+    if (!sends || event.target.dataset.enter === undefined) return;
+    event.preventDefault();
+    event.target.form.requestSubmit();
+  });
+
   // Ask before what cannot be undone; a form is sent once.
   document.addEventListener("submit", (event) => {
     const { confirm: question } = event.target.dataset;
