@@ -20,6 +20,7 @@ from your_ai.studio.pages import STUDIO
 ANSWERS = STUDIO / "answers"
 MOST_BYTES = 1 << 26
 LABEL = "label"
+ROLES = {"prompt", "tools", "completion"}
 
 ThumbRow = dict[str, Any]  # prompt, maybe tools, and completion; with a label if it is judged
 
@@ -37,6 +38,18 @@ def row_of(asked: dict[str, Any], answer: str) -> ThumbRow:
     if isinstance(asked["prompt"], str):
         return {**asked, "completion": answer}
     return {**asked, "completion": [{"role": "assistant", "content": answer}]}
+
+
+def is_row(row: Any) -> bool:
+    """Return whether this has the form of `row_of`: all that training could refuse in it is the
+    user's own text."""
+    if not isinstance(row, dict) or not {"prompt", "completion"} <= row.keys() <= ROLES:
+        return False
+    texts = [row["prompt"], row["completion"]]
+    turns = [turn for text in texts if isinstance(text, list) for turn in text]
+    return all(text and isinstance(text, str | list) for text in texts) and all(
+        isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in turns
+    )
 
 
 def judged_rows(run: str) -> list[ThumbRow]:

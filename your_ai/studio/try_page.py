@@ -11,7 +11,6 @@ from urllib.parse import urlencode
 from starlette.responses import Response
 
 from your_ai.config import REWARD
-from your_ai.data.preferences import parse_labels
 from your_ai.errors import UserError
 from your_ai.evaluation import show as shown
 from your_ai.evaluation.record import read_evaluation
@@ -242,11 +241,10 @@ def thumb(asked: PageRequest) -> Response:
     label = asked.form.get("label", "")
     try:
         row = json.loads(asked.form.get("row", ""))
-        if label not in LABELS or row.keys() - {"prompt", "tools", "completion"}:
+        if label not in LABELS or not thumbs.is_row(row):
             raise ValueError(label)
-    except (ValueError, AttributeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError("the thumb cannot be read; load the page again") from error
-    parse_labels({**row, thumbs.LABEL: True}, "the answer")  # as training will
     thumbs.judge(run.name, row, LABELS[label])
     query = {"run": run.name, "talk": asked.form.get("talk", "")}
     place = urlencode({name: value for name, value in query.items() if value})

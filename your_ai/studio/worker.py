@@ -174,8 +174,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "plan": plan,
     "finished": finished,
     "models": models,
-    "begin_answer": begin_answer,
-    "more_of_answer": more_of_answer,
+    "begin answering": begin_answer,
+    "answering": more_of_answer,
 }
 
 
