@@ -41,7 +41,7 @@ def test_pages_are_whole_and_strict(client: Client, page):
     ]
 
 
-@pytest.mark.parametrize(("path", "method"), itertools.product(PATHS, ("GET", "POST", "HEAD")))
+@pytest.mark.parametrize(("path", "method"), [*itertools.product(PATHS, ("GET", "POST", "HEAD"))])
 def test_nothing_is_there_without_the_token(client: Client, path, method):
     got = client.ask(method, path or "/", Origin=client.server.url, Content_Length="0")
     assert got.status in (403, 404)
@@ -87,7 +87,8 @@ def test_a_get_changes_nothing(client: Client, path):
 def test_names_that_are_none(client: Client, name, path):
     got = client.get(path.format(name))
     assert got.status in (400, 404, 422)
-    assert "<script>" not in got.text.replace("<script src", "")
+    if "html" in got.headers["content-type"]:
+        assert "<script>" not in got.text
     assert "Traceback" not in got.text
 
 
