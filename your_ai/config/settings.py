@@ -53,10 +53,10 @@ class DataSettings:
     )
     data: str = changeable(
         "",
-        "Training data: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, .md), or a "
-        "folder with train.jsonl (and valid.jsonl, test.jsonl); several separated by commas, each "
-        "with =SHARE for how often its rows are used; hf:OWNER/NAME is a dataset of the hub; - "
-        "reads standard input.",
+        "Training data: a file (.jsonl, .json, .csv, .tsv, .xlsx, .parquet, .arrow), a document "
+        "(.txt, .md, .html, .pdf, .docx, .epub), or a folder of documents, or with train.jsonl "
+        "(and valid.jsonl, test.jsonl); several separated by commas, each with =SHARE for how "
+        "often its rows are used; hf:OWNER/NAME is a dataset of the hub; - reads standard input.",
         agents="data",
         tool=Tool("A file or folder of rows here, hf:OWNER/NAME, or demo."),
     )
@@ -820,6 +820,12 @@ class MemorySettings:
     )
     force: bool = changeable(
         False, "Allow a --max-memory above the machine's memory.", agents="refused"
+    )
+    wait: bool = changeable(
+        False,
+        "Wait until the other runs in ./runs that train, or waited before, leave --max-memory for "
+        "this one; without --max-memory, until they have ended.",
+        before=False,
     )
     heavy_writes: bool = changeable(
         False,

@@ -6,6 +6,7 @@ The training process writes them, and everything that shows a run reads them. A 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -32,6 +33,20 @@ class Stage(Event):
     """The activity of a run when it is not training, e.g. `loading the model`."""
 
     text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting(Event):
+    """The run waits for memory that other runs use. Written by the supervisor."""
+
+    text: str
+    """What it waits for, in words; empty when the wait is over."""
+    since: float
+    """Time when it began to wait, in seconds since 1970."""
+    pid: int
+    """Of the supervisor that waits."""
+    needed_bytes: int | None
+    """What all its processes may use; None for all that the machine has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -455,6 +470,12 @@ class EventLog:
 
     def close(self) -> None:
         os.close(self.file)
+
+
+def write_event(path: Path, event: Event) -> None:
+    """Append an event to a file. Raises RunError as `EventLog` does."""
+    with contextlib.closing(EventLog(path)) as log:
+        log.write(event)
 
 
 def tail(path: Path, offset: int = 0) -> tuple[list[Record], int]:
