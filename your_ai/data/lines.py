@@ -20,7 +20,7 @@ from your_ai.gates.untrusted import is_deeper
 MAX_DEPTH = 64  # nesting of objects and lists; JSON schemas of tools have about 20 levels
 BLOCK_BYTES = 1 << 20
 ORIGIN = "your_ai: from"  # the key of a converted row's place, as `file:line`
-ROW_NUMBER = re.compile(r":( row )?\d+$")  # at the end of a place
+ROW_NUMBER = re.compile(r":( row )?\d+( \(.*\))?$")  # at the end of a place
 JSON_LIST = re.compile(r'\s*\[\s*[{"]')  # how a list of objects or texts begins
 ROLE_NAMES = ("role", "from", "speaker")  # of a message
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -239,6 +239,16 @@ def read_first_row(path: Path, limit: RowLimit) -> dict[str, Any]:
         row, _ = decode_row(line, where)
         return row
     raise UserError(f"{path}: the file is empty; give at least one row")
+
+
+def as_line(row: Mapping[str, Any]) -> str:
+    """A row as a line of a data file; half of a character, as JSON may have it, is escaped."""
+    text = json.dumps(row, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        text = json.dumps(row)
+    return text + "\n"
 
 
 class Fields(dict[str, Any]):

@@ -31,7 +31,6 @@ from your_ai.gates.text import message_line
 from your_ai.hub.local import local_models
 from your_ai.hub.registry import known
 from your_ai.memory.limit import GB, detect
-from your_ai.run.folder import RUNS
 from your_ai.session.tune_space import SEARCHED
 from your_ai.studio.pages import PageRequest, do, show
 from your_ai.training.plan_without_files import memory_here
@@ -53,6 +52,8 @@ class Control:
     value: str
     words: tuple[str, ...]
     """The words that it must be one of; empty if it may be something else."""
+    objectives: str
+    """The objectives that use it; empty for all."""
     searched: str
     """What `tune` would try; empty if it does not."""
 
@@ -68,6 +69,7 @@ def control(name: str, given: Mapping[str, str]) -> Control:
         kind=describe(kind),
         value=given.get(name, ""),
         words=words if is_closed else (),
+        objectives=", ".join(ABOUT[name].objectives),
         searched=SEARCHED.get(name, ""),
     )
 
@@ -105,16 +107,15 @@ def command_of(given: Mapping[str, Any]) -> str:
 
 def plan_page(asked: PageRequest) -> Response:
     given = {name: text for name, text in asked.query.items() if name in TYPES and text}
-    objective = given.get("objective", "sft")
     behind = {
-        panel: [control(n, given) for n in names if n not in APART and ABOUT[n].used_by(objective)]
+        panel: [control(name, given) for name in names if name not in APART]
         for panel, names in PANELS.items()
     }
     return asked.render(
         "plan",
         tab="plan",
         first=[control(name, given) for name in FIRST],
-        behind={panel: controls for panel, controls in behind.items() if controls},
+        behind=behind,
         about=ABOUT,
         least_gb=LEAST_GB,
         most_gb=most_gb(),
@@ -153,18 +154,8 @@ def preview(asked: PageRequest) -> Response:
 
 def start(asked: PageRequest) -> Response:
     """Start the run, which waits for the memory of those that are there before it."""
-    from your_ai.data.sources import checked_settings
-    from your_ai.hub.find import find_model
-    from your_ai.session import new_run
-
-    resolved = checked_settings(new_run.resolve(settings_of_form(asked.form), None), False)
-    new_run.check_rewards(resolved)
-    find_model(resolved.model)
-    RUNS.mkdir(exist_ok=True)
-    folder = new_run.create(resolved)
-    begun = new_run.start(folder, resolved, new=True)
-    new_run.wait_until_begun(begun, 0.5)
-    return asked.go(f"runs/{folder.name}")
+    name = asked.studio.planner.ask("start", settings=settings_of_form(asked.form))
+    return asked.go(f"runs/{name}")
 
 
 PAGES = [

@@ -50,8 +50,9 @@ def receive(asked: PageRequest) -> Response:
     part = path.with_name(path.name + UNFINISHED)
     with named_errors(path, "written"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if part.is_symlink() or path.is_symlink():
-            raise UserError(f"{path}: is a symbolic link; remove it by hand")
+        for each in (part, path, *path.parents):
+            if each.is_symlink():
+                raise UserError(f"{each}: is a symbolic link; remove it by hand")
         with part.open("wb" if at == 0 else "r+b") as file:
             file.seek(0, os.SEEK_END)
             if file.tell() != at or not 0 <= at + len(asked.body) <= size:
