@@ -54,15 +54,20 @@ def is_row(row: Any) -> bool:
 
 def judged_rows(run: str) -> list[ThumbRow]:
     """The rows with a thumb. Raises UserError if the file is damaged."""
-    path = labels_file(run)
+    return rows_in(labels_file(run), LABEL)
+
+
+def rows_in(path: Path, column: str) -> list[ThumbRow]:
+    """The rows of a file, which all have a column; none if there is no file. Raises UserError."""
     try:
         rows = [json.loads(line) for line in read_text(path, MOST_BYTES).splitlines()]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read; correct it, or move it away") from error
-    if not all(isinstance(row, dict) and type(row.get(LABEL)) is bool for row in rows):
-        raise UserError(f"{path}: has rows that are no thumbs; correct it, or move it away")
+    kind = bool if column == LABEL else list | str
+    if not all(isinstance(row, dict) and isinstance(row.get(column), kind) for row in rows):
+        raise UserError(f"{path}: has rows without {column}; correct it, or move it away")
     return rows
 
 
@@ -72,6 +77,7 @@ def judge(run: str, row: ThumbRow, label: bool | None) -> None:
     with named_errors(path, "written"):
         ANSWERS.mkdir(parents=True, exist_ok=True)
         with starting(ANSWERS):  # one at a time
+            rows_in(pairs_file(run), "chosen")  # else it has thumbs of a run of that name
             rows = [each for each in judged_rows(run) if without_label(each) != row]
             rows += [] if label is None else [{**row, LABEL: label}]
             write(path, rows)

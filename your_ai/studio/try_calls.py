@@ -19,11 +19,9 @@ from your_ai.errors import RunError
 from your_ai.generation.chat import ChatSession, open_talker
 from your_ai.generation.generate import Prompt, Sampling, asked_with, fit, form_of_prompts
 from your_ai.memory import allocator
-from your_ai.memory.limit import GB, detect
 from your_ai.nets.saved_adapter import Trained, open_trained
 from your_ai.run.folder import RUNS, find, is_running
-from your_ai.session.room import running_users, share_gb
-from your_ai.training.plan_without_files import memory_here
+from your_ai.session.room import trial_gb
 
 PIECE_S = 0.2
 
@@ -89,10 +87,7 @@ def open_tried(run: str, sampling: Sampling) -> TriedModel:
     if not loaded or loaded[0].key != key:
         loaded.clear()
         allocator.free()
-        machine = memory_here()
-        share = share_gb(machine, running_users(RUNS, {}), None)
-        limit = detect(machine).limit_bytes / GB if share is None else share
-        talker = open_talker(trained, sampling, limit)
+        talker = open_talker(trained, sampling, trial_gb(RUNS))
         form, note = form_of_prompts(trained.config, None)
         notes = [text for text in (trained.note, note) if text]
         about = {"step": trained.adapter.step, "notes": notes, "goes_on": not form.is_text}

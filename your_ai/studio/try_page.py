@@ -19,12 +19,11 @@ from your_ai.hub.find import find_model
 from your_ai.run import folder as folders
 from your_ai.run.folder import RUNS, RunFolder
 from your_ai.session import run_list
-from your_ai.session.room import running_users, share_gb
+from your_ai.session.room import trial_gb
 from your_ai.studio import jobs, thumbs
 from your_ai.studio.pages import PageRequest, do, show
 from your_ai.studio.talks import SYSTEMS, Talk
 from your_ai.studio.thumbs import ThumbRow
-from your_ai.training.plan_without_files import memory_here
 
 NAMES = {"base": "Base", "adapter": "With the adapter"}
 SAMPLING = {"temperature": "0", "max_tokens": "256"}
@@ -179,9 +178,8 @@ def measure(asked: PageRequest) -> Response:
     """Begin to measure a run on its held-out rows, within the memory that other runs leave."""
     run = folders.find(asked.names["name"])
     if (job := measuring(run)) is None or job.state != "running":
-        share = share_gb(memory_here(), running_users(RUNS, {}), None)
-        words = [] if share is None else ["--max-memory", f"{share:g}"]
-        words += ["--worst", str(WORST_ROWS), "--max-tokens", SAMPLING["max_tokens"]]
+        words = ["--max-memory", f"{trial_gb(RUNS):.3f}", "--worst", str(WORST_ROWS)]
+        words += ["--max-tokens", SAMPLING["max_tokens"]]
         jobs.begin(f"Measure {run.name}", "eval", run.name, *words)
     return asked.go(f"try?{urlencode({'run': run.name})}#measured")
 
