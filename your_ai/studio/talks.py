@@ -19,7 +19,7 @@ Ask = Callable[..., Any]  # as `Worker.ask`
 
 
 @dataclass
-class Reply:
+class GrowingAnswer:
     """An answer that grows."""
 
     text: str = ""
@@ -32,7 +32,9 @@ class Exchange:
     """A question, and the answers of both systems."""
 
     question: str
-    replies: dict[str, Reply] = field(default_factory=lambda: {name: Reply() for name in SYSTEMS})
+    replies: dict[str, GrowingAnswer] = field(
+        default_factory=lambda: {name: GrowingAnswer() for name in SYSTEMS}
+    )
     asked: dict[str, Any] = field(default_factory=dict)
     """The whole prompt, with the columns of a row of preferences."""
     step: int | None = None
@@ -40,15 +42,6 @@ class Exchange:
     notes: list[str] = field(default_factory=list)
     fault: str = ""
     is_done: bool = False
-
-    @property
-    def state(self) -> str:
-        """What happens now, in words; empty if it is done."""
-        if self.is_done:
-            return ""
-        if not self.asked:
-            return "waiting for the model"
-        return "answering"
 
 
 @dataclass
@@ -67,7 +60,7 @@ class Talk:
         return bool(self.exchanges) and not self.exchanges[-1].is_done
 
     def messages(self) -> list[dict[str, str]]:
-        """What was said, and the last question."""
+        """The turns so far, and the last question."""
         said = []
         for each in self.exchanges[:-1]:
             answer = each.replies["adapter"].text

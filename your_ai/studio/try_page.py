@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -45,7 +46,7 @@ class JudgedAnswer:
     """The thumb that it has."""
 
 
-class Judged:
+class RunThumbs:
     """The thumbs of a run, to find that of an answer."""
 
     def __init__(self, run: str) -> None:
@@ -71,7 +72,7 @@ def try_page(asked: PageRequest) -> Response:
     rows = [row.name for row in run_list.folders(RUNS) if run_list.is_trained(row)]
     talk = asked.studio.talks.named(asked.query.get("talk", ""))
     talk = talk if talk is not None and talk.run == chosen.name else None
-    judged = Judged(chosen.name)
+    judged = RunThumbs(chosen.name)
     return asked.render(
         "try",
         tab="try",
@@ -112,7 +113,7 @@ def why_not(run: RunFolder) -> str:
 # Questions and answers
 
 
-def talk_values(talk: Talk | None, judged: Judged) -> dict[str, Any]:
+def talk_values(talk: Talk | None, judged: RunThumbs) -> dict[str, Any]:
     exchanges = [] if talk is None else talk.exchanges
     answers = [
         [judged.answer(s, each.replies[s].text, each.asked) for s in reversed(SYSTEMS)]
@@ -125,7 +126,7 @@ def talk_values(talk: Talk | None, judged: Judged) -> dict[str, Any]:
 def talk_part(asked: PageRequest) -> Response:
     """The last question with its answers, which grow."""
     talk = found_talk(asked)
-    values = talk_values(talk, Judged(talk.run))
+    values = talk_values(talk, RunThumbs(talk.run))
     if not asked.is_part:
         return asked.go(place_of_talk(talk))
     return asked.render("try_now", chosen=talk.run, **values)
@@ -191,11 +192,11 @@ def measuring(run: RunFolder) -> jobs.StudioJob | None:
 
 def measured_part(asked: PageRequest) -> Response:
     run = folders.find(asked.names["name"])
-    values = measured_values(run, Judged(run.name))
+    values = measured_values(run, RunThumbs(run.name))
     return asked.render("try_measured", chosen=run.name, systems=NAMES, **values)
 
 
-def measured_values(run: RunFolder, judged: Judged) -> dict[str, Any]:
+def measured_values(run: RunFolder, judged: RunThumbs) -> dict[str, Any]:
     values: dict[str, Any] = {"job": measuring(run), "measures": {}, "worst": [], "about": ""}
     if (found := read_evaluation(run)) is None:
         return values
@@ -210,8 +211,8 @@ def measured_values(run: RunFolder, judged: Judged) -> dict[str, Any]:
     return values
 
 
-def worst_row(row: dict[str, Any], judged: Judged) -> dict[str, Any]:
-    """What is shown of a row: the whole texts where they are recorded, else what is quoted."""
+def worst_row(row: dict[str, Any], judged: RunThumbs) -> dict[str, Any]:
+    """The texts that are shown of a row: whole where they are recorded, else what is quoted."""
     asked, answers = row.get("asked", {}), row.get("answers", {})
     quotes = {"base": row.get("base_answer"), "adapter": row.get("answer")}
     given = {system: answers.get(system, quote) for system, quote in quotes.items()}
@@ -249,31 +250,23 @@ def thumb(asked: PageRequest) -> Response:
     return asked.go(f"try?{place}#{at if at.isalnum() else 'thumbs'}")
 
 
-def next_runs(run: RunFolder, judged: Judged) -> list[dict[str, str]]:
+def next_runs(run: RunFolder, judged: RunThumbs) -> list[dict[str, str]]:
     """The runs that the thumbs can begin: what each has, what it lacks, and where to plan it."""
     good = sum(row[thumbs.LABEL] for row in judged.rows)
-    pairs = len(list(thumbs.pairs_of(judged.rows)))
-    bad = len(judged.rows) - good
-    config = run.settings()
-    shared = {"model": config.model if config else "", "from_adapter": run.name}
-    found = []
-    for objective, path, count, least, text in (
-        ("kto", thumbs.labels_file(run.name), good + bad, 2,
-         f"{counted(good, 'good answer')}, {bad} bad"),
-        ("dpo", thumbs.pairs_file(run.name), pairs, 1,
-         f"{counted(pairs, 'pair')} of a good and a bad answer to one question"),
-    ):  # fmt: skip
-        plan = {"objective": objective, "data": str(path), **shared}
-        lacks = f"needs {counted(least, 'thumb' if objective == 'kto' else 'pair')}"
-        found.append(
-            {
-                "objective": objective,
-                "text": text,
-                "needs": lacks if count < least else "",
-                "plan": f"plan?{urlencode(plan)}",
-            }
-        )
-    return found
+    pairs, thumbed = len(list(thumbs.pairs_of(judged.rows))), len(judged.rows)
+    rows_text = f"{counted(good, 'good answer')}, {thumbed - good} bad"
+    pairs_text = f"{counted(pairs, 'pair')} of a good and a bad answer to one question"
+    settings = run.settings()
+    shared = {"model": settings.model if settings else "", "from_adapter": run.name}
+
+    def plan(objective: str, path: Path, text: str, needs: str) -> dict[str, str]:
+        query = urlencode({"objective": objective, "data": path, **shared})
+        return {"objective": objective, "text": text, "needs": needs, "plan": f"plan?{query}"}
+
+    return [
+        plan("kto", thumbs.labels_file(run.name), rows_text, "" if thumbed > 1 else "2 thumbs"),
+        plan("dpo", thumbs.pairs_file(run.name), pairs_text, "" if pairs else "1 pair"),
+    ]
 
 
 PAGES = [
