@@ -125,7 +125,7 @@ def start(settings: dict[str, Any]) -> str:
     from your_ai.hub.find import find_model
     from your_ai.session import new_run
 
-    resolved = checked_settings(new_run.resolve(settings, None), False)
+    resolved = checked_settings(new_run.resolve({"wait": True, **settings}, None), False)
     new_run.check_rewards(resolved)
     find_model(resolved.model)
     folder = new_run.create(resolved)
@@ -142,7 +142,7 @@ def resume(run: str, changes: dict[str, Any]) -> None:
 
     folder = folders.find(run)
     folders.check_resumable(folder)
-    settings = resumed(folder.read_config(), changes)
+    settings = resumed(folder.read_config(), {"wait": True, **changes})
     if done := already_finished(folder, settings):
         raise UserError(done)
     new_run.wait_until_begun(new_run.start(folder, settings, new=False), BEGUN_S)
