@@ -53,10 +53,10 @@ class DataSettings:
     )
     data: str = changeable(
         "",
-        "Training data: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, .md), or a "
-        "folder with train.jsonl (and valid.jsonl, test.jsonl); several separated by commas, each "
-        "with =SHARE for how often its rows are used; hf:OWNER/NAME is a dataset of the hub; - "
-        "reads standard input.",
+        "Training data: a file (.jsonl, .json, .csv, .tsv, .xlsx, .parquet, .arrow), a document "
+        "(.txt, .md, .html, .pdf, .docx, .epub), or a folder of documents, or with train.jsonl "
+        "(and valid.jsonl, test.jsonl); several separated by commas, each with =SHARE for how "
+        "often its rows are used; hf:OWNER/NAME is a dataset of the hub; - reads standard input.",
         agents="data",
         tool=Tool("A file or folder of rows here, hf:OWNER/NAME, or demo."),
     )

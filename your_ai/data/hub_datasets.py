@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from your_ai.data.records import SUFFIXES, without_compression
+from your_ai.data.records import DOCUMENTS, SUFFIXES, without_compression
 from your_ai.errors import UserError, named_errors
 from your_ai.gates.text import shortened, shown, size_text
 from your_ai.gates.untrusted import is_hash, path_fault
@@ -225,7 +225,7 @@ def form(path: str) -> str | None:
     """The form of a data file by its name; None for other files."""
     suffix = PurePosixPath(without_compression(path)).suffix
     found = SUFFIXES.get(suffix)
-    return None if found == "text" else found
+    return None if found in DOCUMENTS else found
 
 
 def of_config(name: DatasetName, paths: list[str]) -> list[str]:

@@ -20,7 +20,7 @@ from your_ai.gates.untrusted import is_deeper
 MAX_DEPTH = 64  # nesting of objects and lists; JSON schemas of tools have about 20 levels
 BLOCK_BYTES = 1 << 20
 ORIGIN = "your_ai: from"  # the key of a converted row's place, as `file:line`
-ROW_NUMBER = re.compile(r":( row )?\d+$")  # at the end of a place
+ROW_NUMBER = re.compile(r":( row )?\d+( \(.*\))?$")  # at the end of a place
 JSON_LIST = re.compile(r'\s*\[\s*[{"]')  # how a list of objects or texts begins
 ROLE_NAMES = ("role", "from", "speaker")  # of a message
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -1,8 +1,8 @@
 """Files of any known form -> records: one JSON-like object each, with the place it came from.
 
-The forms: JSON lines, a JSON array or an object that holds one, CSV, TSV, Parquet, Arrow, and plain
-text; text forms may be compressed. Nothing here knows what a record means; `columns.py` makes rows
-of them.
+The forms: JSON lines, a JSON array or an object that holds one, CSV, TSV, Parquet, Arrow, XLSX,
+plain text and documents; text forms may be compressed. Nothing here knows what a record means;
+`columns.py` makes rows of them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from your_ai.data.documents import DOCUMENT_FORMS, binary_form, passages_in
 from your_ai.data.lines import (
     BYTE_ORDER_MARK,
     Repeated,
@@ -36,6 +37,7 @@ from your_ai.data.lines import (
     unique,
 )
 from your_ai.errors import UserError, named_errors
+from your_ai.gates.isolated import run_isolated
 from your_ai.gates.text import counted, quoted, shortened
 
 # Open files that may be compressed; their content decides, not their names
@@ -108,8 +110,13 @@ SUFFIXES = {
     ".tsv": "tsv",
     ".parquet": "parquet",
     **dict.fromkeys((".arrow", ".feather"), "arrow"),
-    **dict.fromkeys((".txt", ".md"), "text"),
+    ".xlsx": "xlsx",
+    **DOCUMENT_FORMS,
 }
+BINARY = {"parquet": "Parquet", "arrow": "Arrow"} | {
+    form: form.upper() for form in ("xlsx", "pdf", "docx", "epub")
+}
+DOCUMENTS = frozenset(DOCUMENT_FORMS.values())
 # Keys of an object that is not a row, but holds them.
 ROW_LISTS = (
     *("data", "rows", "examples", "items", "records", "samples"),
@@ -124,7 +131,7 @@ ROWS_BEGIN = re.compile(  # an object with texts, numbers and flat objects befor
     r'\s*\{\s*(?:"[^"]*"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[-+.\w]+|\{[^{}]*\})\s*,\s*)*'
     rf'"(?:{"|".join(ROW_LISTS)})"\s*:\s*\[\s*\{{'
 )
-WAYS_OUT = "give .jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt or .md"
+WAYS_OUT = "give .jsonl, .json, .csv, .tsv, .xlsx, .parquet, .arrow, .txt, .md, .pdf or .docx"
 
 
 def form_of(path: Path) -> str:
@@ -137,16 +144,18 @@ def form_of(path: Path) -> str:
     for magic, form in MAGIC.items():
         if head.startswith(magic):
             return form
-    if by_name in ("parquet", "arrow"):
-        raise UserError(f"{path}: is not {by_name.title()}, though its name says so; {WAYS_OUT}")
+    if (binary := binary_form(path, head)) is not None:
+        return binary
+    if by_name in BINARY:
+        raise UserError(f"{path}: is not {BINARY[by_name]}, though its name says so; {WAYS_OUT}")
     begins = text_of(head).lstrip()[:1]
-    if by_name == "text" and not is_json_line(head):
+    if by_name in DOCUMENTS and not is_json_line(head):
         return by_name
     if begins == "[":
         return "json"
     if begins == "{":
         return "json" if by_name != "jsonl" and holds_rows(head) else "jsonl"
-    if by_name in ("csv", "tsv", "text"):
+    if by_name in ("csv", "tsv", "text", "html"):
         return by_name
     if any(fields_of_two_rows(text_of(head), delimiter) for delimiter in DELIMITERS):
         if by_name is None:
@@ -558,6 +567,28 @@ def paragraph(lines: list[bytes], where: str) -> Record:
         raise UserError(f"{where}: is not UTF-8 text") from error
 
 
+def read_workbook(path: Path, limit: RowLimit) -> Iterator[Record]:
+    """Yield the rows of the first sheet that has some, as of a CSV file."""
+    names: list[str] = []
+    for number, cells in run_isolated("your_ai.data.workbooks", path):
+        where = f"{path}: row {number}"
+        if not names:
+            names = checked_names(cells, where)
+            continue
+        if sum(map(len, cells)) > limit.row_bytes:
+            raise limit.too_long(where)
+        yield where, dict(zip(names, cells, strict=True))
+
+
+def read_passages(path: Path, limit: RowLimit, form: str) -> Iterator[Record]:
+    """Yield the pages or sections of a document."""
+    for number, passage in enumerate(passages_in(path, form), 1):
+        where = f"{path}: row {number} ({passage.place})"
+        if len(passage.text) > limit.row_bytes:
+            raise limit.too_long(where)
+        yield where, {"text": passage.text}
+
+
 READERS: dict[str, Callable[[Path, RowLimit], Iterator[Record]]] = {
     "jsonl": read_jsonl,
     "json": read_json,
@@ -565,5 +596,7 @@ READERS: dict[str, Callable[[Path, RowLimit], Iterator[Record]]] = {
     "tsv": partial(read_csv, delimiter="\t"),
     "parquet": read_parquet,
     "arrow": read_arrow,
-    "text": read_text,
+    "xlsx": read_workbook,
+    **{form: partial(read_passages, form=form) for form in DOCUMENTS},
+    "text": read_text,  # which may be compressed, and of any size
 }

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import sys
 from array import array
 from collections.abc import Callable, Iterator
@@ -31,7 +32,14 @@ from your_ai.data.folders import SPLITS, data_files, notes_on, splits_in
 from your_ai.data.hub_datasets import PREFIX, SplitRows, find_dataset, parse_name, split_named
 from your_ai.data.lines import ORIGIN, RowLimit, read_first_row
 from your_ai.data.preferences import form_of_rated, of_one_form, parser_of
-from your_ai.data.records import SUFFIXES, form_of, is_compressed, read_records, suffix_of
+from your_ai.data.records import (
+    DOCUMENTS,
+    SUFFIXES,
+    form_of,
+    is_compressed,
+    read_records,
+    suffix_of,
+)
 from your_ai.data.rows import ParseRow, read_rows
 from your_ai.errors import UserError, named_errors
 from your_ai.files import atomic_folder, packaged, read_text, sha256
@@ -46,6 +54,7 @@ ABOUT = "about.json"
 ABOUT_BYTES = 1 << 20
 HASH_BYTES = 8
 STDIN = "-"
+LINE_PLACE = re.compile(r"(.*):(\d+)", re.DOTALL)
 Progress = Callable[[str, int], None]  # (file, rows done)
 
 
@@ -253,12 +262,12 @@ def source_of(name: str, label: str, to_train: bool) -> Source:
     splits = splits_in(path, files)
     if "train" in splits or (splits and not to_train):
         return Source(splits, path, notes=notes_on(path, files, splits))
-    texts = tuple(file for file in files if SUFFIXES[suffix_of(file)] == "text")
+    texts = tuple(file for file in files if SUFFIXES[suffix_of(file)] in DOCUMENTS)
     if texts and not any(split_named(file.name) for file in files):
         return Source({"train": texts}, path)
     raise UserError(
-        f"{label}: the folder has no train.jsonl (or train.csv, train.parquet ...), and no .txt or "
-        ".md files"
+        f"{label}: the folder has no train.jsonl (or train.csv, train.parquet ...), and no "
+        "documents (.txt, .md, .html, .pdf, .docx, .epub)"
     )
 
 
@@ -482,16 +491,15 @@ def rows_in(
 def asked_in(
     records: Iterator[tuple[Path, str, dict[str, Any]]],
 ) -> Iterator[tuple[Path, str, dict[str, Any]]]:
-    """The records with those of text files as prompts: of .txt each line, of .md each paragraph."""
+    """The records with texts of documents as prompts: of .txt each line, of others each row."""
     for path, where, record in records:
-        if SUFFIXES.get(suffix_of(path)) != "text" or record.keys() != {"text"}:
+        if SUFFIXES.get(suffix_of(path)) not in DOCUMENTS or record.keys() != {"text"}:
             yield path, where, record
-            continue
-        file, _, first = where.rpartition(":")
-        text = record["text"]
-        lines = text.splitlines() if suffix_of(path) == ".txt" else [text]
-        for number, line in enumerate(lines, int(first)):
-            yield path, f"{file}:{number}", {"prompt": line.strip()}
+        elif suffix_of(path) == ".txt" and (place := LINE_PLACE.fullmatch(where)):
+            for number, line in enumerate(record["text"].splitlines(), int(place[2])):
+                yield path, f"{place[1]}:{number}", {"prompt": line.strip()}
+        else:
+            yield path, where, {"prompt": record["text"].strip()}
 
 
 def records_in(

@@ -30,6 +30,7 @@ from your_ai.memory import limit as limits
 from your_ai.memory.limit import MemoryLimit
 
 PACKAGES = {  # the packages of each extra
+    "documents": ("pypdf",),
     "judge": ("openai",),
     "mcp": ("mcp",),
     "swanlab": ("swanlab",),

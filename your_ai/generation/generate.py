@@ -53,7 +53,7 @@ ROLES_OF_PROMPTS = ("prompt", "messages", "system")
 PROMPT_CHARACTERS = 4_000_000  # maximum length of one prompt
 TEMPLATE_TOKENS = 200  # upper estimate of the tokens a chat template adds per message
 CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx")
-TABLES = (".csv", ".tsv", ".parquet", ".arrow")
+TABLES = (".csv", ".tsv", ".xlsx", ".parquet", ".arrow")
 ANSWER_TOKENS = 128  # an answer may have this many tokens more than twice the expected one
 SEEDS = 1 << 64  # MLX accepts seeds below this
 
