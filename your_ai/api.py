@@ -29,6 +29,8 @@ from your_ai.config import (
 from your_ai.config.requests import (
     EvaluateRequest,
     GenerateRequest,
+    MadeData,
+    MakeDataRequest,
     ReportRequest,
     RunLike,
     ScoreRequest,
@@ -220,6 +222,19 @@ def generate(request: GenerateRequest) -> str:
     answerer = run.load(request, asked.most_tokens + request.max_tokens)
     (tokens, bounded), *_ = answerer.fit([asked], sampling)
     return "".join(r.text for r in answerer.respond(tokens, bounded))
+
+
+@of_request(MakeDataRequest)
+def make_data(request: MakeDataRequest) -> MadeData:
+    """Make a file of chat rows, questions and answers about documents, that a local model writes.
+
+    Answers that the text does not support, and near-duplicates of questions, are dropped and kept
+    in a file beside it. A call that was ended goes on when it is made again. on_note is called with
+    what the user should know. Raises UserError and RunError.
+    """
+    from your_ai.generation.making import make_rows
+
+    return make_rows(request)
 
 
 @of_request(ReportRequest)

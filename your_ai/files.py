@@ -157,6 +157,13 @@ def write_at(file: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
+def write_all(file: int, line: bytes) -> None:
+    """Append all of a line: a nearly full disk accepts a part before it reports an error."""
+    rest = memoryview(line)
+    while rest:
+        rest = rest[os.write(file, rest) :]
+
+
 def clean(folder: Path, older_than_s: float = 0.0) -> None:
     """Delete temporary files that a killed process left in `folder`.
 

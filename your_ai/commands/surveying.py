@@ -1,17 +1,25 @@
-"""`your_ai data`."""
+"""`your_ai data look` and `your_ai data make`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import shlex
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from your_ai.commands.beginning import show_records
-from your_ai.commands.options import JsonObject, rows_read, with_options
+from your_ai.commands.options import (
+    CommandWithPanels,
+    JsonObject,
+    echo_note,
+    rows_read,
+    with_options,
+)
 from your_ai.config import DEMO, DEMO_DATA, FIELDS, TrainConfig, build, coerce, defaults, flag
-from your_ai.config.requests import SurveyRequest
+from your_ai.config.requests import MakeDataRequest, SurveyRequest
 from your_ai.data.column_hints import UnknownColumns
-from your_ai.gates.console import echo_error, echo_json, open_console
+from your_ai.gates.console import echo, echo_error, echo_json, open_console
 from your_ai.gates.text import counted
 
 if TYPE_CHECKING:
@@ -23,8 +31,26 @@ BAR = 40  # characters of the longest bar
 NAMES = {"train": "training", "valid": "validation", "test": "test"}
 
 
+class LookByDefault(TyperGroup):
+    """The commands of `data`: without the name of one, it is `look`, as in `your_ai data FILE`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, *ctx.help_option_names):
+            args = [LOOK, *args]
+        return super().parse_args(ctx, args)
+
+
+LOOK = "look"
+app = typer.Typer(
+    name="data",
+    help="Look at data before it is trained, or make some of documents; `data FILE` looks.",
+    cls=LookByDefault,
+)
+
+
+@app.command(LOOK, cls=CommandWithPanels)
 @with_options
-def data(
+def look(
     request: SurveyRequest,
     as_json: JsonObject = False,
     yes: Annotated[bool, typer.Option(help="Download a missing dataset without asking.")] = False,
@@ -54,6 +80,29 @@ def data(
         echo_json(surveying.as_json(found, config))
     else:
         show(found, config, open_console())
+
+
+@app.command(cls=CommandWithPanels)
+@with_options
+def make(request: MakeDataRequest, as_json: JsonObject = False) -> None:
+    """Make training rows of documents: questions and answers that a local model writes and checks.
+
+    Started again after it was stopped, it goes on.
+    """
+    from your_ai.api import make_data
+
+    made = make_data(**{**vars(request), "on_note": echo_note})
+    if as_json:
+        echo_json({**vars(made), "path": str(made.path), "dropped_path": str(made.dropped_path)})
+        return
+    chunks, documents = counted(made.chunks, "chunk"), counted(made.documents, "document")
+    echo(f"{made.path}: {counted(made.rows, 'row')} made of {chunks} of {documents}")
+    if made.dropped:
+        echo(f"{made.dropped_path}: {sum(made.dropped.values()):,} dropped")
+    for reason, count in made.dropped.items():
+        echo(f"  {count:,} {reason}")
+    file = shlex.quote(str(made.path))
+    echo(f"next:\n  your_ai data look {file}\n  your_ai train --data {file}")
 
 
 def tokenizer_of(config: TrainConfig, named: bool) -> tuple[object | None, list[str]]:

@@ -50,6 +50,7 @@ COLUMNS = About(
     metavar="NAMES",
 )
 BATCH_SIZE = Bounds(1)
+TOKENS_PER_QUESTION = 160  # of a reply with questions and answers
 SYSTEM = About("System prompt; default: that of the training rows, if all have the same.")
 MAX_TOKENS = About("Maximum tokens per answer.")
 TEMPERATURE = About("Sampling temperature; 0 = greedy.")
@@ -116,6 +117,74 @@ class SurveyRequest:
     too_long: str = like("too_long")
     objective: str = like("objective")
     draw: int = setting(3, "Number of rows to show.", bounds=Bounds(0, 1000))
+
+
+@dataclass(frozen=True)
+class MakeDataRequest:
+    """The documents of which rows are made, the model that writes them, and how."""
+
+    documents: Sequence[str | PathLike[str]] = setting(
+        MISSING,
+        "Documents, or folders of them: .pdf, .docx, .epub, .html, .md, .txt.",
+        argument=True,
+        metavar="DOCS",
+    )
+    _: KW_ONLY
+    model: str = setting(
+        MISSING,
+        "Model that writes and checks: an alias, a folder, a Hugging Face id, or run:NAME.",
+        option=("--with",),
+        metavar="MODEL",
+    )
+    out: str | PathLike[str] = setting(
+        MISSING, "File of rows to write, .jsonl.", option=("--out", "-o"), metavar="FILE"
+    )
+    questions: int = setting(3, "Questions about each chunk.", bounds=Bounds(1, 50))
+    chunk_tokens: int = setting(
+        512, "Maximum tokens of the chunks that documents are cut into.", bounds=Bounds(16, 1 << 20)
+    )
+    check: bool = setting(
+        True, "Ask the model whether the text supports each answer, and drop those it does not."
+    )
+    max_tokens: int | None = setting(
+        None, "Maximum tokens of a reply; default: 160 for each question.", bounds=Bounds(1)
+    )
+    temperature: float = setting(0.7, TEMPERATURE)
+    top_p: float = setting(0.95, TOP_P)
+    seed: int = setting(0, "Sampling seed; the same seed makes the same rows.", bounds=Bounds(0))
+    max_memory: float | None = setting(None, MAX_MEMORY)
+    force: bool = setting(False, "Overwrite the file when the new one is complete.")
+    on_note: Callable[[str], object] = ignore
+    """Called with what the user should know, and how far it is."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.documents, str | PathLike):
+            object.__setattr__(self, "documents", (self.documents,))
+        check_bounds(self)
+
+    @property
+    def reply_tokens(self) -> int:
+        """Maximum tokens of a reply with all questions of a chunk."""
+        return self.max_tokens or TOKENS_PER_QUESTION * self.questions
+
+    def deciding(self) -> dict[str, Any]:
+        """The settings that decide the rows, by name."""
+        names = "questions", "chunk_tokens", "check", "reply_tokens", "temperature", "top_p", "seed"
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class MadeData:
+    """The rows that were made, and what was dropped."""
+
+    path: Path
+    rows: int
+    chunks: int
+    documents: int
+    dropped: dict[str, int]
+    """By reason, the most frequent first."""
+    dropped_path: Path
+    """The file with what was dropped; not there if nothing was."""
 
 
 @dataclass(frozen=True)

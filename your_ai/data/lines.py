@@ -241,6 +241,16 @@ def read_first_row(path: Path, limit: RowLimit) -> dict[str, Any]:
     raise UserError(f"{path}: the file is empty; give at least one row")
 
 
+def as_line(row: Mapping[str, Any]) -> str:
+    """A row as a line of a data file; half of a character, as JSON may have it, is escaped."""
+    text = json.dumps(row, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        text = json.dumps(row)
+    return text + "\n"
+
+
 class Fields(dict[str, Any]):
     """The fields of a row. It remembers which were read: those that were not have no effect."""
 

@@ -42,7 +42,8 @@ from your_ai.errors import UserError, named_errors
 from your_ai.files import sha256
 from your_ai.gates.text import counted
 from your_ai.gates.token_ids import vocabulary_of
-from your_ai.hub.find import find_model, fingerprint
+from your_ai.generation.generate import model_or_run
+from your_ai.hub.find import fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.estimate import teacher_group_bytes
 from your_ai.memory.facts import facts_of
@@ -58,16 +59,13 @@ from your_ai.nets.parts import skeleton
 from your_ai.nets.saved_adapter import (
     Trained,
     base_files,
-    check_generates,
     keeps_weights,
-    open_trained,
     shares_weights,
     training_of,
 )
 from your_ai.nets.tokenizer import first_difference, spelled
 from your_ai.objectives.distill import Distillation, SampledDivergence
 from your_ai.objectives.objective import Objective, Sums
-from your_ai.rewards.names import RUN
 from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS
 
 # Of a text of the student, with its trained places -> a row of examples that the teacher reads
@@ -155,16 +153,7 @@ def has_tokenizer_of(folder: Path, files: dict[str, str]) -> bool:
 
 def find_teacher(name: str) -> Path | Trained:
     """The folder of the model that --teacher names, or the run. Raises UserError."""
-    kind, _, run = name.partition(":")
-    try:
-        if kind != RUN or not run:
-            return find_model(name)
-        trained = open_trained(run)
-        check_generates(trained.adapter)
-        return trained
-    except UserError as error:
-        reason = str(error).removeprefix(f"--model {name}: ")
-        raise UserError(f"--teacher {name}: {reason}") from error
+    return model_or_run(name, "--teacher")
 
 
 def open_teacher(

@@ -32,11 +32,12 @@ from your_ai.data.template import TemplateRefused
 from your_ai.data.turns import SYSTEM
 from your_ai.engine.weights import last_position_only, open_model, prepare_for_generation
 from your_ai.errors import RunError, UserError, first_line, is_memory_error
+from your_ai.files import sha256
 from your_ai.gates.text import counted, quoted, shortened
 from your_ai.gates.token_ids import EMBEDDINGS, HEADS, check_ids, rows_of, vocabulary_of
 from your_ai.gates.untrusted import read_json
 from your_ai.generation.rollouts import Sampler, keys_at, sampler_of, seed_keys
-from your_ai.hub.find import find_model
+from your_ai.hub.find import find_model, fingerprint
 from your_ai.memory.budget import WavePlan, limit_generation, limit_of, plan_waves
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.sizes import PREFILL_TOKENS
@@ -45,7 +46,9 @@ from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.nets.model import learned_positions
 from your_ai.nets.numerics import compute_dtype
 from your_ai.nets.saved_adapter import Adapter, Trained, check_generates, open_trained, put_adapter
+from your_ai.rewards.names import RUN
 from your_ai.rng import derive_seed
+from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS
 from your_ai.run.folder import find
 
 TEMPLATE_BYTES = 1 << 30  # maximum memory of a chat template
@@ -292,6 +295,28 @@ def find_base_model(run: str, base: str | None = None) -> tuple[TrainConfig, Pat
     """
     config = find(run).read_config()
     return config, find_model(base or config.model)
+
+
+def model_or_run(name: str, option: str) -> Path | Trained:
+    """The folder of the model that an option names, or the run: `run:NAME`. Raises UserError."""
+    kind, _, run = name.partition(":")
+    try:
+        if kind != RUN or not run:
+            return find_model(name)
+        trained = open_trained(run)
+        check_generates(trained.adapter)
+        return trained
+    except UserError as error:
+        reason = str(error).removeprefix(f"--model {name}: ")
+        raise UserError(f"{option} {name}: {reason}") from error
+
+
+def checksums_of_model(found: Path | Trained) -> dict[str, str]:
+    """The checksums of the files that decide what a model, or the adapter of a run, generates."""
+    if isinstance(found, Path):
+        return fingerprint(found)
+    own = [found.adapter.folder / name for name in (ADAPTERS, ADAPTER_CONFIG)]
+    return found.files() | {path.name: sha256(path) for path in own if path.exists()}
 
 
 def load_run(

@@ -21,7 +21,7 @@ import mlx.nn as nn
 
 from your_ai.config import ABOUT, TrainConfig, flag
 from your_ai.data.encode import Encoder
-from your_ai.data.lines import RowLimit, read_first_row
+from your_ai.data.lines import RowLimit, as_line, read_first_row
 from your_ai.data.preferences import kind_of
 from your_ai.data.prompts import PromptRows
 from your_ai.data.rows import Chat, Question, Row
@@ -30,13 +30,25 @@ from your_ai.engine.weights import open_model, prepare_for_generation
 from your_ai.errors import RESUME, RunError, UserError
 from your_ai.evaluation.rows import teacher_prompt_of
 from your_ai.evaluation.teacher import find_teacher
-from your_ai.files import TEMPORARY, open_to_append, read_text, remedy_of, replace_text, sha256
+from your_ai.files import (
+    TEMPORARY,
+    open_to_append,
+    read_text,
+    remedy_of,
+    replace_text,
+    sha256,
+    write_all,
+)
 from your_ai.gates.text import counted, model_name, now_and_then
 from your_ai.gates.token_ids import vocabulary_of
-from your_ai.generation.generate import check_answers, context_tokens, facts_with
+from your_ai.generation.generate import (
+    check_answers,
+    checksums_of_model,
+    context_tokens,
+    facts_with,
+)
 from your_ai.generation.rewarded import asked_of
 from your_ai.generation.rollouts import Completion, RolloutPrompt, complete, sampler_of
-from your_ai.hub.find import fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import python_bytes, row_limit, waves_within
 from your_ai.memory.limit import MemoryLimit, rounded_up
@@ -51,7 +63,6 @@ from your_ai.rewards.names import parse_rewards
 from your_ai.rewards.rollout import Rollout
 from your_ai.rng import derive_seed
 from your_ai.run import events
-from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS
 from your_ai.run.folder import RunFolder
 from your_ai.training.distributed import Ranks
 
@@ -139,10 +150,7 @@ def checksums_of(teacher: Path | Trained, config: TrainConfig) -> dict[str, str]
     prompt = {}
     if config.teacher_prompt:
         prompt["prompt"] = hashlib.sha256(teacher_prompt_of(config).encode()).hexdigest()
-    if isinstance(teacher, Path):
-        return fingerprint(teacher) | prompt
-    own = [teacher.adapter.folder / name for name in (ADAPTERS, ADAPTER_CONFIG)]
-    return teacher.files() | {path.name: sha256(path) for path in own if path.exists()} | prompt
+    return checksums_of_model(teacher) | prompt
 
 
 def check_same(folder: RunFolder, made_of: Mapping[str, Mapping[str, str]]) -> None:
@@ -483,20 +491,3 @@ class Writer:
             first = max(found, key=partial(worth, group), default=None)
             chosen.append({} if first is None else {first: found[first]})
         return chosen, int(result.counts.get("judge/calls", 0))
-
-
-def as_line(row: Mapping[str, Any]) -> str:
-    """A row as a line of a data file; half of a character, as JSON may have it, is escaped."""
-    text = json.dumps(row, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        text = json.dumps(row)
-    return text + "\n"
-
-
-def write_all(file: int, line: bytes) -> None:
-    """Append all of a line: a nearly full disk accepts a part before it reports an error."""
-    rest = memoryview(line)
-    while rest:
-        rest = rest[os.write(file, rest) :]
