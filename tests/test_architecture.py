@@ -52,7 +52,7 @@ WITHOUT_MLX = """
     trackers.upload publish.after_training publish.push session.supervisor session.attach
     session.run_list session.new_run serving.web serving.live_page serving.mcp_gate
     serving.mcp_tools session.tuning rewards.chosen export.transformers_names
-    environments.pool
+    environments.pool studio.server
 """.split()
 OWN_NAMES = ("self", "cls", "os", "twin")  # twin: a copy of self under construction
 HEAVY = "mlx mlx_lm transformers numpy yaml huggingface_hub starlette uvicorn".split()

@@ -31,7 +31,6 @@ from your_ai.gates.text import message_line
 from your_ai.hub.local import local_models
 from your_ai.hub.registry import known
 from your_ai.memory.limit import GB, detect
-from your_ai.run.folder import RUNS
 from your_ai.session.tune_space import SEARCHED
 from your_ai.studio.pages import PageRequest, do, show
 from your_ai.training.plan_without_files import memory_here
@@ -153,18 +152,8 @@ def preview(asked: PageRequest) -> Response:
 
 def start(asked: PageRequest) -> Response:
     """Start the run, which waits for the memory of those that are there before it."""
-    from your_ai.data.sources import checked_settings
-    from your_ai.hub.find import find_model
-    from your_ai.session import new_run
-
-    resolved = checked_settings(new_run.resolve(settings_of_form(asked.form), None), False)
-    new_run.check_rewards(resolved)
-    find_model(resolved.model)
-    RUNS.mkdir(exist_ok=True)
-    folder = new_run.create(resolved)
-    begun = new_run.start(folder, resolved, new=True)
-    new_run.wait_until_begun(begun, 0.5)
-    return asked.go(f"runs/{folder.name}")
+    name = asked.studio.planner.ask("start", settings=settings_of_form(asked.form))
+    return asked.go(f"runs/{name}")
 
 
 PAGES = [

@@ -6,12 +6,11 @@ import time
 
 from starlette.responses import Response
 
-from your_ai.config import resumed
 from your_ai.errors import UserError
 from your_ai.gates.text import size_text
 from your_ai.run import folder as folders
 from your_ai.run import requests
-from your_ai.session import new_run, run_list
+from your_ai.session import run_list
 from your_ai.session.run_list import RunRow
 from your_ai.studio.pages import PageRequest, do, show
 
@@ -54,12 +53,7 @@ def change(asked: PageRequest) -> Response:
     elif what == "stop":
         run_list.stop(folder)
     elif what == "resume":
-        folders.check_resumable(folder)
-        if done := asked.studio.planner.ask("finished", run=str(folder.path)):
-            raise UserError(done)
-        settings = resumed(folder.read_config(), dict(asked.form))
-        begun = new_run.start(folder, settings, new=False)
-        new_run.wait_until_begun(begun, 0.5)
+        asked.studio.planner.ask("resume", run=str(folder.path), changes=dict(asked.form))
     elif what == "remove":
         freed = run_list.remove(folder)
         return asked.render("done", tab="runs", text=f"{name} is removed: {size_text(freed)} free")

@@ -48,7 +48,11 @@ POLICY = (
     "connect-src 'self'; frame-src 'self'; base-uri 'none'; form-action 'self'; "
     "frame-ancestors 'none'"
 )
-HEADERS = {**headers_of(POLICY), "Cross-Origin-Opener-Policy": "same-origin"}
+HEADERS = {
+    **headers_of(POLICY),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Referrer-Policy": "same-origin",  # with no-referrer, forms would be sent from origin `null`
+}
 
 
 def routes_of(studio: Studio) -> list[BaseRoute]:

@@ -88,6 +88,7 @@ class Worker:
 # What it can be asked for
 
 
+BEGUN_S = 0.5  # what is wrong at once is an error of the page, and later one of the run
 PLANS = 16  # that are kept, to be made again for other limits
 
 
@@ -118,13 +119,33 @@ def workload_for(config: TrainConfig) -> tuple[Workload, tuple[str, ...]]:
     return budget.workload, tuple(noticed)
 
 
-def finished(run: str) -> str:
-    """Say that a run has nothing left to do; empty if it has."""
+def start(settings: dict[str, Any]) -> str:
+    """Start a run, which waits for the memory of those before it; return its name."""
+    from your_ai.data.sources import checked_settings
+    from your_ai.hub.find import find_model
+    from your_ai.session import new_run
+
+    resolved = checked_settings(new_run.resolve(settings, None), False)
+    new_run.check_rewards(resolved)
+    find_model(resolved.model)
+    folder = new_run.create(resolved)
+    new_run.wait_until_begun(new_run.start(folder, resolved, new=True), BEGUN_S)
+    return folder.name
+
+
+def resume(run: str, changes: dict[str, Any]) -> None:
+    """Continue a run from its last checkpoint, as `start` begins one."""
+    from your_ai.config import resumed
     from your_ai.run import folder as folders
+    from your_ai.session import new_run
     from your_ai.session.finished import already_finished
 
     folder = folders.find(run)
-    return already_finished(folder, folder.read_config())
+    folders.check_resumable(folder)
+    settings = resumed(folder.read_config(), changes)
+    if done := already_finished(folder, settings):
+        raise UserError(done)
+    new_run.wait_until_begun(new_run.start(folder, settings, new=False), BEGUN_S)
 
 
 def models() -> dict[str, Any]:
@@ -150,7 +171,7 @@ def models() -> dict[str, Any]:
         }  # fmt: skip
         there.append(row)
     places = {alias: place for place, alias in enumerate(plans)}
-    there.sort(key=lambda row: -places.get(row["name"], -1))
+    there.sort(key=lambda row: -places.get(str(row["name"]), -1))
     return {
         "here": [asdict(row) for row in here],
         "there": there,
@@ -158,7 +179,12 @@ def models() -> dict[str, Any]:
     }
 
 
-CALLS: dict[str, Callable[..., Any]] = {"plan": plan, "finished": finished, "models": models}
+CALLS: dict[str, Callable[..., Any]] = {
+    "plan": plan,
+    "start": start,
+    "resume": resume,
+    "models": models,
+}
 
 
 def main() -> None:
