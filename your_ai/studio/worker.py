@@ -179,7 +179,23 @@ def models() -> dict[str, Any]:
     }
 
 
+def look(**given: Any) -> Any:
+    """What the page of data shows."""
+    from your_ai.studio import data_calls
+
+    return data_calls.look(**given)
+
+
+def leave_out(**given: Any) -> Any:
+    """Write data without some rows."""
+    from your_ai.studio import data_calls
+
+    return data_calls.leave_out(**given)
+
+
 CALLS: dict[str, Callable[..., Any]] = {
+    "look": look,
+    "leave_out": leave_out,
     "plan": plan,
     "start": start,
     "resume": resume,
