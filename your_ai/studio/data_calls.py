@@ -33,7 +33,7 @@ from your_ai.data.sources import Source, asked_in, sources_of
 from your_ai.data.survey import BAD, QUANTILES, REJECTED, SplitSurvey, count, draw_row
 from your_ai.errors import UserError
 from your_ai.files import atomic_folder
-from your_ai.gates.text import counted, shortened, shown, size_text
+from your_ai.gates.text import shortened, shown, size_text
 from your_ai.hub.find import find_model
 from your_ai.hub.local import local_models
 from your_ai.nets.tokenizer import open_tokenizer
@@ -127,8 +127,11 @@ def state_of(sources: Sequence[Source]) -> str:
 
 def chosen(
     sources: Sequence[Source], columns: tuple[str, ...], objective: str
-) -> tuple[str, tuple[str, ...]]:
-    """The objective that trains such rows, and their columns. What is given stays as it is."""
+) -> tuple[str, tuple[str, ...], bool]:
+    """The objective that trains such rows, their columns, and whether a user must name these.
+
+    What is given stays as it is.
+    """
     heads, unknown = list[tuple[str, dict[str, Any]]](), False
     every = records(sources, "train", RowLimit())
     with contextlib.suppress(UserError):
@@ -141,15 +144,15 @@ def chosen(
             except UserError as error:
                 unknown = unknown or isinstance(error, UnknownColumns)
             else:
-                return each, columns
+                return each, columns, False
     first = heads[0][1] if heads else {}
     each = objective or ("dpo" if names_pair(first) else "sft")
     kind = TrainConfig(objective=cast("Any", each)).row_kind
     if unknown and not columns:
         likely = likely_columns(kind, opened(first))
         if set(likely) == set(roles_of(kind, opened(first))):
-            columns = tuple(f"{role}={column}" for role, column in likely.items())
-    return each, columns
+            return each, tuple(f"{role}={column}" for role, column in likely.items()), False
+    return each, columns, unknown
 
 
 def look(data: str, columns: str, objective: str, model: str) -> dict[str, Any]:
@@ -167,9 +170,10 @@ def looked(
     """What `look` returns, and the names of all rows with problems, in their order."""
     sources = plain_sources(data)
     given = coerce("columns", columns, "--columns") if columns else ()
-    objective, roles = chosen(sources, tuple(given), objective)
+    objective, roles, is_unknown = chosen(sources, tuple(given), objective)
     config = TrainConfig(data=data, objective=cast("Any", objective), columns=roles)
-    model, folder = model_for(model, data)
+    here = [*(m.alias or m.name for m in local_models() if m.fault is None), DEMO]
+    model, folder = model_for(model, data, here)
     noticed = Notes()
     encoder = Encoder(
         open_tokenizer(folder), config.mask_prompt, kind=config.row_kind, notes=noticed
@@ -215,9 +219,11 @@ def looked(
         "splits": {name: split_shown(split) for name, split in splits.items()},
         "tokens": {**split_shown(tokens), "too_long": tokens.too_long},
         "model": model,
+        "models": list(dict.fromkeys([model, *here])),
         "max_seq_length": config.max_seq_length,
         "notes": [*notes, *noticed.lines()],
         "drawn": drawn,
+        "is_unknown": is_unknown,
         "problems": problems,
         "refused": len(refused),
         "files": [
@@ -245,15 +251,14 @@ def fault_of(
     return split.problem
 
 
-def model_for(name: str, data: str) -> tuple[str, Path]:
+def model_for(name: str, data: str, here: Sequence[str]) -> tuple[str, Path]:
     """The model whose tokens are counted: the one that is named, or one that is here."""
     if name:
         return name, find_model(name)
-    default = DEMO if data in DEMO_DATA else TrainConfig().model
-    for each in (default, *(m.alias or m.name for m in local_models() if m.fault is None)):
+    for each in (DEMO if data in DEMO_DATA else TrainConfig().model, *here):
         with contextlib.suppress(UserError):
             return each, find_model(each)
-    return DEMO, find_model(DEMO)
+    raise AssertionError  # the demo model is always here
 
 
 def drawn_rows(each: Examined, encoder: Encoder, config: TrainConfig) -> list[dict[str, Any]]:

@@ -16,7 +16,6 @@ from your_ai.gates.text import counted
 from your_ai.hub.local import size_of
 from your_ai.studio import jobs
 from your_ai.studio.pages import PageRequest, do, show
-from your_ai.studio.plan_page import model_names
 from your_ai.studio.uploads import GIFT, GIVEN, MOVING, free_place, given_files, keep, place_of
 
 SETTINGS = ("data", "columns", "objective", "model")  # others of a query are roles of columns
@@ -40,7 +39,6 @@ def data_page(asked: PageRequest) -> Response:
         data=data,
         found=found,
         rows=counted(train["rows"], "row"),
-        models=[name for name, where in model_names() if where == "here"],
         plan=urlencode(plan_of(data, found)),
     )
 
