@@ -228,7 +228,7 @@ def read_records(path: Path, limit: RowLimit) -> Iterator[Record]:
 
 
 def records_and_faults(path: Path, limit: RowLimit) -> Iterator[RecordOrFault]:
-    """Yield the records of a file as `read_records` does, and the error of each that can be skipped.
+    """Yield the records of a file as `read_records` does, and errors of those that can be skipped.
 
     Raises UserError for faults after which nothing can be read.
     """
