@@ -50,7 +50,7 @@ WITHOUT_MLX = """
     doctor.selftest memory.workload memory.mixer_facts hub.registry training.preview
     training.plan_without_files hub.download hub.local evaluation.record dashboard.live
     trackers.upload publish.after_training publish.push session.supervisor session.attach
-    session.run_list session.new_run serving.web serving.live_page serving.mcp_gate
+    session.run_list session.new_run session.room serving.web serving.live_page serving.mcp_gate
     serving.mcp_tools session.tuning rewards.chosen export.transformers_names
     environments.pool studio.server
 """.split()

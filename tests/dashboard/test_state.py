@@ -117,6 +117,22 @@ def test_pause_lasts_until_the_run_continues():
     assert not folded(events.Paused(step=1), events.Continued(step=1, seconds=2.0)).paused
 
 
+def test_wait_lasts_until_the_work_begins_and_takes_no_time():
+    waiting = events.Waiting(text="waiting for a", since=0.0, pid=1, needed_bytes=None)
+    over, stage = dataclasses.replace(waiting, text=""), events.Stage(text="loading m")
+    ended = events.Finished(step=9, reason="stopped", adapter="", seconds=5.0)
+    happened = [ended, waiting, events.Host(), over, stage, ended]
+    records = [Record(100 * at, event) for at, event in enumerate(happened, 1)]
+    states = [reduce(fold, records[:count], ViewState()) for count in range(1, len(records) + 1)]
+    assert [state.is_waiting for state in states] == [False, True, True, False, False, False]
+    assert [state.doing for state in states[1:5]] == ["waiting for a"] * 2 + [
+        "starting",
+        stage.text,
+    ]
+    assert states[1].finished is None
+    assert states[-1].took_s == 200
+
+
 def test_event_with_wrong_field_types_is_skipped():
     strange = step(2, loss="much", process_bytes=[1])
     assert folded(step(1), strange, step(3)) == folded(step(1), step(3))

@@ -117,7 +117,7 @@ DOUBLING = [f"<</Type/Pages/Kids[{n} 0 R {n} 0 R]/Count 9>>" for n in range(3, 4
         ("cut.pdf", made.pdf_pages(made.shown("One"))[:60], "is damaged"),
         ("bomb.pdf", made.pdf_pages(made.stream(BOMB, "/Filter/FlateDecode")), "page 1"),
         ("endless.pdf", made.pdf(ENDLESS), "endless.pdf: "),
-        ("doubling.pdf", made.pdf(*DOUBLING), "takes too long|needs more"),
+        ("doubling.pdf", made.pdf(*DOUBLING), "doubling.pdf: "),
     ],
 )
 def test_what_cannot_be_read_is_refused_in_one_line(tmp_path, monkeypatch, name, content, error):

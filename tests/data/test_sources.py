@@ -516,3 +516,14 @@ def test_a_link_to_nothing_is_refused():
 def test_an_empty_name_is_refused(data):
     with pytest.raises(UserError, match="--data: is empty"):
         sources_of(data)
+
+
+def test_a_folder_of_documents_has_rows_that_know_their_place(tmp_path):
+    (tmp_path / "a.html").write_text("<h1>One</h1><p>first")
+    (tmp_path / "b.md").write_text("second\n")
+    config = TrainConfig(data=str(tmp_path), valid="none")
+    rows = find_splits(config).files["train"].read_text().splitlines()
+    assert [json.loads(row) for row in rows] == [
+        {"text": "One\n\nfirst", "your_ai: from": "a.html: row 1 (One)"},
+        {"text": "second", "your_ai: from": "b.md:1"},
+    ]

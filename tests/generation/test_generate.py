@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -21,6 +24,7 @@ from tests.conftest import (
     working_in,
     write_rows,
 )
+from tests.modelfiles.large import watched
 from your_ai.config import TrainConfig, build
 from your_ai.engine.weights import stream as stream_weights
 from your_ai.engine.weights import tensors_of
@@ -334,3 +338,21 @@ def test_note_names_the_tools_of_a_run():
     assert generate.note_on_tools(TrainConfig()) == ""
     note = generate.note_on_tools(TrainConfig(objective="grpo", tools=("shop:price", "python")))
     assert "--tools shop:price,python lets the model call them" in note
+
+
+@pytest.mark.memory
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_the_process_stays_in_the_least_limit_that_is_accepted(tmp_path, use_dora):
+    """With an adapter that is larger than the room that the estimate leaves."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6}
+    base = make_model(tmp_path / "m", bits=None, **sizes)
+    settings = {"lora_rank": 512, "lora_targets": "all-linear", "use_dora": use_dora}
+    run = train_in(tmp_path, base, max_steps=1, **settings)
+    asked = [*(sys.executable, "-m", "your_ai", "generate", str(run.path), "--prompt", "Hello"),
+             *("--max-tokens", "4", "--max-memory")]  # fmt: skip
+    refused = subprocess.run([*asked, "0.05"], capture_output=True, text=True, check=False)
+    least = re.search(r"at least ([0-9.]+) GB", refused.stderr)
+    assert least is not None, refused.stderr
+    process = subprocess.Popen([*asked, least[1]], stdout=subprocess.DEVNULL)
+    assert watched(process) <= 1e9 * float(least[1])
+    assert process.returncode == 0

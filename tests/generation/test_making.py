@@ -15,7 +15,7 @@ import your_ai
 from tests.conftest import Killed, call, refused, train, working_in
 from your_ai.errors import RunError, UserError
 from your_ai.generation import making
-from your_ai.generation.making import Reply
+from your_ai.generation.making import TextReply
 
 CHUNKS = 12
 KEPT = "What does lamp number {n} weigh in all, with its box?"
@@ -38,15 +38,15 @@ def scripted(found, chunks, request, progress):
     """A model that asks two questions for each chunk, and finds every fourth answer unsupported."""
     progress.begin(wave=5)
 
-    def reply(prompt: str) -> Reply:
+    def reply(prompt: str) -> TextReply:
         n = int(prompt.split("Lamp number ")[1].split()[0])
         if "Reply with one word" in prompt:
-            return Reply("No." if KEPT.format(n=n) in prompt and n % 4 == 3 else "Yes.", True)
+            return TextReply("No." if KEPT.format(n=n) in prompt and n % 4 == 3 else "Yes.", True)
         second = (KEPT.format(n=n), "It weighs 7 kg.")
         if n % 2:
             second = ("Is a lamp big, whatever its number?", "It is big.")
         pairs = [(KEPT.format(n=n), f"It weighs {n + 100} kg."), second]
-        return Reply(json.dumps([{"question": q, "answer": a} for q, a in pairs]), True)
+        return TextReply(json.dumps([{"question": q, "answer": a} for q, a in pairs]), True)
 
     return lambda prompts, is_verdict: [reply(prompt) for prompt, _ in prompts]
 

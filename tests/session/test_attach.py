@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import chat, events_of, train_once, wait_until, write_rows, write_site
@@ -374,3 +375,25 @@ print("mlx" in sys.modules or "numpy" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "False", done
+
+
+def test_run_waits_alone_for_another_and_goes_on_where_it_ended(arguments, run):
+    gb = f"{0.7 * psutil.virtual_memory().total / 1e9:.2f}"  # two do not fit
+    limited = [*arguments, "--max-memory", gb, "--detach"]
+    assert your_ai(*limited).returncode == 0
+    begun = your_ai(*limited, "--run", "second", "--wait")
+    assert begun.returncode == 0, begun.stderr
+    assert "waiting for the memory of r (" in begun.stdout
+    second = RunFolder(RUNS / "second")
+    try:
+        assert " waiting " in your_ai("runs").stdout
+        your_ai("runs", "stop", "second")
+        wait_until(lambda: not is_running(second))
+        assert " stopped " in your_ai("runs").stdout
+        assert your_ai("train", "--resume", "second", "--wait", "--detach").returncode == 0
+        assert not events_of(second, events.Started)
+        your_ai("runs", "stop", "r")
+        wait_until(lambda: events_of(second, events.Step))
+    finally:
+        your_ai("runs", "stop", "second")
+        wait_until(lambda: not is_running(second))

@@ -36,7 +36,7 @@ from your_ai.session import run_list
 from your_ai.session.run_list import RunRow
 
 NOW = 1_800_000_000.0
-STATES = ("running", "paused", *run_list.ENDED)
+STATES = ("running", "waiting", "paused", *run_list.ENDED)
 STAGE = events.Stage(text="loading m")
 STARTED = started(model="org/m")
 DONE = events.Finished(step=10, reason="done", adapter="runs/r/adapter", seconds=61.0)
@@ -240,6 +240,12 @@ def test_run_with_a_locked_folder_is_running(lock):
 def test_state_is_paused_until_the_run_continues(happened, state):
     with held(made("r", STAGE, STARTED, step(3), *happened)):
         assert only().state == state
+
+
+def test_wait_is_no_work():
+    waiting = events.Waiting(text="waiting for a", since=0.0, pid=1, needed_bytes=None)
+    times = zip((0, 40, 50), (waiting, STAGE, STARTED), strict=True)
+    assert run_list.seconds_of([Record(time, event) for time, event in times]) == 10
 
 
 def test_row_of_a_run_that_never_began_uses_its_config():

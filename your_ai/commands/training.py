@@ -52,7 +52,10 @@ def train(
         ),
     ] = None,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Leave when training has begun; the run continues.")
+        bool,
+        typer.Option(
+            "--detach", help="Leave when training has begun, or waits; the run continues."
+        ),
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print events as JSON lines, for programs.")

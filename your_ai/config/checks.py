@@ -84,6 +84,8 @@ def check(config: TrainConfig) -> None:
         raise UserError("--prefix-cache-folder: is only used with --prefix-cache disk")
     check_ranks(config)
     check_best_metric(config)
+    if config.wait and not config.supervise:
+        raise UserError("--wait: cannot be combined with --no-supervise; the supervisor waits")
     if config.neftune_alpha and config.prefix_cache != "off":
         raise UserError(
             "--neftune-alpha: the noise changes in each step, so nothing can be cached; use "

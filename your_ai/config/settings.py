@@ -821,6 +821,12 @@ class MemorySettings:
     force: bool = changeable(
         False, "Allow a --max-memory above the machine's memory.", agents="refused"
     )
+    wait: bool = changeable(
+        False,
+        "Wait until the other runs in ./runs that train, or waited before, leave --max-memory for "
+        "this one; without --max-memory, until they have ended.",
+        before=False,
+    )
     heavy_writes: bool = changeable(
         False,
         "Allow --adapter full to write more than a tenth of what its disk usually bears; so does "

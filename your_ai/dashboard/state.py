@@ -127,6 +127,8 @@ class ViewState:
     """Time when training last made progress."""
     ranks: events.Ranks | None = None
     """The processes of the run in the last step, if there are several."""
+    waiting: events.Waiting | None = None
+    """The last word about a wait for memory."""
     limit: events.Limit | None = None
     planned: events.Planned | None = None
     replanned: str = ""
@@ -201,6 +203,11 @@ class ViewState:
     def best_loss(self) -> float | None:
         """Lowest running mean of the loss so far; None if the run trains on rewards."""
         return None if self.on_rewards else self.loss_mean.best
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether the run waits for memory that other runs use."""
+        return is_waiting(self)
 
     @property
     def is_training(self) -> bool:
@@ -324,8 +331,9 @@ def fold_all(state: ViewState, records: Iterable[Record]) -> ViewState:
         if found.began_at is None:
             found.began_at = record.time
         before, found.last_at = found.last_at or record.time, record.time
-        if begins_anew(found, event):
+        if (anew := begins_anew(found, event)) or is_waiting(found):
             found.away_s += max(0.0, record.time - before)
+        if anew:
             vars(found).update(FORGOTTEN)
         if isinstance(event, GETTING_ON):
             found.stepped_at = record.time
@@ -346,13 +354,17 @@ def resumed(state: ViewState, now: float) -> ViewState:
     return replace(state, **FORGOTTEN, doing=STARTING, doing_at=now, last_at=now, away_s=away_s)
 
 
+def is_waiting(state: ViewState) -> bool:
+    return state.waiting is not None and state.doing == state.waiting.text
+
+
 def begins_anew(state: ViewState, event: events.Event) -> bool:
     """Return whether an event is the first one of a run that was started again by the user.
 
     A run that was killed wrote no end. It loads again though it was in its steps, and nothing
     said why: neither its supervisor nor its governor.
     """
-    if not isinstance(event, events.Stage):
+    if not isinstance(event, events.Stage | events.Waiting):
         return False
     return (
         state.finished is not None
@@ -366,6 +378,8 @@ def doing_after(state: ViewState, event: events.Event) -> str:
     match event:
         case events.Stage() | events.Phase():
             return event.text
+        case events.Waiting():
+            return event.text or STARTING
         case events.Paused():
             return PAUSED
         case events.Died():
@@ -384,6 +398,7 @@ def doing_after(state: ViewState, event: events.Event) -> str:
 
 
 LATEST = {
+    events.Waiting: "waiting",
     events.Limit: "limit",
     events.Planned: "planned",
     events.Host: "host",

@@ -185,7 +185,7 @@ def event_line(event: Event, state: ViewState) -> str | None:
     state: the state with the event folded in.
     """
     match event:
-        case events.Stage():
+        case events.Stage() | events.Waiting() if event.text:
             return event.text
         case events.Notice() | events.Stopping():
             return f"note: {event.text}"

@@ -95,7 +95,7 @@ def ask_for_questions(chunk: Chunk, count: int) -> str:
 def ask_for_verdict(chunk: Chunk, pair: Answered) -> str:
     """The prompt that asks whether an answer is supported."""
     mark = mark_of_text(chunk.text + pair.question + pair.answer)
-    return VERIFY.format(mark=mark, text=chunk.text, **pair._asdict())
+    return VERIFY.format(mark=mark, text=chunk.text, question=pair.question, answer=pair.answer)
 
 
 def is_yes(reply: str) -> bool:

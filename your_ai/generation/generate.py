@@ -371,11 +371,14 @@ def load(
 
 
 def facts_with(adapter: Adapter | None, base: Path, dtype: mx.Dtype) -> ModelFacts:
-    """The facts of the model in `base`, with the trained rows of its vocabulary, which stay in
-    memory."""
+    """The facts of the model in `base`, with the arrays of the adapter, which stay in memory, also
+    where weights are streamed; those of its layers in float32, whatever their file has."""
     facts = facts_of(base, dtype.size)
-    rows = [] if adapter is None else [array.nbytes for array in adapter.vocabulary.values()]
-    return replace(facts, rest_bytes=facts.rest_bytes + sum(rows))
+    if adapter is None:
+        return facts
+    held = sum(mx.float32.size * array.size for array in adapter.arrays.values())
+    held += sum(array.nbytes for array in adapter.vocabulary.values())
+    return replace(facts, rest_bytes=facts.rest_bytes + held)
 
 
 @dataclass(frozen=True)

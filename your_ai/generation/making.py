@@ -78,7 +78,7 @@ NEAR_DUPLICATE = "near-duplicate of another question"
 NO_PAIR = Answered("", "")
 
 
-class Reply(NamedTuple):
+class TextReply(NamedTuple):
     """A reply of the model."""
 
     text: str
@@ -86,7 +86,7 @@ class Reply(NamedTuple):
     """Whether it ended by itself, and not at the limit of tokens."""
 
 
-Ask = Callable[[Sequence[tuple[str, int]], bool], list[Reply]]
+Ask = Callable[[Sequence[tuple[str, int]], bool], list[TextReply]]
 """(prompts with their seeds, whether verdicts are asked for) -> the replies."""
 
 
@@ -205,7 +205,7 @@ class Progress:
             self.file.close()
 
     def checked(self) -> dict[str, Any]:
-        """What is recorded of the arguments, if these are the same now."""
+        """Read what is recorded of the arguments, if these are the same now."""
         path = self.folder / MADE_OF
         try:
             before = json.loads(read_text(path, MADE_OF_BYTES))
@@ -357,9 +357,9 @@ def loaded(
     sampling = Sampling(temperature=request.temperature, top_p=request.top_p)
     greedy = Sampling(temperature=0.0)
 
-    def ask(prompts: Sequence[tuple[str, int]], is_verdict: bool) -> list[Reply]:
+    def ask(prompts: Sequence[tuple[str, int]], is_verdict: bool) -> list[TextReply]:
         limit = VERDICT_TOKENS if is_verdict and not reasons else most
-        asked, replies = list[RolloutPrompt](), [Reply("", False)] * len(prompts)
+        asked, replies = list[RolloutPrompt](), [TextReply("", False)] * len(prompts)
         places = list[int]()
         for place, (prompt, seed) in enumerate(prompts):
             tokens = tokens_of(prompt)
@@ -371,7 +371,9 @@ def loaded(
         sampler = (greedy if is_verdict else sampling).sampler
         with memory_explained():
             for done in complete(network, asked, sampler, stops, limit, progress.plan["wave"]):
-                replies[places[done.prompt]] = Reply(answer_of(tokenizer, done).text, done.stopped)
+                replies[places[done.prompt]] = TextReply(
+                    answer_of(tokenizer, done).text, done.stopped
+                )
         allocator.free(collect=False)
         return replies
 
@@ -407,7 +409,15 @@ def batch_of(
 
     def drop(chunk: Chunk, reason: str, pair: Answered = NO_PAIR, detail: str = "") -> None:
         detailed = {"detail": detail} if detail else {}
-        dropped.append({"reason": reason, **detailed, **pair._asdict(), "source": chunk.where})
+        dropped.append(
+            {
+                "reason": reason,
+                **detailed,
+                "question": pair.question,
+                "answer": pair.answer,
+                "source": chunk.where,
+            }
+        )
 
     for index, reply in zip(indices, ask(prompts, False), strict=True):
         chunk = chunks[index]

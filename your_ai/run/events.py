@@ -6,9 +6,11 @@ The training process writes them, and everything that shows a run reads them. A 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
+import math
 import os
 import stat
 import time
@@ -32,6 +34,20 @@ class Stage(Event):
     """The activity of a run when it is not training, e.g. `loading the model`."""
 
     text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting(Event):
+    """The run waits for memory that other runs use. Written by the supervisor."""
+
+    text: str
+    """What it waits for, in words; empty when the wait is over."""
+    since: float
+    """Time when it began to wait, in seconds since 1970."""
+    pid: int
+    """Of the supervisor that waits."""
+    needed_bytes: int | None
+    """What all its processes may use; None for all that the machine has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -457,19 +473,26 @@ class EventLog:
         os.close(self.file)
 
 
-def tail(path: Path, offset: int = 0) -> tuple[list[Record], int]:
+def write_event(path: Path, event: Event) -> None:
+    """Append an event to a file. Raises RunError as `EventLog` does."""
+    with contextlib.closing(EventLog(path)) as log:
+        log.write(event)
+
+
+def tail(path: Path, offset: int = 0, most_bytes: float = math.inf) -> tuple[list[Record], int]:
     """Return the records from byte `offset` on, and the offset for the next call.
 
+    most_bytes: so many are read, and the line in which they end.
     A half-written last line is left for the next call. Unknown lines and lines longer than
     LINE_BYTES are skipped. A missing file has no events. Raises UserError if the file is not an
     events file.
     """
     records: list[Record] = []
-    strange_bytes = 0
+    strange_bytes, end = 0, offset + most_bytes
     try:
         with open_regular(path) as file:
             file.seek(offset)
-            while line := file.readline(LINE_BYTES):
+            while offset < end and (line := file.readline(LINE_BYTES)):
                 if not line.endswith(b"\n") and len(line) < LINE_BYTES:
                     break
                 offset += len(line)

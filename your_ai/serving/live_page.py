@@ -52,6 +52,8 @@ POLL_S = 0.3
 REST = 9  # rendering takes at most one part in ten of the time of a processor
 SILENT_S = 20  # a time without events that is worth a word
 SAMPLES_S = 5.0  # between two readings of completions
+READ_S = 0.4  # a long run is shown as far as it was read in this time, and then further
+PART_BYTES = 1 << 19  # of an events file, between two looks at the clock
 
 
 # The page, and the server of it
@@ -257,6 +259,8 @@ class LiveRun:
     identity: object = None
     """Of the events file, with its first line: another is that of a new run with the same name,
     whose file may have the inode of the old one."""
+    unread: float = 0.0
+    """Share of the events file that is still to be read."""
     fault: str = ""
     """Why the events cannot be read or shown."""
     config: TrainConfig | None = None
@@ -279,12 +283,17 @@ class LiveRun:
         if self.identity not in (None, identity) or status.st_size < self.offset:
             self.reader, self.offset, self.samples_at = HistoryReader(), 0, 0.0
         self.identity, self.fault = identity, ""
+        until = time.monotonic() + READ_S
         try:
-            records, self.offset = events.tail(self.folder.events, self.offset)
+            while self.offset < status.st_size and time.monotonic() < until:
+                records, end = events.tail(self.folder.events, self.offset, PART_BYTES)
+                self.reader.add(records)
+                if end == self.offset:  # a line that is not whole yet
+                    break
+                self.offset = end
         except UserError as error:
             self.fault = str(error)
-        else:
-            self.reader.add(records)
+        self.unread = 1 - self.offset / max(1, status.st_size)
 
     def read_settings(self) -> None:
         try:
@@ -310,6 +319,7 @@ class LiveRun:
         return Presence(
             is_running=is_here,
             silent_s=silent_s if is_here else 0,
+            unread=self.unread,
             resume=f"your_ai train --resume {self.folder.reference}",
         )
 
@@ -381,5 +391,6 @@ def follow(run: LiveRun, page: LivePage, is_over: Callable[[], bool]) -> None:
         began_at = time.monotonic()
         if began_at >= due_at and (asked > page.answered or page.has_audience):
             seen = refresh(run, page, seen)
-            due_at = time.monotonic() + REST * (time.monotonic() - began_at)
+            rest = 0 if run.unread else REST
+            due_at = time.monotonic() + rest * (time.monotonic() - began_at)
         page.confirm(asked)

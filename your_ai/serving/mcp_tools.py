@@ -7,15 +7,13 @@ Errors are UserError and RunError, of one line.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import inspect
 import math
-import os
 import subprocess
 import time
 import typing
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, TypeVar
 
@@ -33,9 +31,9 @@ from your_ai.data.sources import checked_settings
 from your_ai.errors import RunError, UserError
 from your_ai.evaluation import record
 from your_ai.gates.programs import python_module
-from your_ai.gates.text import message_line, shown, size_text
+from your_ai.gates.text import message_line, shown
 from your_ai.hub.find import find_model
-from your_ai.memory.limit import GB, MachineMemory, detect
+from your_ai.memory.limit import GB
 from your_ai.run import child, events
 from your_ai.run import folder as folders
 from your_ai.run.child import USER
@@ -46,72 +44,11 @@ from your_ai.serving.mcp_gate import AgentGate
 from your_ai.session import new_run, run_list
 from your_ai.session.finished import already_finished
 from your_ai.session.new_run import BackgroundRun
+from your_ai.session.room import MemoryUser, running_users, share_gb, starting
 from your_ai.training.plan_without_files import memory_here
-
-# Memory for several runs of one folder: the sum of their limits stays within the machine's
-
-
-LEAST_GB = 0.1  # that is worth a try
-
-
-@dataclass(frozen=True)
-class MemoryUser:
-    """A run or an evaluation that works now."""
-
-    name: str
-    limit_bytes: int | None
-    """What it may use at most; None if it is not known yet."""
-    held_bytes: int = 0
-    """What it uses now."""
-
-
-def memory_user(folder: RunFolder) -> MemoryUser:
-    """The memory that all processes of a run in progress may use, by its events and settings."""
-    state, config = fold_all(ViewState(), events.tail(folder.events)[0]), folder.read_config()
-    held = (0 if state.gauges is None else state.gauges.process_bytes or 0) * config.processes
-    if state.limit is not None:
-        return MemoryUser(folder.name, state.limit.limit_bytes * config.processes, held)
-    gb = config.max_memory
-    limit = None if gb is None else int(gb * GB) * config.processes
-    return MemoryUser(folder.name, limit, held)
-
-
-def share_gb(
-    machine: MachineMemory,
-    others: Iterable[MemoryUser],
-    asked_gb: float | None,
-    processes: int = 1,
-) -> float | None:
-    """The limit in GB for each of so many more processes; None: what `train` finds by itself.
-
-    asked_gb: the limit that was asked for. Raises UserError if the others leave too little.
-    """
-    others = list(others)
-    if not others:
-        return asked_gb
-    held = sum(other.held_bytes for other in others)
-    available = machine.available_bytes
-    empty = replace(machine, available_bytes=None if available is None else available + held)
-    capacity = detect(empty).limit_bytes
-    taken = [capacity if o.limit_bytes is None else o.limit_bytes for o in others]
-    left_gb = math.floor((capacity - sum(taken)) / processes / GB * 100) / 100
-    if left_gb >= (LEAST_GB if asked_gb is None else asked_gb):
-        return left_gb if asked_gb is None else asked_gb
-    using = ", ".join(
-        f"{other.name} may use {size_text(limit)}"
-        for other, limit in zip(others, taken, strict=True)
-    )
-    each = f" for each of {processes} processes" if processes > 1 else ""
-    wanted = "" if asked_gb is None else f", and this needs {asked_gb:g} GB{each}"
-    raise UserError(
-        f"not enough memory: {using} of the {size_text(capacity)} that are there{wanted}; wait for "
-        "it, stop it, or start both with a smaller max_memory"
-    )
-
 
 POLL_S = 0.2
 LONGEST_WAIT_S = 600.0
-LOCK_WAIT_S = 120.0
 LAST_RECORDS = 400  # to make lines of
 MOST_EVENTS = 50
 T = TypeVar("T")
@@ -187,7 +124,7 @@ class WatchedRun(BaseModel, frozen=True, use_attribute_docstrings=True):
 
     run: str
     state: str
-    """running, paused, finished, stopped (resumable), died, imported or merged."""
+    """running, waiting, paused, finished, stopped (resumable), died, imported or merged."""
     phase: str
     """What it does now, e.g. loading the model, training."""
     step: int | None
@@ -424,8 +361,7 @@ class AgentTools:
 
     def _users(self) -> list[MemoryUser]:
         """The runs and evaluations that work in this folder now."""
-        running = (found for found in run_list.folders(RUNS) if is_running(found))
-        return [*map(memory_user, running), *self.evaluating.values()]
+        return [*running_users(RUNS, {}), *self.evaluating.values()]
 
     def _reserve(self, found: RunFolder, asked_gb: float | None) -> int:
         """Reserve memory for an evaluation; return its key in `evaluating`."""
@@ -436,26 +372,9 @@ class AgentTools:
             self.evaluating[token] = MemoryUser(f"the evaluation of {found.name}", limit_bytes)
         return token
 
-    @contextlib.contextmanager
-    def starting(self) -> Iterator[None]:
+    def starting(self) -> contextlib.AbstractContextManager[None]:
         """Let one call at a time begin something, also of other servers of this folder."""
-        descriptor = os.open(self.gate.folder, os.O_RDONLY)
-        deadline = time.monotonic() + LOCK_WAIT_S
-        try:
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise UserError(
-                            f"{self.gate.folder}: another call has been starting a run here for "
-                            "minutes; try again"
-                        ) from None
-                    time.sleep(child.POLL_S)
-            yield
-        finally:
-            os.close(descriptor)
+        return starting(self.gate.folder)
 
     def _signal(self, found: RunFolder) -> None:
         """Ask a run to stop, once: a second signal would end it without saving."""
@@ -569,7 +488,7 @@ def reason_of_death(found: RunFolder, state: ViewState) -> str:
 def stopped(found: RunFolder) -> StoppedRun:
     """The state of a run that was asked to stop, and what it saved."""
     now = watched(found, 0)
-    if now.state in ("running", "paused"):
+    if now.state in ("running", "waiting", "paused"):
         text = "it still finishes its step or saves; call stop or watch again"
     elif now.state == "finished":
         text = f"it had finished; the adapter is in {now.adapter}"

@@ -122,7 +122,7 @@ def train(
 ) -> int:
     """Train under a supervisor and show the run; return the exit status of `your_ai train`.
 
-    detach: leave when training has begun.
+    detach: leave when training has begun, or waits for memory.
     Raises the errors that the run's processes reported, and Interrupted for a signal before
     training began.
     """
@@ -138,6 +138,7 @@ def train(
                 follower.catch_up()
                 pressed = shown.read()
                 has_begun = follower.begun or follower.failure is not None
+                has_begun |= follower.state.is_waiting
                 if not received and ("q" in pressed or (detach and has_begun)):
                     shown.put_away()
                     return detached(supervisor, folder, None if as_json else console)

@@ -8,7 +8,7 @@ from your_ai.run.folder import RunFolder, is_running, with_absolute_paths
 
 # Settings that decide only how long a run trains.
 LENGTH = ("max_steps", "epochs", "patience")
-AROUND = ("allow_sleep", "notify")  # what the computer does meanwhile
+AROUND = ("allow_sleep", "notify", "wait")  # what the computer does meanwhile
 
 
 def already_finished(folder: RunFolder, config: TrainConfig) -> str:

@@ -54,7 +54,7 @@ GAP = 2  # between columns
 NEEDED = 4  # columns that are kept where names would have to be shortened for them ...
 SHORTEST_NAME = 20  # ... but not to fewer characters than this
 LONGEST_MODEL = 24
-STYLES = {"running": "green", "paused": "yellow", "died": "red"}
+STYLES = {"running": "green", "waiting": "cyan", "paused": "yellow", "died": "red"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class RunRow:
 
     name: str
     state: str
-    """running, paused, or one of ENDED."""
+    """running, waiting (for memory), paused, or one of ENDED."""
     model: str | None = None
     step: int | None = None
     """The last step so far, of `steps`."""
@@ -215,7 +215,7 @@ def last_of(happened: Sequence[Event], *kinds: type) -> Any:
 
 def state_of(folder: RunFolder, running: bool, state: ViewState, happened: Sequence[Event]) -> str:
     if running:
-        return "paused" if state.paused else "running"
+        return "waiting" if state.is_waiting else "paused" if state.paused else "running"
     if folder.untrained is not None:
         return folder.untrained
     # A resume that fails before training begins does not change the state.
@@ -237,11 +237,13 @@ def model_of(folder: RunFolder, state: ViewState) -> str | None:
 
 
 def seconds_of(records: Sequence[Record]) -> float | None:
-    """Sum the time between events, without pauses and gaps between two processes."""
+    """Sum the time between events, without pauses, waits and gaps between two processes."""
     worked_s, paused = 0.0, False
     for before, record in itertools.pairwise(records):
-        if isinstance(before.event, (events.Paused, events.Continued, events.Stage)):
-            paused = isinstance(before.event, events.Paused)
+        if isinstance(
+            before.event, (events.Paused, events.Waiting, events.Continued, events.Stage)
+        ):
+            paused = isinstance(before.event, (events.Paused, events.Waiting))
         gap_s = record.time - before.time
         if gap_s > SILENCE_S:  # no process, or an old version that wrote no gauges
             gap_s = min(gap_s, number(getattr(record.event, "seconds", 0.0)) or 0.0)

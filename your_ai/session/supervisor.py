@@ -44,7 +44,7 @@ from your_ai.run.child import (
     reported_error,
     watch_parent,
 )
-from your_ai.run.events import Event, EventLog, Step
+from your_ai.run.events import Event, Step
 from your_ai.run.folder import SUPERVISOR_LOCK, RunFolder, find, locked
 from your_ai.run.stopping import SHOW_STACK, SIGNALS, recorded_signals
 from your_ai.session.computer import looked_after
@@ -176,7 +176,7 @@ def supervise(
             decision = decide(lives, life, told_to_stop=bool(received))
             if status != RESTART or decision.level is None:
                 died = events.Died(step=life.step, reason=decision.reason, level=decision.level)
-                write_event(folder, died)
+                events.write_event(folder.events, died)
             if decision.level is None and received:
                 break
             if decision.level is None:
@@ -325,12 +325,7 @@ def has_shown_stack(child: Child, pid: int, log: BinaryIO, what: str, watch: Sta
 def note(folder: RunFolder, text: str) -> None:
     """Write a notice; a full disk is for the training process to report."""
     with contextlib.suppress(RunError):
-        write_event(folder, events.Notice(text=text))
-
-
-def write_event(folder: RunFolder, event: Event) -> None:
-    with contextlib.closing(EventLog(folder.events)) as log:
-        log.write(event)
+        events.write_event(folder.events, events.Notice(text=text))
 
 
 def summarize_process(before: Life, level: int, status: int, written: Sequence[Event]) -> Life:
@@ -487,6 +482,10 @@ def supervise_run(
         patience, awake = patience_of(config), not config.allow_sleep
         with locked(folder, SUPERVISOR_LOCK), looked_after(folder, config, quiet, detached.is_set):
             requests.withdraw_all(folder)
+            if config.wait:
+                from your_ai.session.room import wait_for_room  # others need not load it
+
+                wait_for_room(folder, config, received)
             with tracked(folder, config.report_to, received), recorded_errors(folder):
                 status = supervise(folder, received, settings, command, patience, awake, config)
             if status == DONE and config.push_to:
@@ -512,7 +511,7 @@ def recorded_errors(folder: RunFolder) -> Iterator[None]:
         died = events.Died(step=max(steps, default=0), reason=str(error), level=None)
         if type(error) is not Lost and folder.events.exists():
             with contextlib.suppress(RunError):
-                write_event(folder, died)
+                events.write_event(folder.events, died)
         raise
 
 

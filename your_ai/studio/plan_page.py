@@ -52,6 +52,8 @@ class Control:
     value: str
     words: tuple[str, ...]
     """The words that it must be one of; empty if it may be something else."""
+    objectives: str
+    """The objectives that use it; empty for all."""
     searched: str
     """What `tune` would try; empty if it does not."""
 
@@ -67,6 +69,7 @@ def control(name: str, given: Mapping[str, str]) -> Control:
         kind=describe(kind),
         value=given.get(name, ""),
         words=words if is_closed else (),
+        objectives=", ".join(ABOUT[name].objectives),
         searched=SEARCHED.get(name, ""),
     )
 
@@ -104,16 +107,15 @@ def command_of(given: Mapping[str, Any]) -> str:
 
 def plan_page(asked: PageRequest) -> Response:
     given = {name: text for name, text in asked.query.items() if name in TYPES and text}
-    objective = given.get("objective", "sft")
     behind = {
-        panel: [control(n, given) for n in names if n not in APART and ABOUT[n].used_by(objective)]
+        panel: [control(name, given) for name in names if name not in APART]
         for panel, names in PANELS.items()
     }
     return asked.render(
         "plan",
         tab="plan",
         first=[control(name, given) for name in FIRST],
-        behind={panel: controls for panel, controls in behind.items() if controls},
+        behind=behind,
         about=ABOUT,
         least_gb=LEAST_GB,
         most_gb=most_gb(),

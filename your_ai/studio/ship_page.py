@@ -45,7 +45,7 @@ class Destination:
 DESTINATIONS = (
     Destination("gguf", "GGUF file", "The fused model in one file, for llama.cpp and all that are "
                 "built on it.", options=("--fused",)),
-    Destination("ollama", "Ollama", "A folder with the model and its template for `ollama create`; "
+    Destination("ollama", "Ollama", "A folder with the model and its template for ollama create; "
                 "the next commands are shown.", needs="ollama"),
     Destination("lmstudio", "LM Studio", "The fused model, where LM Studio looks for it."),
     Destination("hf", "Hugging Face model", "The fused model for transformers, with its card."),

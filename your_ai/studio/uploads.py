@@ -54,8 +54,6 @@ def place_of(name: str, folder: Path = GIVEN) -> Path:
         raise UserError(f"{shortened(name, 60)}: is no name for a file; rename it")
     place = folder.joinpath(*parts)
     for path in (place, *place.parents):
-        if path == GIVEN:
-            break
         if path.is_symlink():
             raise UserError(f"{path}: is a symbolic link; remove it by hand")
     return place

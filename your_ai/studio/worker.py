@@ -125,7 +125,7 @@ def start(settings: dict[str, Any]) -> str:
     from your_ai.hub.find import find_model
     from your_ai.session import new_run
 
-    resolved = checked_settings(new_run.resolve(settings, None), False)
+    resolved = checked_settings(new_run.resolve({"wait": True, **settings}, None), False)
     new_run.check_rewards(resolved)
     find_model(resolved.model)
     folder = new_run.create(resolved)
@@ -142,7 +142,7 @@ def resume(run: str, changes: dict[str, Any]) -> None:
 
     folder = folders.find(run)
     folders.check_resumable(folder)
-    settings = resumed(folder.read_config(), changes)
+    settings = resumed(folder.read_config(), {"wait": True, **changes})
     if done := already_finished(folder, settings):
         raise UserError(done)
     new_run.wait_until_begun(new_run.start(folder, settings, new=False), BEGUN_S)
@@ -152,26 +152,27 @@ def models() -> dict[str, Any]:
     """The models on this machine, and the known ones with their plans, the best first."""
     from your_ai.doctor.machine import read_machine
     from your_ai.doctor.model_list import WORDS, demo, of_local
-    from your_ai.doctor.recommend import recommend, room_here
+    from your_ai.doctor.recommend import Recommendation, recommend, room_here
     from your_ai.hub.local import local_models
     from your_ai.hub.registry import known
 
     room = room_here(read_machine())
     here = [of_local(local, room) for local in (demo(), *local_models())]
     repos = {row.repo for row in here if row.fault is None}
-    plans = {plan.known.alias: plan for plan in reversed(recommend(room))}
+    plans: dict[str, Recommendation] = {}  # the best first; with long rows there may be another
+    for plan in recommend(room):
+        plans.setdefault(plan.known.alias, plan)
     there = []
-    for model in sorted(known().values(), key=lambda m: m.alias not in plans):
+    for alias in dict.fromkeys([*plans, *known()]):
+        model = known()[alias]
         if model.repo in repos:
             continue
-        plan = plans.get(model.alias)
-        row = {"name": model.alias, "size_bytes": model.bytes_on_disk, "licence": model.licence}
-        row |= {"fits": WORDS[""], "needed_bytes": None, "plan": ""} if plan is None else {
-            "fits": WORDS[plan.tier], "needed_bytes": plan.needed_bytes, "plan": plan.plan
+        fitting = plans.get(alias)
+        row = {"name": alias, "size_bytes": model.bytes_on_disk, "licence": model.licence}
+        row |= {"fits": WORDS[""], "needed_bytes": None, "plan": ""} if fitting is None else {
+            "fits": WORDS[fitting.tier], "needed_bytes": fitting.needed_bytes, "plan": fitting.plan
         }  # fmt: skip
         there.append(row)
-    places = {alias: place for place, alias in enumerate(plans)}
-    there.sort(key=lambda row: -places.get(str(row["name"]), -1))
     return {
         "here": [asdict(row) for row in here],
         "there": there,
