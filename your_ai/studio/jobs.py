@@ -46,6 +46,8 @@ class StudioJob:
     """Its exit status; None if it runs, or was killed."""
     lines: tuple[str, ...]
     """The last lines of its output."""
+    then: str = ""
+    """The page that shows what it made."""
 
     @property
     def name(self) -> str:
@@ -69,14 +71,17 @@ class StudioJob:
         return message_line(errors[-1]) if errors else f"{self.title}: it ended before its end"
 
 
-def begin(title: str, *words: str) -> StudioJob:
-    """Begin a command of your_ai. title: what it does, for people. Raises UserError."""
+def begin(title: str, *words: str, then: str = "") -> StudioJob:
+    """Begin a command of your_ai. Raises UserError.
+
+    title: what it does, for people. then: the page, below the root, that shows what it made.
+    """
     with named_errors(JOBS, "written"):
         JOBS.mkdir(parents=True, exist_ok=True)
         tidy()
         folder = JOBS / f"{time.time_ns():x}"
         folder.mkdir()
-        replace_text(folder / COMMAND, json.dumps({"title": title, "words": words}))
+        replace_text(folder / COMMAND, json.dumps({"title": title, "words": words, "then": then}))
     process = begun(*python_module("your_ai.studio.jobs", str(folder)))
     until = time.monotonic() + STARTED_S
     while not (job := read(folder)).pid and job.status is None and time.monotonic() < until:
@@ -109,12 +114,13 @@ def read(folder: Path) -> StudioJob:
     try:
         about = json.loads((folder / COMMAND).read_text(encoding="utf-8"))
         title, words = str(about["title"]), tuple(map(str, about["words"]))
+        then = str(about.get("then", ""))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: is no job of this studio") from error
     status = None
     with contextlib.suppress(OSError, ValueError):
         status = int((folder / STATUS).read_text(encoding="utf-8"))
-    return StudioJob(folder, title, words, pid, status, last_lines(folder / OUTPUT))
+    return StudioJob(folder, title, words, pid, status, last_lines(folder / OUTPUT), then)
 
 
 def last_lines(path: Path) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ def stop_job(asked: PageRequest) -> Response:
 def again(asked: PageRequest) -> Response:
     """Begin the same command again, which continues what it can."""
     job = jobs.named(asked.names["name"])
-    return asked.go(f"jobs/{jobs.begin(job.title, *job.words).name}")
+    return asked.go(f"jobs/{jobs.begin(job.title, *job.words, then=job.then).name}")
 
 
 PAGES = [

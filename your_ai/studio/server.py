@@ -35,6 +35,7 @@ from your_ai.run.stopping import recorded_signals
 from your_ai.serving.live_page import check_reader, headers_of, listen
 from your_ai.serving.web import Gate, RequestHead, RequestRefused, WebServer
 from your_ai.studio import (
+    data_page,
     jobs_page,
     models_page,
     plan_page,
@@ -45,7 +46,16 @@ from your_ai.studio import (
 )
 from your_ai.studio.pages import FOLDER, Answer, PageRequest, Studio, templates
 
-MODULES = (models_page, plan_page, runs_page, try_page, ship_page, jobs_page, uploads)
+MODULES = (
+    models_page,
+    data_page,
+    plan_page,
+    runs_page,
+    try_page,
+    ship_page,
+    jobs_page,
+    uploads,
+)
 FIRST_PORT = 8780
 TOKEN = "studio.token"  # in the store: a page stays valid when the server is started again
 TOKEN_BYTES = 64

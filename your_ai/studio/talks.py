@@ -110,13 +110,13 @@ class Talks:
                         reply.ended = STOPPED
                         continue
                     about = ask(
-                        "begin answering", run=talk.run, messages=messages,
+                        "begin_answer", run=talk.run, messages=messages,
                         adapted=name == "adapter", **sampling,
                     )  # fmt: skip
                     exchange.asked, exchange.step = about["asked"], about["step"]
                     exchange.notes = about["notes"]
                     while not reply.ended:
-                        piece = {"ended": STOPPED} if talk.stops else ask("answering")
+                        piece = {"ended": STOPPED} if talk.stops else ask("more_of_answer")
                         reply.text += piece.get("text", "")
                         reply.ended = piece["ended"]
         except (UserError, RunError, OSError) as error:

@@ -79,38 +79,64 @@
   window.addEventListener("pageshow", () => document.querySelectorAll("button:disabled").forEach((button) => { button.disabled = false; }));
 
   // Files are sent in pieces, so that their size does not matter.
-  async function send(file, name) {
+  async function refused(answer) {
+    const fault = document.createElement("template");
+    fault.innerHTML = await answer.text();
+    return new Error(fault.content.textContent.trim());
+  }
+
+  async function send(file, name, gift) {
     for (let at = 0; at === 0 || at < file.size; at += PIECE) {
-      const query = new URLSearchParams({ name, at, size: file.size });
+      const query = new URLSearchParams({ gift, name, at, size: file.size });
       const answer = await fetch(`${root}upload?${query}`, {
         method: "POST", headers: { "X-Part": "1" }, body: file.slice(at, at + PIECE),
       });
-      if (!answer.ok) {
-        const fault = document.createElement("template");
-        fault.innerHTML = await answer.text();
-        throw new Error(fault.content.textContent.trim());
-      }
+      if (!answer.ok) throw await refused(answer);
       said.textContent = `${name}: ${Math.floor(100 * Math.min(1, (at + PIECE) / (file.size || 1)))}%`;
     }
   }
 
-  async function give(files) {
+  // found: pairs of a path and a file; hidden files are left out.
+  async function give(found) {
+    const pairs = found.filter(([path]) => !path.split("/").some((part) => part.startsWith(".")));
+    if (!pairs.length) return;
+    const gift = crypto.randomUUID();
     try {
-      for (const file of files) await send(file, file.webkitRelativePath || file.name);
-      const first = (files[0].webkitRelativePath || files[0].name).split("/")[0];
-      location.assign(`${root}data?${new URLSearchParams({ data: first })}`);
-    } catch (error) { said.textContent = error.message; }
+      for (const [path, file] of pairs) await send(file, path, gift);
+      const answer = await fetch(`${root}upload/done?gift=${gift}`, { method: "POST", headers: { "X-Part": "1" } });
+      if (!answer.ok) throw await refused(answer);
+      location.assign(`${root}data?${new URLSearchParams(await answer.json())}`);
+    } catch (error) {
+      said.textContent = error instanceof TypeError ? SILENT : error.message;
+      for (const input of document.querySelectorAll(".drop input")) input.value = "";
+    }
+  }
+
+  // The files below a dropped file or folder.
+  async function within(entry) {
+    if (entry.isFile) {
+      const file = await new Promise((found, failed) => entry.file(found, failed));
+      return [[entry.fullPath.slice(1), file]];
+    }
+    const reader = entry.createReader();
+    const all = [];
+    for (;;) {
+      const some = await new Promise((found, failed) => reader.readEntries(found, failed));
+      if (!some.length) return all;
+      for (const each of some) all.push(...await within(each));
+    }
   }
 
   for (const drop of document.querySelectorAll(".drop")) {
     const input = drop.querySelector("input");
-    input.addEventListener("change", () => { if (input.files.length) give([...input.files]); });
+    input.addEventListener("change", () => give([...input.files].map((file) => [file.webkitRelativePath || file.name, file])));
     drop.addEventListener("dragover", (event) => { event.preventDefault(); drop.classList.add("over"); });
     drop.addEventListener("dragleave", () => drop.classList.remove("over"));
     drop.addEventListener("drop", (event) => {
       event.preventDefault();
       drop.classList.remove("over");
-      if (event.dataTransfer.files.length) give([...event.dataTransfer.files]);
+      const entries = [...event.dataTransfer.items].map((item) => item.webkitGetAsEntry()).filter(Boolean);
+      Promise.all(entries.map(within)).then((found) => give(found.flat()), (error) => { said.textContent = error.message; });
     });
   }
 })();
