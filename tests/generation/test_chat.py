@@ -385,3 +385,18 @@ def test_result_without_room_for_an_answer_is_refused(demo_tokenizer):
     talker.most_tokens = 100
     with pytest.raises(UserError, match=r"limit is 100; a lower --tool-output-characters"):
         converse(talker)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"init": "pissa"}, {"train": "embeddings,head"}, {"adapter": "full"}, {}]
+)
+def test_the_base_is_the_model_that_the_run_started_from(tmp_path, settings):
+    """Also where the run changed more than the layers that can be turned off."""
+    base = make_model(tmp_path / "m", bits=None)
+    trained = open_trained(str(train_in(tmp_path, base, **settings).path))
+    talker = chat.open_talker(trained, Sampling(max_tokens=9))
+    assert (talker.base is not None) == bool(settings)
+    network, tokenizer = load_base(base, mx.float32)
+    alone = ChatSession(network, None, tokenizer, Sampling(max_tokens=9), talker.most_tokens)
+    said = [tokens_of(talker.answer(Conversation(), q, adapted=False)) for q in QUESTIONS]
+    assert said == [tokens_of(alone.answer(Conversation(), q)) for q in QUESTIONS]

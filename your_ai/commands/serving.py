@@ -1,4 +1,4 @@
-"""`your_ai serve`, `your_ai tinker` and `your_ai mcp`."""
+"""`your_ai studio`, `your_ai serve`, `your_ai tinker` and `your_ai mcp`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,18 @@ from your_ai.config.requests import ServeRequest, TinkerRequest
 from your_ai.errors import UserError
 from your_ai.gates.console import echo, echo_error
 from your_ai.gates.text import quoted
+
+
+def studio(
+    port: Annotated[
+        int | None, typer.Option(help="Port; default: a free one from 8780.", min=1, max=65535)
+    ] = None,
+    opens: Annotated[bool, typer.Option("--open/--no-open", help="Open the browser.")] = True,
+) -> None:
+    """Open a local page on which all of this can be done: data, plan, train, try, ship."""
+    from your_ai.studio.server import serve_studio
+
+    raise typer.Exit(serve_studio(port, opens))
 
 
 @with_options

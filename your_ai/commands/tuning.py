@@ -115,7 +115,7 @@ def check_numbers(trials: int | None, timeout: float | None) -> None:
 
 def check_settings(settings: TrainConfig, flags: Mapping[str, Any]) -> None:
     """Raise UserError for settings that a tune cannot have, and if nothing is left to search."""
-    from your_ai.session.tune_study import SEARCHED
+    from your_ai.session.tune_space import SEARCHED
 
     defaults = TrainConfig()
     for name, reason in REFUSED.items():

@@ -78,6 +78,8 @@ class Presence:
     """Seconds since the last event, if that is worth a word; else 0."""
     resume: str = ""
     """The command that continues the run."""
+    unread: float = 0.0
+    """Share of the events that is still to be read."""
     fault: str = ""
     """Why the events of the run cannot be read or shown."""
 
@@ -134,6 +136,8 @@ def report_page(
 def presence_text(past: RunHistory, presence: Presence) -> tuple[str, str]:
     """The state of a run on its live page, as a word and as a sentence."""
     state, (word, text) = past.state, ending(past)
+    if presence.unread > 0.01:
+        return "open", f"reading its events: {1 - presence.unread:.0%}"
     if presence.is_deleted:
         return "died", "the folder of this run was deleted; this is what it was before"
     if presence.is_running:
@@ -176,15 +180,19 @@ def parts_of(page: str) -> dict[str, str]:
 @cache
 def script() -> str:
     """The script of a live page, without which it would not change."""
-    return (FOLDER / "live_page.js").read_text(encoding="utf-8")
+    names = ("adapt.js", "live_page.js")
+    return "".join((FOLDER / name).read_text(encoding="utf-8") for name in names)
 
 
-def live_policy() -> str:
-    """The Content-Security-Policy of a live page: this script, this server, nothing else."""
+def live_policy(frames: str = "'none'") -> str:
+    """The Content-Security-Policy of a live page: this script, this server, nothing else.
+
+    frames: the pages that may show it inside of them.
+    """
     digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
     return (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        f"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors {frames}"
     )
 
 

@@ -19,6 +19,7 @@ import lzma
 import math
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from functools import partial
@@ -102,6 +103,8 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 Record = tuple[str, dict[str, Any]]  # `file:row`, for messages; and the object
+# A record, or why it is none where the reader can go on after it.
+RecordOrFault = tuple[str, dict[str, Any] | UserError]
 
 SUFFIXES = {
     **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
@@ -218,6 +221,17 @@ def read_records(path: Path, limit: RowLimit) -> Iterator[Record]:
 
     Raises UserError with file and row for what cannot be read, or is larger than `limit`.
     """
+    for where, record in records_and_faults(path, limit):
+        if isinstance(record, UserError):
+            raise record
+        yield where, record
+
+
+def records_and_faults(path: Path, limit: RowLimit) -> Iterator[RecordOrFault]:
+    """Yield the records of a file as `read_records` does, and errors of those that can be skipped.
+
+    Raises UserError for faults after which nothing can be read.
+    """
     found = False
     for record in READERS[form_of(path)](path, limit):
         found = True
@@ -226,14 +240,18 @@ def read_records(path: Path, limit: RowLimit) -> Iterator[Record]:
         raise UserError(f"{path}: the file is empty; give at least one row")
 
 
-def read_jsonl(path: Path, limit: RowLimit) -> Iterator[Record]:
+def read_jsonl(path: Path, limit: RowLimit) -> Iterator[RecordOrFault]:
     with opened(path) as file:
         for where, line in lines_of(file, path, limit):
-            limit.check_line(line, where)
-            yield where, decode_line(line, where)
+            try:
+                limit.check_line(line, where)
+                record: dict[str, Any] | UserError = decode_line(line, where)
+            except UserError as error:
+                record = error
+            yield where, record
 
 
-def read_json(path: Path, limit: RowLimit) -> Iterator[Record]:
+def read_json(path: Path, limit: RowLimit) -> Iterator[RecordOrFault]:
     """Yield the objects of a JSON array, of which only one is in memory.
 
     The array may be in an object, under one of ROW_LISTS.
@@ -248,9 +266,9 @@ def read_json(path: Path, limit: RowLimit) -> Iterator[Record]:
         while window.next() != "]" or number:
             where = f"{path}: row {number + 1}"
             value = window.value(where)
-            if not isinstance(value, dict):
-                raise UserError(f"{where}: expected an object, found {type(value).__name__}")
-            yield where, value
+            is_object = isinstance(value, dict)
+            fault = f"{where}: expected an object, found {type(value).__name__}"
+            yield where, value if is_object else UserError(fault)
             number += 1
             if window.next() == "]":
                 break
@@ -342,7 +360,7 @@ class JsonWindow:
         return value
 
 
-def read_csv(path: Path, limit: RowLimit, delimiter: str | None = None) -> Iterator[Record]:
+def read_csv(path: Path, limit: RowLimit, delimiter: str | None = None) -> Iterator[RecordOrFault]:
     """Yield the lines of a table, whose first line names the columns."""
     head = head_of(path)
     with opened(path) as file:
@@ -365,13 +383,17 @@ def read_csv(path: Path, limit: RowLimit, delimiter: str | None = None) -> Itera
                     names = checked_names(cells, where)
                     continue
                 if len(cells) != len(names):
-                    raise UserError(
-                        f"{where}: has {counted(len(cells), 'cell')}, but the first line names "
-                        f"{counted(len(names), 'column')}; is a quote or a delimiter missing?"
+                    yield (
+                        where,
+                        UserError(
+                            f"{where}: has {counted(len(cells), 'cell')}, but the first line names "
+                            f"{counted(len(names), 'column')}; is a quote or a delimiter missing?"
+                        ),
                     )
-                if sum(map(len, cells)) > limit.row_bytes:
-                    raise limit.too_long(where)
-                yield where, dict(zip(names, cells, strict=True))
+                elif sum(map(len, cells)) > limit.row_bytes:
+                    yield where, limit.too_long(where)
+                else:
+                    yield where, dict(zip(names, cells, strict=True))
         except csv.Error as error:
             where = f"{path}:{reader.line_num}"
             if "field limit" in str(error):
@@ -407,9 +429,9 @@ def checked_names(cells: list[str], where: str) -> list[str]:
     names = [cell.strip() for cell in cells]
     while names and not names[-1]:
         raise UserError(f"{where}: column {len(names)} has no name; the first line must name all")
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"{where}: has two columns {shortened(name or 'without a name')}")
+    if len(set(names)) < len(names):
+        name = next(name for name, count in Counter(names).items() if count > 1)
+        raise UserError(f"{where}: has two columns {shortened(name or 'without a name')}")
     return names
 
 
@@ -589,7 +611,7 @@ def read_passages(path: Path, limit: RowLimit, form: str) -> Iterator[Record]:
         yield where, {"text": passage.text}
 
 
-READERS: dict[str, Callable[[Path, RowLimit], Iterator[Record]]] = {
+READERS: dict[str, Callable[[Path, RowLimit], Iterator[RecordOrFault]]] = {
     "jsonl": read_jsonl,
     "json": read_json,
     "csv": read_csv,

@@ -34,7 +34,9 @@ names the environment or tools, "success_reward", "base" and "adapter": {"ended"
 
 low and high are the bounds of the interval at `confidence`: of the paired bootstrap over rows, or
 Wilson's for base and adapter where the measure is a share (SHARES, and a metric that is 0 or 1 in
-every row). A number that is not finite is null. `worst` quotes the data.
+every row). A number that is not finite is null. `worst` quotes the data;
+an entry whose row was answered also has "asked": the whole prompt, with the columns of a row of
+preferences, and "answers": {"base", "adapter"}: the whole answers.
 
 Imports neither mlx nor numpy.
 """

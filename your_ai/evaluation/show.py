@@ -57,6 +57,14 @@ REWARD_MODEL = {
         "The base has the same score head, and no adapter.",
     ),
 }
+TITLES = {  # of the worst rows, by what they are the worst in
+    "score": "Lowest score with the adapter:",
+    "margin": "Lowest margin with the adapter:",
+    "error": "Largest error with the adapter:",
+    "loss": "Highest loss per token with the adapter:",
+    "change": "Largest increase of the loss by the adapter:",
+    "reward": "Most reward lost by the adapter:",
+}
 HIDDEN = ("logps/chosen", "logps/rejected")  # their means per token are losses
 
 
@@ -143,9 +151,19 @@ def measures_table(found: dict[str, Any]) -> Table:
     measured.add_column("", min_width=len("exact match"))
     for system in SYSTEMS:
         measured.add_column(system, justify="right", no_wrap=True)
+    for label, cells in measures_cells(found).items():
+        if any(len(text) > most for text, most in zip(cells, WIDTHS, strict=True)):
+            cells = [text.replace(" [", "\n[") for text in cells]
+        measured.add_row(Text(label), *map(Text, cells))
+    return measured
+
+
+def measures_cells(found: dict[str, Any]) -> dict[str, list[str]]:
+    """The texts of base, adapter and difference, by the label of each measure."""
     preferences = found.get("preferences")
     is_tied = preferences is not None and preferences["reference"] == "base"
     labels = LABELS if preferences is None or preferences["pairs"] else LABELS | OF_LABELS
+    rows = dict[str, list[str]]()
     for name, systems in found["measures"].items():
         if name in HIDDEN:
             continue
@@ -155,10 +173,8 @@ def measures_table(found: dict[str, Any]) -> Table:
         cells = [cell(name, system, systems[system]) for system in SYSTEMS]
         if is_tied and name.startswith("rewards/") and systems["base"]["value"] is not None:
             cells[0] = "tie" if name in TIED else "0"
-        if any(len(text) > most for text, most in zip(cells, WIDTHS, strict=True)):
-            cells = [text.replace(" [", "\n[") for text in cells]
-        measured.add_row(Text(label), *map(Text, cells))
-    return measured
+        rows[label] = cells
+    return rows
 
 
 def adapter_values(found: dict[str, Any] | None) -> dict[str, str]:
@@ -250,15 +266,7 @@ def number(value: float | None) -> str:
 def worst(rows: list[dict[str, Any]]) -> list[RenderableType]:
     """Render the worst rows, one below the other."""
     found: list[RenderableType] = []
-    titles = {
-        "score": "Lowest score with the adapter:",
-        "margin": "Lowest margin with the adapter:",
-        "error": "Largest error with the adapter:",
-        "loss": "Highest loss per token with the adapter:",
-        "change": "Largest increase of the loss by the adapter:",
-        "reward": "Most reward lost by the adapter:",
-    }
-    for kind, title in titles.items():
+    for kind, title in TITLES.items():
         chosen = [row for row in rows if kind in row["by"]]
         if not chosen:
             continue

@@ -13,12 +13,13 @@ import numpy as np
 from your_ai.config import REWARD
 from your_ai.config.requests import EvaluateRequest
 from your_ai.dashboard.measures import wilson
+from your_ai.data.rows import Chat, Pair, Text
 from your_ai.errors import UserError
 from your_ai.evaluation import record, rewards
 from your_ai.evaluation.bootstrap import Interval, Paired, paired
 from your_ai.evaluation.compare import Comparison, RowMeasures
 from your_ai.evaluation.rewards import Judged, judge
-from your_ai.evaluation.rows import EvaluationRows, asked_and_expected, rejected_answer
+from your_ai.evaluation.rows import EvaluationRows, answer_of, asked_and_expected, rejected_answer
 from your_ai.evaluation.teacher import compared_as
 from your_ai.gates.text import counted
 from your_ai.nets.saved_adapter import Trained
@@ -276,9 +277,14 @@ def worst_rows(
     errors = rewards.score_errors(found) if "error" in kinds else {}
     scores = {"base": found.base.scores, "adapter": found.adapter.scores}
     texts: dict[int, tuple[str | None, ...]] = dict.fromkeys(chosen, (None, None, None))
+    judgeable: dict[int, dict[str, Any]] = {}
+    answers = {"base": found.base.answers or {}, "adapter": found.adapter.answers or {}}
     with contextlib.suppress(UserError):  # if the file is gone, only the quotes are missing
         for place, row, _ in found.rows.read(chosen):
             texts[place] = (*asked_and_expected(row), rejected_answer(row))
+            given = {system: of[place] for system, of in answers.items() if place in of}
+            if given:
+                judgeable[place] = {"asked": prompt_json(answer_of(row)), "answers": given}
 
     def of_pair(judged: Judged, place: int) -> dict[str, Any]:
         margins = {f"{s}_margin": finite_or_none(m[place]) for s, m in judged.margins.items()}
@@ -292,8 +298,9 @@ def worst_rows(
             "adapter_loss": finite_or_none(losses.adapter[place]),
             "prompt": excerpt(texts[place][0]),
             "expected": excerpt(texts[place][1]),
-            "base_answer": excerpt((found.base.answers or {}).get(place)),
-            "answer": excerpt((found.adapter.answers or {}).get(place)),
+            "base_answer": excerpt(answers["base"].get(place)),
+            "answer": excerpt(answers["adapter"].get(place)),
+            **judgeable.get(place, {}),
             **({} if judged is None or not is_pair[place] else of_pair(judged, place)),
             **{f"{system}_error": finite_or_none(each[place]) for system, each in errors.items()},
             **{
@@ -304,6 +311,14 @@ def worst_rows(
         }
         for place in chosen
     ]
+
+
+def prompt_json(content: Chat | Pair | Text) -> dict[str, Any]:
+    """The whole prompt of a row, with the columns that a row of preferences has for it."""
+    if not isinstance(content, Chat):
+        return {} if isinstance(content, Text) else {"prompt": content.prompt}
+    tools = {} if content.tools is None else {"tools": content.tools}
+    return {"prompt": content.messages[:-1], **tools}
 
 
 def excerpt(text: str | None) -> str | None:

@@ -184,8 +184,8 @@ class ChatSession:
 
     model: nn.Module
     base: nn.Module | None
-    """A separate base model if weights are streamed, which needs little memory; None if the base
-    is `model` with the adapter off."""
+    """A separate base model if weights are streamed, which needs little memory, or if the run
+    changed more than its adapter; None if the base is `model` with the adapter off."""
     tokenizer: Any
     sampling: Sampling
     most_tokens: int | None = None
@@ -290,6 +290,10 @@ class ChatSession:
         if between:
             seed = derive_seed(seed, "turn", len(between))
         sampling = replace(self.sampling, seed=seed, max_tokens=self.room(tokens))
+        yield from self.read_on(tokens, sampling, adapted)
+
+    def read_on(self, tokens: list[int], sampling: Sampling, adapted: bool) -> Responses:
+        """Generate the answer of the run to a prompt, or of its base model if not `adapted`."""
         if adapted:
             yield from self.memory.read_on(self.model, self.tokenizer, tokens, sampling)
         elif self.base is not None:
@@ -309,6 +313,12 @@ class ChatSession:
         return count < self.sampling.max_tokens
 
 
+def has_own_base(trained: Trained) -> bool:
+    """Return whether the base is another model than that of the run with its adapter turned off."""
+    adapter = trained.adapter
+    return adapter.kind.is_whole or trained.is_adjusted or bool(adapter.trained_rows)
+
+
 def open_talker(
     trained: Trained,
     sampling: Sampling,
@@ -325,9 +335,13 @@ def open_talker(
     if max_memory_gb is not None:
         most = min(most or HELD_TOKENS, HELD_TOKENS + sampling.max_tokens)
         held = 2 * most  # for the model and its base
+    apart = has_own_base(trained)
+    if apart and max_memory_gb is not None:
+        max_memory_gb /= 2
     model, tokenizer = load_run(trained, True, max_memory_gb, held)
     base = None
-    if streams_vocabulary(model):  # streamed: the adapter cannot be turned off in its blocks
+    # Streamed: the adapter cannot be turned off in its blocks.
+    if apart or streams_vocabulary(model):
         base, _ = load_run(trained, False, max_memory_gb, held)
     tools = dict[bool, ToolCaller]()
     if pool is not None:

@@ -325,7 +325,9 @@ def load_run(
     """Load the model of a run and its tokenizer, as `load` does; `adapted`: with its adapter."""
     adapter = trained.adapter if adapted else None
     files = trained.tokenizer_files if adapted else None
-    source = trained.source if adapted else (trained.base, trained.config.quantize)
+    whole = trained.adapter.kind.is_whole
+    base = find_model(trained.config.model) if whole and not adapted else trained.base
+    source = trained.source if adapted else (base, trained.config.quantize)
     return load(trained.config, source, adapter, max_memory_gb, tokens, files)[:2]
 
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import errno
 import json
+import math
 import os
 import stat
 import time
@@ -478,19 +479,20 @@ def write_event(path: Path, event: Event) -> None:
         log.write(event)
 
 
-def tail(path: Path, offset: int = 0) -> tuple[list[Record], int]:
+def tail(path: Path, offset: int = 0, most_bytes: float = math.inf) -> tuple[list[Record], int]:
     """Return the records from byte `offset` on, and the offset for the next call.
 
+    most_bytes: so many are read, and the line in which they end.
     A half-written last line is left for the next call. Unknown lines and lines longer than
     LINE_BYTES are skipped. A missing file has no events. Raises UserError if the file is not an
     events file.
     """
     records: list[Record] = []
-    strange_bytes = 0
+    strange_bytes, end = 0, offset + most_bytes
     try:
         with open_regular(path) as file:
             file.seek(offset)
-            while line := file.readline(LINE_BYTES):
+            while offset < end and (line := file.readline(LINE_BYTES)):
                 if not line.endswith(b"\n") and len(line) < LINE_BYTES:
                     break
                 offset += len(line)

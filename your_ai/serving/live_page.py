@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from starlette.datastructures import Headers
@@ -52,6 +52,8 @@ POLL_S = 0.3
 REST = 9  # rendering takes at most one part in ten of the time of a processor
 SILENT_S = 20  # a time without events that is worth a word
 SAMPLES_S = 5.0  # between two readings of completions
+READ_S = 0.4  # a long run is shown as far as it was read in this time, and then further
+PART_BYTES = 1 << 19  # of an events file, between two looks at the clock
 
 
 # The page, and the server of it
@@ -185,7 +187,37 @@ def check_reader(head: RequestHead) -> None:
 
 def serve_on(listener: socket.socket, page: LivePage, policy: str) -> WebServer:
     """Serve a page until the server is stopped. policy: its Content-Security-Policy."""
-    headers = {
+
+    def refusal(refused: RequestRefused, asked: Headers) -> Response:
+        return PlainTextResponse(f"{refused.message}\n", refused.status, headers_of(policy))
+
+    async def whole(request: Request) -> Response:
+        return await page_answer(page, policy)
+
+    async def changes(request: Request) -> Response:
+        return changes_answer(page, request, policy)
+
+    routes = [Route("/", whole), Route("/events", changes)]
+    return WebServer(listener, routes, Gate(("GET", "HEAD"), check_reader, refusal))
+
+
+async def page_answer(page: LivePage, policy: str) -> Response:
+    """The page, as new as it can be."""
+    return Response(await page.fresh(), 200, headers_of(policy), "text/html")
+
+
+def changes_answer(page: LivePage, request: Request, policy: str) -> Response:
+    """The changes of the page since the version that a request names, as server-sent events."""
+    since = request.headers.get("last-event-id") or request.query_params.get("since", "")
+    kind = {"Content-Type": "text/event-stream", **headers_of(policy)}
+    if request.method == "HEAD":
+        return Response(None, 200, kind)
+    return StreamingResponse(page.events(since), 200, kind)
+
+
+def headers_of(policy: str) -> dict[str, str]:
+    """The headers of all answers. policy: the Content-Security-Policy."""
+    return {
         "Content-Security-Policy": policy,
         "X-Content-Type-Options": "nosniff",
         "Cross-Origin-Resource-Policy": "same-origin",
@@ -193,30 +225,13 @@ def serve_on(listener: socket.socket, page: LivePage, policy: str) -> WebServer:
         "Cache-Control": "no-store",
     }
 
-    def refusal(refused: RequestRefused, asked: Headers) -> Response:
-        return PlainTextResponse(f"{refused.message}\n", refused.status, headers)
 
-    async def whole(request: Request) -> Response:
-        return Response(await page.fresh(), 200, headers, "text/html")
-
-    async def changes(request: Request) -> Response:
-        asked = request.query_params.get("since", "")
-        since = request.headers.get("last-event-id") or asked
-        kind = {"Content-Type": "text/event-stream", **headers}
-        if request.method == "HEAD":
-            return Response(None, 200, kind)
-        return StreamingResponse(page.events(since), 200, kind)
-
-    routes = [Route("/", whole), Route("/events", changes)]
-    return WebServer(listener, routes, Gate(("GET", "HEAD"), check_reader, refusal))
-
-
-def listen(port: int | None) -> socket.socket:
-    """Return a listening socket of this machine. port: None for a free one.
+def listen(port: int | None, first: int = FIRST_PORT) -> socket.socket:
+    """Return a listening socket of this machine. port: None for a free one, `first` if it is.
 
     Raises UserError if the port that was asked for is not available.
     """
-    tried = [port] if port is not None else [*range(FIRST_PORT, FIRST_PORT + PORTS), 0]
+    tried = [port] if port is not None else [*range(first, first + PORTS), 0]
     for number in tried:
         try:
             return web.listen(HOST, number)
@@ -244,6 +259,8 @@ class LiveRun:
     identity: object = None
     """Of the events file, with its first line: another is that of a new run with the same name,
     whose file may have the inode of the old one."""
+    unread: float = 0.0
+    """Share of the events file that is still to be read."""
     fault: str = ""
     """Why the events cannot be read or shown."""
     config: TrainConfig | None = None
@@ -266,12 +283,17 @@ class LiveRun:
         if self.identity not in (None, identity) or status.st_size < self.offset:
             self.reader, self.offset, self.samples_at = HistoryReader(), 0, 0.0
         self.identity, self.fault = identity, ""
+        until = time.monotonic() + READ_S
         try:
-            records, self.offset = events.tail(self.folder.events, self.offset)
+            while self.offset < status.st_size and time.monotonic() < until:
+                records, end = events.tail(self.folder.events, self.offset, PART_BYTES)
+                self.reader.add(records)
+                if end == self.offset:  # a line that is not whole yet
+                    break
+                self.offset = end
         except UserError as error:
             self.fault = str(error)
-        else:
-            self.reader.add(records)
+        self.unread = 1 - self.offset / max(1, status.st_size)
 
     def read_settings(self) -> None:
         try:
@@ -297,6 +319,7 @@ class LiveRun:
         return Presence(
             is_running=is_here,
             silent_s=silent_s if is_here else 0,
+            unread=self.unread,
             resume=f"your_ai train --resume {self.folder.reference}",
         )
 
@@ -352,21 +375,22 @@ def serve_page(folder: RunFolder, port: int | None) -> int:
             echo(f"{folder.name}: {server.url}")
             echo("Ctrl-C ends the page; the run goes on without it")
             sys.stdout.flush()
-            follow(run, page, received)
+            follow(run, page, lambda: bool(received))
         finally:
             page.close()
             server.stop()
     return DONE if received[0] == signal.SIGINT else 128 + received[0]
 
 
-def follow(run: LiveRun, page: LivePage, received: Sequence[int]) -> None:
-    """Keep the page up to date while somebody reads it, until there is a signal in `received`."""
+def follow(run: LiveRun, page: LivePage, is_over: Callable[[], bool]) -> None:
+    """Keep the page up to date while somebody reads it, until it is over."""
     seen = refresh(run, page, None)  # while nobody waits for it yet
     due_at = 0.0
-    while not received:
+    while not is_over():
         asked = page.wait(POLL_S)
         began_at = time.monotonic()
         if began_at >= due_at and (asked > page.answered or page.has_audience):
             seen = refresh(run, page, seen)
-            due_at = time.monotonic() + REST * (time.monotonic() - began_at)
+            rest = 0 if run.unread else REST
+            due_at = time.monotonic() + rest * (time.monotonic() - began_at)
         page.confirm(asked)

@@ -115,6 +115,21 @@ def share_gb(
     )
 
 
+def trial_gb(runs: Path) -> float:
+    """The limit in GB for a process that a user waits for, beside the runs that work now.
+
+    Where these may use all that is there, half of what they leave free now: they seldom grow after
+    their first steps, and go on with less if they must.
+    """
+    machine, users = memory_here(), running_users(runs, {})
+    free_gb = detect(machine).limit_bytes / GB
+    try:
+        share = share_gb(machine, users, None)
+    except UserError:
+        return free_gb / 2
+    return free_gb if share is None else min(share, free_gb)
+
+
 class Busy(UserError):
     """Another process has been starting a run for too long."""
 

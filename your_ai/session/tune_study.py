@@ -24,18 +24,14 @@ from sqlalchemy.exc import SQLAlchemyError
 from your_ai.config import ByLayer, TrainConfig, defaults
 from your_ai.errors import RunError, UserError
 from your_ai.rng import derive_seed
+from your_ai.session.tune_space import FASTEST, LAYER_DIVISORS, RANKS, SCHEDULES, SLOWEST
 
 VERSION = 3  # of a tune's folder
 STUDY = "your_ai"  # name of the study in its file
 REASON = "reason"  # the attribute of a trial that says why it failed or was pruned
 MOST_TRIALS = 10_000
 
-SEARCHED = ("learning_rate", "lora_rank", "lora_layers", "lr_schedule")
-SLOWEST, FASTEST = 0.25, 10.0  # learning rates that are searched, as multiples of the default
 FASTER = 2.5  # the second trial differs from the first only in this multiple of the learning rate
-RANKS = (4, 8, 16, 32)
-LAYER_DIVISORS = (1, 2)  # all blocks, the last half
-SCHEDULES = ("constant", "linear", "cosine")
 RANDOM_TRIALS = 6  # the first trials, which are drawn without a model of the earlier ones
 TRIALS_BEFORE_PRUNING = 4
 UNPRUNED_SHARE = 0.25  # of the steps of a run: no trial is pruned before

@@ -55,7 +55,7 @@ from your_ai.run.folder import (
 from your_ai.run.stopping import SIGNALS, recorded_signals
 from your_ai.session import run_list, tune_study
 from your_ai.session.attach import PATIENCE
-from your_ai.session.tune_study import SEARCHED
+from your_ai.session.tune_space import SEARCHED
 
 TUNES = Path("tunes")
 TUNE_LOCK = "tune.lock"

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import shlex
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.studio.client import Client
+from your_ai.config import FIELDS, TrainConfig, build
+from your_ai.config.reading import commented_yaml
+from your_ai.errors import UserError
+from your_ai.session import new_run
+from your_ai.studio.plan_page import command_of, settings_of_form
+
+GIVEN = {
+    "model": st.sampled_from(["demo", "a model's name", "--x"]),
+    "data": st.sampled_from(["demo", "my data.csv", "$(rm -rf)"]),
+    "columns": st.sampled_from(["prompt=a,completion=b c"]),
+    "epochs": st.integers(1, 9).map(str),
+    "lora_rank": st.sampled_from(["8", "16,mlp=32"]),
+    "learning_rate": st.sampled_from(["1e-4", "0.5"]),
+    "packing": st.sampled_from(["true", "false"]),
+    "system_prompt": st.just("x"),
+}
+
+
+@given(st.fixed_dictionaries({}, optional={n: v for n, v in GIVEN.items() if n in FIELDS}))
+def test_form_file_and_command_say_the_same(form):
+    try:
+        wanted = build(settings_of_form(form), "settings")
+    except UserError:
+        return
+    given_settings = settings_of_form(form)
+    read = yaml.safe_load(commented_yaml(given_settings)) or {}
+    assert build(read, "file") == wanted
+    words = shlex.split(command_of(given_settings))
+    assert words[:2] == ["your_ai", "train"]
+    assert len(words) == 2 + sum(1 if isinstance(v, bool) else 2 for v in given_settings.values())
+
+
+def test_every_setting_is_in_the_form(client: Client):
+    text = client.get("plan").text
+    missing = [name for name in FIELDS if f'name="{name}"' not in text]
+    assert not missing
+
+
+def test_what_came_from_a_link_is_filled_in_and_escaped(client: Client):
+    text = client.get("plan?data=%22><script>x</script>&epochs=3").text
+    assert "<script>x" not in text
+    assert 'value="3"' in text
+
+
+def test_a_plan_follows_from_the_form(client: Client):
+    got = client.post("plan/preview", model="demo", max_memory="1")
+    assert got.status == 200
+    assert "1.00 GB" in got.text
+    assert "your_ai train --model demo --max-memory 1" in got.text
+    fault = client.post("plan/preview", model="demo", max_memory="0.01").fault
+    assert "fit" in fault or "least" in fault
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [("lora_rank", "x", "lora-rank"), ("max_memory", "-3", ""), ("hidden", "1", "no setting")],
+)
+def test_what_is_wrong_is_one_line(client: Client, name, value, words):
+    got = client.post("plan/preview", **{name: value})
+    assert words in got.fault
+    assert "\n" not in got.fault.strip()
+
+
+def test_the_right_end_of_the_slider_is_no_limit():
+    assert "max_memory" not in settings_of_form({"max_memory": "100000"})
+    assert TrainConfig(**settings_of_form({"max_memory": "0.5"})).max_memory == 0.5
+
+
+def test_a_run_starts_and_ends_as_asked(client: Client):
+    place = client.post("runs", run="r", max_steps="2").place
+    assert place == "runs/r"
+    from tests.conftest import wait_until
+
+    wait_until(lambda: "finished" in client.part("runs/r").text)
+    assert client.get("runs/r/live/").status == 200
+    assert client.post("runs/r/resume").fault.startswith("runs/r: already finished")
+    assert client.post("runs/r/remove").status == 200
+    assert not new_run.folder.RUNS.joinpath("r").exists()

@@ -1,0 +1,165 @@
+"""Plan: settings, the plan that follows from them, and the same as a file and as a command.
+
+The form is made of the declarations of the settings, so that a new one is there by itself.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import Response
+
+from your_ai.config import (
+    ABOUT,
+    DEMO,
+    DEMO_DATA,
+    PANELS,
+    TYPES,
+    coerce,
+    default_text,
+    describe,
+    flag,
+    negated,
+    words_of,
+)
+from your_ai.config.reading import commented_yaml
+from your_ai.errors import UserError
+from your_ai.gates.text import message_line
+from your_ai.hub.local import local_models
+from your_ai.hub.registry import known
+from your_ai.memory.limit import GB, detect
+from your_ai.session.tune_space import SEARCHED
+from your_ai.studio.pages import PageRequest, do, show
+from your_ai.training.plan_without_files import memory_here
+
+FIRST = ("objective", "model", "data", "columns", "epochs", "lora_rank", "max_seq_length", "run")
+APART = (*FIRST, "max_memory")  # not behind the door
+LEAST_GB, STEP_GB = 0.3, 0.1
+
+
+@dataclass(frozen=True)
+class Control:
+    """A setting as the form shows it."""
+
+    name: str
+    help: str
+    default: str
+    kind: str
+    """What it may be, in words."""
+    value: str
+    words: tuple[str, ...]
+    """The words that it must be one of; empty if it may be something else."""
+    objectives: str
+    """The objectives that use it; empty for all."""
+    searched: str
+    """What `tune` would try; empty if it does not."""
+
+
+def control(name: str, given: Mapping[str, str]) -> Control:
+    kind = TYPES[name]
+    words = ("true", "false") if kind is bool else tuple(words_of(kind))
+    is_closed = kind is bool or ("a " not in describe(kind) and "values" not in describe(kind))
+    return Control(
+        name=name,
+        help=ABOUT[name].help,
+        default=default_text(name).strip(" []").removeprefix("default: "),
+        kind=describe(kind),
+        value=given.get(name, ""),
+        words=words if is_closed else (),
+        objectives=", ".join(ABOUT[name].objectives),
+        searched=SEARCHED.get(name, ""),
+    )
+
+
+def settings_of_form(form: Mapping[str, str]) -> dict[str, Any]:
+    """The settings that a form gives, of their types. Raises UserError."""
+    unknown = [name for name in form if name not in TYPES]
+    if unknown:
+        raise UserError(f"{unknown[0]}: is no setting")
+    given: dict[str, Any] = dict(form)
+    if float(given.get("max_memory") or 0) >= most_gb():
+        del given["max_memory"]  # the right end of the slider: what is free
+    for name, text in given.items():
+        is_word = TYPES[name] is bool and text in ("true", "false")
+        given[name] = coerce(name, text == "true" if is_word else text, flag(name))
+    return given
+
+
+def most_gb() -> float:
+    """The right end of the slider: the limit that a run finds by itself on this machine."""
+    return max(LEAST_GB + STEP_GB, round(detect(memory_here()).limit_bytes / GB, 1))
+
+
+def command_of(given: Mapping[str, Any]) -> str:
+    """The command that trains with these settings."""
+    words = []
+    for name, value in given.items():
+        if isinstance(value, bool):
+            words.append(flag(name) if value else negated(name))
+        else:
+            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            words += [flag(name), shlex.quote(text)]
+    return " ".join(["your_ai train", *words])
+
+
+def plan_page(asked: PageRequest) -> Response:
+    given = {name: text for name, text in asked.query.items() if name in TYPES and text}
+    behind = {
+        panel: [control(name, given) for name in names if name not in APART]
+        for panel, names in PANELS.items()
+    }
+    return asked.render(
+        "plan",
+        tab="plan",
+        first=[control(name, given) for name in FIRST],
+        behind=behind,
+        about=ABOUT,
+        least_gb=LEAST_GB,
+        most_gb=most_gb(),
+        step_gb=STEP_GB,
+        max_memory=given.get("max_memory", most_gb()),
+        models=model_names(),
+        datas=data_names(),
+    )
+
+
+def model_names() -> list[tuple[str, str]]:
+    """Names of models, and where they are."""
+    local = [m.alias or m.name for m in local_models() if m.fault is None]
+    here = [(name, "here") for name in (DEMO, *local)]
+    there = [(name, "to download") for name in known() if name not in local]
+    return [*here, *there]
+
+
+def data_names() -> list[str]:
+    from your_ai.studio.uploads import given_files
+
+    return [*(str(path) for path in given_files()), *DEMO_DATA]
+
+
+def preview(asked: PageRequest) -> Response:
+    """The plan of the settings in the form, or what is wrong with them."""
+    given = settings_of_form(asked.form)
+    plan, fault = None, ""
+    try:
+        plan = asked.studio.planner.ask("plan", settings=given)
+    except UserError as error:
+        fault = message_line(error)
+    yaml, command = commented_yaml(given), command_of(given)
+    return asked.render("plan_shown", plan=plan, fault=fault, yaml=yaml, command=command)
+
+
+def start(asked: PageRequest) -> Response:
+    """Start the run, which waits for the memory of those that are there before it."""
+    name = asked.studio.planner.ask("start", settings=settings_of_form(asked.form))
+    return asked.go(f"runs/{name}")
+
+
+PAGES = [
+    show("/plan", plan_page),
+    do("/plan/preview", preview),
+    do("/runs", start),
+]
