@@ -360,9 +360,7 @@ class JsonWindow:
         return value
 
 
-def read_csv(
-    path: Path, limit: RowLimit, delimiter: str | None = None
-) -> Iterator[RecordOrFault]:
+def read_csv(path: Path, limit: RowLimit, delimiter: str | None = None) -> Iterator[RecordOrFault]:
     """Yield the lines of a table, whose first line names the columns."""
     head = head_of(path)
     with opened(path) as file:
@@ -385,9 +383,12 @@ def read_csv(
                     names = checked_names(cells, where)
                     continue
                 if len(cells) != len(names):
-                    yield where, UserError(
-                        f"{where}: has {counted(len(cells), 'cell')}, but the first line names "
-                        f"{counted(len(names), 'column')}; is a quote or a delimiter missing?"
+                    yield (
+                        where,
+                        UserError(
+                            f"{where}: has {counted(len(cells), 'cell')}, but the first line names "
+                            f"{counted(len(names), 'column')}; is a quote or a delimiter missing?"
+                        ),
                     )
                 elif sum(map(len, cells)) > limit.row_bytes:
                     yield where, limit.too_long(where)

@@ -181,7 +181,7 @@ def models() -> dict[str, Any]:
 
 
 def look(**given: Any) -> Any:
-    """What the page of data shows."""
+    """Look at data for the page that shows it."""
     from your_ai.studio import data_calls
 
     return data_calls.look(**given)
