@@ -81,11 +81,6 @@ def test_problems_beyond_those_listed_are_left_out_too(client: Client) -> None:
     assert len((DATA / "a-without-120.jsonl").read_text().splitlines()) == 9
 
 
-def test_names_that_leave_the_folder_are_refused(client: Client, name: str) -> None:
-    assert "is no name for a file" in client.send(name, b"x")[1]
-    assert client.ask("POST", "data/remove", {"name": name})[0] == 422
-
-
 @pytest.mark.parametrize(
     ("name", "data", "said"),
     [

@@ -156,7 +156,7 @@ def chosen(
 
 
 def look(data: str, columns: str, objective: str, model: str) -> dict[str, Any]:
-    """What the page of data shows. columns, objective, model: "" for what suits the data.
+    """Show data as the page does. columns, objective, model: "" for what suits the data.
 
     Raises UserError if nothing of it can be read.
     """
@@ -167,7 +167,7 @@ def look(data: str, columns: str, objective: str, model: str) -> dict[str, Any]:
 def looked(
     data: str, columns: str, objective: str, model: str, state: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """What `look` returns, and the names of all rows with problems, in their order."""
+    """Return what `look` returns, and the names of all rows with problems, in their order."""
     sources = plain_sources(data)
     given = coerce("columns", columns, "--columns") if columns else ()
     objective, roles, is_unknown = chosen(sources, tuple(given), objective)
