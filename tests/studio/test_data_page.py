@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from html import unescape
+from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from tests.conftest import wait_until
 from tests.studio.client import Client
 from tests.studio.test_uploads import finish, give, send
-from your_ai.studio import jobs
+from your_ai.studio import data_calls, jobs
 from your_ai.studio.uploads import GIVEN as DATA
 
 BOX = re.compile(r'name="rows" value="([^"]*)" checked')
@@ -131,3 +132,12 @@ def test_questions_about_a_document_are_made_by_a_job(client: Client) -> None:
     wait_until(lambda: not jobs.read(job.folder).pid, 120)
     page = client.get(f"jobs/{job.name}").text
     assert job.then in page or jobs.read(job.folder).state == "died", page
+
+
+def test_a_look_at_large_data_ends_and_says_where(own_folder, monkeypatch):
+    Path("a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 3)
+    whole = data_calls.look("a.jsonl", "", "", "demo")
+    assert (whole["splits"]["train"]["rows"], whole["unseen"]) == (3, "")
+    monkeypatch.setattr(data_calls, "LOOK_S", -1.0)
+    data_calls.looked.cache_clear()
+    assert data_calls.look("a.jsonl", "", "", "demo")["unseen"] == "a.jsonl:1"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -42,6 +43,7 @@ PROBLEMS, FIRST_ROWS, COLUMNS, NAMES, FILES = 100, 5, 40, 500, 20  # that are sh
 VALUES, VALUE_CHARACTERS, REASON_CHARACTERS = 3, 80, 500
 HEADS = 20  # first records, which say what the data is for
 ENCODED = 20_000  # rows whose tokens are counted
+LOOK_S = 10.0  # after so long, the rest of the rows is left to the training, which reads all
 LOOKS = 8  # that are kept, so that a page is shown again at once
 OTHER_ROLES = {
     "answers": ("text", "messages", "system", "weight"),
@@ -182,7 +184,11 @@ def looked(
     seen: dict[str, set[bytes]] = {split: set() for split in SPLITS}
     problems, drawn, heads = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
     refused: list[str] = []
+    unseen, until = "", time.monotonic() + LOOK_S
     for each in examined(sources, config):
+        if time.monotonic() > until:
+            unseen = each.where
+            break
         split, fault = splits.setdefault(each.split, SplitSurvey()), each.fault
         if each.record is not None and len(heads) < VALUES:
             heads.append(opened(each.record))
@@ -223,6 +229,7 @@ def looked(
         "max_seq_length": config.max_seq_length,
         "notes": [*notes, *noticed.lines()],
         "drawn": drawn,
+        "unseen": unseen,
         "is_unknown": is_unknown,
         "problems": problems,
         "refused": len(refused),

@@ -32,7 +32,7 @@ def data_page(asked: PageRequest) -> Response:
     if not asked.is_part:
         address = urlencode({**query, "data": asked.query["data"]})
         return asked.render("data", tab="data", data=data, address=address)
-    found = asked.studio.planner.ask("look", data=data, **query)
+    found = asked.studio.reader.ask("look", data=data, **query)
     train = found["splits"].get("train", {"rows": 0})
     return asked.render(
         "data_shown",
@@ -75,7 +75,7 @@ def leave_out(asked: PageRequest) -> Response:
     gift = GIVEN / f"{GIFT}{secrets.token_hex(8)}"
     with named_errors(gift, "written"):
         gift.parent.mkdir(parents=True, exist_ok=True)
-        count = asked.studio.planner.ask(
+        count = asked.studio.reader.ask(
             "leave_out", **given, others="others" in form, into=str(gift)
         )
         name = f"{Path(data.split(',')[0]).stem}-without-{count}"

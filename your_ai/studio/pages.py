@@ -38,7 +38,9 @@ class Studio:
 
     token: str
     planner: Worker = field(default_factory=Worker)
-    """Reads rows and plans runs."""
+    """Plans and starts runs."""
+    reader: Worker = field(default_factory=Worker)
+    """Reads data, which may take longer than a plan should wait."""
     answerer: Worker = field(default_factory=Worker)
     """Holds the model that is tried."""
     talks: Talks = field(default_factory=Talks)
@@ -53,6 +55,7 @@ class Studio:
 
     def close(self) -> None:
         self.planner.end()
+        self.reader.end()
         self.answerer.end()
         self.boards.close()
 
