@@ -37,6 +37,14 @@ from your_ai.training.plan_without_files import memory_here
 
 FIRST = ("objective", "model", "data", "columns", "epochs", "lora_rank", "max_seq_length", "run")
 APART = (*FIRST, "max_memory")  # not behind the door
+PLAIN = {  # for those who have not met the names of the settings
+    "objective": "what is learned",
+    "columns": "what the columns are",
+    "epochs": "passes over the data",
+    "lora_rank": "size of the adapters (rank)",
+    "max_seq_length": "longest row, in tokens",
+    "run": "name of the run",
+}
 LEAST_GB, STEP_GB = 0.3, 0.1
 
 
@@ -45,6 +53,7 @@ class Control:
     """A setting as the form shows it."""
 
     name: str
+    label: str
     help: str
     default: str
     kind: str
@@ -64,6 +73,7 @@ def control(name: str, given: Mapping[str, str]) -> Control:
     is_closed = kind is bool or ("a " not in describe(kind) and "values" not in describe(kind))
     return Control(
         name=name,
+        label=PLAIN.get(name, name.replace("_", " ")),
         help=ABOUT[name].help,
         default=default_text(name).strip(" []").removeprefix("default: "),
         kind=describe(kind),
