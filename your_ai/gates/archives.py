@@ -62,7 +62,8 @@ class Archive:
     def blocks(self, name: str) -> Iterator[bytes]:
         """Yield the bytes of a file. Raises UserError if it is missing or damaged."""
         if name not in self.names:
-            raise UserError(f"{self.path}: is damaged ({shown(name)} is missing in it)")
+            part = shown(name) if name else "its main part"
+            raise UserError(f"{self.path}: is damaged ({part} is missing)")
         try:
             with self.content.open(name) as file:
                 while block := file.read(BLOCK_BYTES):
