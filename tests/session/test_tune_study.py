@@ -15,13 +15,13 @@ from optuna.trial import FrozenTrial, Trial
 
 from your_ai.config import TrainConfig
 from your_ai.errors import UserError
+from your_ai.session.tune_space import SEARCHED
 from your_ai.session.tune_study import (
     ENDED,
     FAILED,
     FINISHED,
     PRUNED,
     REASON,
-    SEARCHED,
     chosen_in,
     create_study,
     ended_trials,
@@ -83,7 +83,7 @@ def last_of(opened: Opened) -> FrozenTrial:
     st.sampled_from([1, 4, 7, 16]),
     st.one_of(st.just("all"), st.integers(1, 9)),
     st.integers(1, 40),
-    st.sets(st.sampled_from(SEARCHED)),
+    st.sets(st.sampled_from([*SEARCHED])),
 )
 def test_space_contains_the_first_trial_and_nothing_fixed(rate, rank, layers, blocks, fixed):
     layers = layers if layers == "all" else min(layers, blocks)

@@ -63,7 +63,13 @@ def test_a_plan_follows_from_the_form(client: Client):
 
 @pytest.mark.parametrize(
     ("name", "value", "words"),
-    [("lora_rank", "x", "lora-rank"), ("max_memory", "-3", ""), ("hidden", "1", "no setting")],
+    [
+        ("lora_rank", "x", "lora-rank"),
+        ("max_memory", "-3", ""),
+        ("max_memory", "abc", "max-memory"),
+        ("run", "../x", "letters"),
+        ("hidden", "1", "no setting"),
+    ],
 )
 def test_what_is_wrong_is_one_line(client: Client, name, value, words):
     got = client.post("plan/preview", **{name: value})

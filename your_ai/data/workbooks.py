@@ -109,7 +109,8 @@ def cells_of(
         elif event == "start" and tag == "f":
             has_formula = True
         elif event == "end" and tag == "c":
-            if has_formula and not has_value:
+            # openpyxl writes an empty value; Excel, one of the type str for a formula that is "".
+            if has_formula and not (has_value and (kind == "str" or "".join(parts).strip())):
                 raise UserError(
                     f"{at()}: has a formula without its value; open and save it in a spreadsheet "
                     "program"

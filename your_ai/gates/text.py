@@ -74,8 +74,8 @@ def counted(count: int, noun: str, plural: str = "") -> str:
 
 
 def size_text(size_bytes: float, decimals: int = 2) -> str:
-    """Format bytes as `4.73 GB`, `412 MB`, `2.1 MB`, `30 kB` or `7 bytes`: powers of ten, as MLX and
-    macOS do.
+    """Format bytes as `4.73 GB`, `412 MB`, `2.1 MB`, `30 kB` or `7 bytes`: powers of ten, as in MLX
+    and macOS.
 
     decimals: of a size in GB.
     """

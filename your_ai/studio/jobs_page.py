@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from starlette.responses import Response
 
 from your_ai.studio import jobs
@@ -10,7 +12,7 @@ from your_ai.studio.pages import PageRequest, do, show
 
 def job_page(asked: PageRequest) -> Response:
     job = jobs.named(asked.names["name"])
-    return asked.render("job", tab="", job=job)
+    return asked.render("job", tab=job.then.partition("?")[0], job=job, folder=Path.cwd())
 
 
 def stop_job(asked: PageRequest) -> Response:

@@ -26,7 +26,7 @@ def download(asked: PageRequest) -> Response:
     name = asked.form.get("name", "")
     if not name or name.startswith("-"):
         raise UserError("download: name a model, such as llama-8b or OWNER/NAME")
-    return asked.go(f"jobs/{jobs.begin(f'Download {name}', DOWNLOAD, name).name}")
+    return asked.go(f"jobs/{jobs.begin(f'Download {name}', DOWNLOAD, name, then='models').name}")
 
 
 def remove(asked: PageRequest) -> Response:

@@ -38,7 +38,9 @@ class Studio:
 
     token: str
     planner: Worker = field(default_factory=Worker)
-    """Plans and starts runs."""
+    """Plans runs."""
+    starter: Worker = field(default_factory=Worker)
+    """Starts runs, which must not wait for a plan."""
     reader: Worker = field(default_factory=Worker)
     """Reads data, which may take longer than a plan should wait."""
     answerer: Worker = field(default_factory=Worker)
@@ -54,9 +56,8 @@ class Studio:
         return f"/{self.token}/"
 
     def close(self) -> None:
-        self.planner.end()
-        self.reader.end()
-        self.answerer.end()
+        for worker in (self.planner, self.starter, self.reader, self.answerer):
+            worker.end()
         self.boards.close()
 
 

@@ -31,6 +31,7 @@ from your_ai.gates.text import message_line
 from your_ai.hub.local import local_models
 from your_ai.hub.registry import known
 from your_ai.memory.limit import GB, detect
+from your_ai.run.folder import place_of
 from your_ai.session.tune_space import SEARCHED
 from your_ai.studio.pages import PageRequest, do, show
 from your_ai.training.plan_without_files import memory_here
@@ -89,12 +90,12 @@ def settings_of_form(form: Mapping[str, str]) -> dict[str, Any]:
     unknown = [name for name in form if name not in TYPES]
     if unknown:
         raise UserError(f"{unknown[0]}: is no setting")
-    given: dict[str, Any] = dict(form)
-    if float(given.get("max_memory") or 0) >= most_gb():
-        del given["max_memory"]  # the right end of the slider: what is free
-    for name, text in given.items():
+    given: dict[str, Any] = {}
+    for name, text in form.items():
         is_word = TYPES[name] is bool and text in ("true", "false")
         given[name] = coerce(name, text == "true" if is_word else text, flag(name))
+    if (given.get("max_memory") or 0) >= most_gb():
+        del given["max_memory"]  # the right end of the slider: what is free
     return given
 
 
@@ -155,7 +156,10 @@ def preview(asked: PageRequest) -> Response:
     given = settings_of_form(asked.form)
     plan, fault = None, ""
     try:
-        plan = asked.studio.planner.ask("plan", settings=given)
+        if "run" in given and place_of(given["run"]).path.exists():
+            raise UserError(f"{given['run']}: there is such a run already; choose another name")
+        topic = repr([given.get(name) for name in ("model", "data", "objective")])
+        plan = asked.studio.planner.ask_last("plan", topic, settings=given)
     except UserError as error:
         fault = message_line(error)
     yaml, command = commented_yaml(given), command_of(given)
@@ -164,7 +168,7 @@ def preview(asked: PageRequest) -> Response:
 
 def start(asked: PageRequest) -> Response:
     """Start the run, which waits for the memory of those that are there before it."""
-    name = asked.studio.planner.ask("start", settings=settings_of_form(asked.form))
+    name = asked.studio.starter.ask("start", settings=settings_of_form(asked.form))
     return asked.go(f"runs/{name}")
 
 

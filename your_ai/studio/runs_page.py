@@ -53,7 +53,7 @@ def change(asked: PageRequest) -> Response:
     elif what == "stop":
         run_list.stop(folder)
     elif what == "resume":
-        asked.studio.planner.ask("resume", run=str(folder.path), changes=dict(asked.form))
+        asked.studio.starter.ask("resume", run=str(folder.path), changes=dict(asked.form))
     elif what == "remove":
         freed = run_list.remove(folder)
         return asked.render("done", tab="runs", text=f"{name} is removed: {size_text(freed)} free")

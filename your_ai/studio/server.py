@@ -84,7 +84,12 @@ def routes_of(studio: Studio) -> list[BaseRoute]:
         Route("/runs/{name}/live/events", studio.boards.changes),
         Route("/static/{name}", static),
     ]
-    return [Mount(studio.root.rstrip("/"), routes=[*found, *live])]
+    rest = Route("/{rest:path}", partial(answered, studio, missing))
+    return [Mount(studio.root.rstrip("/"), routes=[*found, *live, rest])]
+
+
+def missing(asked: PageRequest) -> Response:
+    return asked.render("error", 404, text="there is no such page; choose one above")
 
 
 async def answered(studio: Studio, answer: Answer, request: Request) -> Response:

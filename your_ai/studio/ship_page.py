@@ -5,13 +5,16 @@ from __future__ import annotations
 import shutil
 import typing
 from dataclasses import dataclass
+from urllib.parse import urlencode
 
 from starlette.responses import Response
 
 from your_ai.config.requests import DTYPES, ExportRequest
 from your_ai.config.setting import types_of
 from your_ai.errors import UserError
+from your_ai.hub.find import REPO
 from your_ai.run import folder as folders
+from your_ai.run.folder import RunFolder
 from your_ai.session import run_list
 from your_ai.studio import jobs
 from your_ai.studio.pages import PageRequest, do, show
@@ -69,6 +72,11 @@ def ship_page(asked: PageRequest) -> Response:
     )
 
 
+def place_of(run: RunFolder) -> str:
+    """The page that lists what was made of a run."""
+    return f"ship?{urlencode({'run': run.name})}"
+
+
 def export(asked: PageRequest) -> Response:
     """Begin the export of a run."""
     run, to = folders.find(asked.names["name"]), asked.form.get("to", "")
@@ -79,15 +87,17 @@ def export(asked: PageRequest) -> Response:
     words = ["export", run.name, "--to", to, *place.options]
     if dtype := asked.form.get("dtype"):
         words += ["--dtype", dtype]
-    return asked.go(f"jobs/{jobs.begin(f'{run.name} to {place.name}', *words).name}")
+    job = jobs.begin(f"{run.name} to {place.name}", *words, then=place_of(run))
+    return asked.go(f"jobs/{job.name}")
 
 
 def push(asked: PageRequest) -> Response:
     """Begin to push the adapter of a run to the hub."""
     run, to = folders.find(asked.names["name"]), asked.form.get("to", "")
-    if "/" not in to or to.startswith("-"):
+    if not REPO.fullmatch(to):
         raise UserError("push: give the name on the hub as OWNER/NAME")
-    job = jobs.begin(f"{run.name} to the hub", "push", run.name, "--to", to)
+    words = ("push", run.name, to)
+    job = jobs.begin(f"{run.name} to the hub", *words, then=place_of(run))
     return asked.go(f"jobs/{job.name}")
 
 

@@ -20,7 +20,16 @@ from your_ai.gates.programs import end, python_module
 
 IDLE_S = 120.0
 LOOK_S = 1.0
+TURN_S = 0.2  # between two looks of a question whether it still matters
+LONG_S = 20.0  # work on what nobody asks for any more is ended after this time
 LINE_BYTES = 1 << 24
+
+
+class Superseded(UserError):
+    """A question whose answer nobody waits for any more."""
+
+    def __init__(self) -> None:
+        super().__init__("another window asked, too; change something here to ask again")
 
 
 class Worker:
@@ -31,20 +40,55 @@ class Worker:
         self.process: subprocess.Popen[bytes] | None = None
         self.lock = threading.Lock()
         self.used_at = time.monotonic()
+        self.last: object = None
+        """The last question of `ask_last`."""
+        self.topic, self.since = "", 0.0
+        """What it works on for such a question, and since when."""
+        self.is_over = False
 
     def ask(self, what: str, **given: Any) -> Any:
-        """Return what one of `calls` answers. Raises its UserError or RunError."""
+        """Return what one of `CALLS` answers. Raises its UserError or RunError."""
         with self.lock:
-            process = self.running()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            try:
-                process.stdin.write(json.dumps([what, given]).encode() + b"\n")
-                process.stdin.flush()
-                line = process.stdout.readline(LINE_BYTES)
-            except OSError:
-                line = b""
-            self.used_at = time.monotonic()
+            return self.answer(what, given)
+
+    def ask_last(self, what: str, topic: str, **given: Any) -> Any:
+        """Ask as `ask` what is asked again and again, and of which only the last answer matters.
+
+        Others that wait are given up: they raise Superseded, and do not hold threads of the server.
+        topic: what the question is about; work on another one is ended if it takes long.
+        """
+        self.last = own = object()
+        if self.topic not in ("", topic) and time.monotonic() - self.since > LONG_S:
+            self.end_process()
+        while not self.lock.acquire(timeout=TURN_S):
+            if self.last is not own:
+                raise Superseded
+        try:
+            if self.last is not own:
+                raise Superseded
+            self.topic, self.since = topic, time.monotonic()
+            return self.answer(what, given)
+        except RunError:
+            if self.last is not own:  # which ended the process
+                raise Superseded from None
+            raise
+        finally:
+            self.topic = ""
+            self.lock.release()
+
+    def answer(self, what: str, given: dict[str, Any]) -> Any:
+        if self.is_over:
+            raise RunError("the studio has ended; start it again: your_ai studio")
+        process = self.running()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps([what, given]).encode() + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline(LINE_BYTES)
+        except OSError:
+            line = b""
+        self.used_at = time.monotonic()
         if not line.endswith(b"\n"):
             raise RunError(f"the process for {what} ended; there may be too little memory")
         kind, answer = json.loads(line)
@@ -75,6 +119,10 @@ class Worker:
                     self.lock.release()
 
     def end(self) -> None:
+        self.is_over = True
+        self.end_process()
+
+    def end_process(self) -> None:
         if self.process is not None:
             end(self.process)
 

@@ -40,7 +40,10 @@
     };
     form.addEventListener("input", (event) => {
       const output = event.target.id && form.querySelector(`output[for="${event.target.id}"]`);
-      if (output) output.textContent = event.target.value + (output.dataset.unit || "");
+      if (output) {
+        const { value, max } = event.target;
+        output.textContent = value === max && output.dataset.most || value + (output.dataset.unit || "");
+      }
       clearTimeout(timer);
       timer = setTimeout(look, 60);
     });
