@@ -37,7 +37,9 @@ def test_each_form_begins_a_command_that_there_is(client: Client, begun):
             python_module("your_ai", *words), capture_output=True, text=True, check=False
         )
         assert done.returncode == 2
-        assert any(text in done.stderr for text in ("runs/r", "adapter", "LM Studio")), done.stderr
+        assert any(
+            text in done.stderr for text in ("runs/r", "adapter", "LM Studio", "logged in")
+        ), done.stderr
 
 
 @pytest.mark.parametrize("name", ["", "x", "../..", "a/b/c", "--dry-run", "a b/c", "a/b\n"])

@@ -29,6 +29,7 @@ from your_ai.studio.thumbs import ThumbRow
 NAMES = {"base": "Base", "adapter": "With the adapter"}
 SAMPLING = {"temperature": "0", "max_tokens": "256"}
 MOST_TOKENS = 8192
+MOST_CHARACTERS = 200_000  # of a question, which the server keeps
 WORST_ROWS = 10
 LABELS = {"up": True, "down": False, "none": None}
 FINISHED = ("finished", "imported", "merged")
@@ -151,6 +152,8 @@ def ask(asked: PageRequest) -> Response:
     question = asked.form.get("question", "").replace("\r\n", "\n").strip()
     if not question:
         raise UserError("the question is empty; enter some text")
+    if len(question) > MOST_CHARACTERS:
+        raise UserError(f"the question has more than {MOST_CHARACTERS:,} characters; shorten it")
     given = SAMPLING | {name: asked.form[name] for name in SAMPLING if name in asked.form}
     try:
         temperature, tokens = float(given["temperature"]), int(given["max_tokens"])

@@ -86,7 +86,12 @@ def receive(asked: PageRequest) -> Response:
             file.seek(0, os.SEEK_END)
             if file.tell() != at or not 0 <= at + len(asked.body) <= size:
                 raise UserError(f"{name}: a piece is missing; give the file again")
-            file.write(asked.body)
+            try:
+                file.write(asked.body)
+                file.flush()
+            except OSError:  # the disk is full: what arrived of it is of no use
+                shutil.rmtree(gift, ignore_errors=True)
+                raise
     return JSONResponse({"received": at + len(asked.body)})
 
 
