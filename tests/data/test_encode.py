@@ -493,6 +493,14 @@ def test_an_empty_answer_is_not_trained_and_named(demo_tokenizer):
     ]
 
 
+def test_an_empty_question_is_named(demo_tokenizer):
+    encoder = Encoder(demo_tokenizer)
+    encoder.encode(chat_row("", "ok"))
+    assert encoder.notes.lines() == [
+        "questions without text are trained as they are: 1 row, the first in data.jsonl:7"
+    ]
+
+
 # --no-mask-prompt
 
 

@@ -115,6 +115,8 @@ class ChatAnswers:
             note = f"messages have tokens of the chat template, such as {token}, in their text"
             self.notes.add(note, where)
         self.name_unused(text, chat, where)
+        if any(m["role"] == "user" and not m["content"].strip() for m in messages):
+            self.notes.add("questions without text are trained as they are", where)
         if out_of_order(messages, text):
             note = "results of tools are in another order than their calls, without their ids"
             self.notes.add(note, where)

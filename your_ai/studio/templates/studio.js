@@ -38,6 +38,9 @@
         if (own === asked) adapt(into, part);
       } catch { if (own === asked) into.textContent = SILENT; }
     };
+    form.addEventListener("keydown", (event) => {  // it confirms a field, and starts nothing
+      if (event.key === "Enter" && event.target.matches("input")) event.preventDefault();
+    });
     form.addEventListener("input", (event) => {
       const output = event.target.id && form.querySelector(`output[for="${event.target.id}"]`);
       if (output) {
