@@ -98,9 +98,14 @@ def answer(read: Callable[..., Iterable[Any]]) -> None:
             resource.setrlimit(kind, (most, most))
     path, *arguments = sys.argv[1:]
     last = ["end", None]
+
+    def write(what: list[Any]) -> None:
+        sys.stdout.buffer.write(json.dumps(what).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
     try:
         for result in read(Path(path), *arguments):
-            print(json.dumps(["result", result]), flush=True)
+            write(["result", result])
     except UserError as error:
         last = ["error", str(error)]
     except MemoryError:
@@ -108,4 +113,4 @@ def answer(read: Callable[..., Iterable[Any]]) -> None:
     except Exception as error:  # parsers of others may raise anything
         reason = shown(f"{type(error).__name__}: {first_line(error)}")
         last = ["error", f"{path}: is damaged, or cannot be read ({reason})"]
-    print(json.dumps(last), flush=True)
+    write(last)

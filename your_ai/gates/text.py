@@ -74,14 +74,11 @@ def counted(count: int, noun: str, plural: str = "") -> str:
 
 
 def size_text(size_bytes: float, decimals: int = 2) -> str:
-    """Format bytes as `4.73 GB`, `412 MB`, `2.1 MB`, `30 kB` or `7 bytes`: powers of ten, as in MLX
-    and macOS.
+    """Format bytes as `4.73 GB`, `412 MB`, `2.1 MB` or `30 kB`: powers of ten, as MLX and macOS do.
 
     decimals: of a size in GB.
     """
     size = abs(size_bytes)
-    if 0.5 <= size < 0.5e3:
-        return f"{size_bytes:.0f} bytes"
     if size >= 999.5e6:
         return f"{size_bytes / 1e9:.{decimals}f} GB"
     if size >= 999.5e3 or size < 0.5e3:

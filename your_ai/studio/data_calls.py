@@ -40,6 +40,7 @@ from your_ai.hub.local import local_models
 from your_ai.nets.tokenizer import open_tokenizer
 
 PROBLEMS, FIRST_ROWS, COLUMNS, NAMES, FILES = 100, 5, 40, 500, 20  # that are shown
+KB = 1000  # the least size that is shown of a file
 VALUES, VALUE_CHARACTERS, REASON_CHARACTERS = 3, 80, 500
 HEADS = 20  # first records, which say what the data is for
 ENCODED = 20_000  # rows whose tokens are counted
@@ -234,7 +235,11 @@ def looked(
         "problems": problems,
         "refused": len(refused),
         "files": [
-            {"name": path.name, "size": size_text(path.stat().st_size), "form": form_of(path)}
+            {
+                "name": path.name,
+                "size": size_text(max(KB, path.stat().st_size)),
+                "form": form_of(path),
+            }
             for path in files[:FILES]
         ],
         "more_files": len(files[FILES:]),
