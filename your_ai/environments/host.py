@@ -162,7 +162,8 @@ class ConversationHost:
             if conversation.room == 0:
                 part += b"\n[the rest of its output is not logged]"
             text = printable(part.decode("utf-8", "replace"))
-            lines = (f"environment: {line}\n" for line in text.splitlines())
+            # The end of a line may come alone, after its text.
+            lines = (f"environment: {line}\n" for line in text.splitlines() if line)
             with contextlib.suppress(OSError):  # a full disk
                 os.write(2, "".join(lines).encode())
 
