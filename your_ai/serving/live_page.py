@@ -261,6 +261,8 @@ class LiveRun:
     whose file may have the inode of the old one."""
     unread: float = 0.0
     """Share of the events file that is still to be read."""
+    read_s: float = READ_S
+    """Seconds of the next reading: the longer, the less of the time goes to rendering."""
     fault: str = ""
     """Why the events cannot be read or shown."""
     config: TrainConfig | None = None
@@ -283,7 +285,7 @@ class LiveRun:
         if self.identity not in (None, identity) or status.st_size < self.offset:
             self.reader, self.offset, self.samples_at = HistoryReader(), 0, 0.0
         self.identity, self.fault = identity, ""
-        until = time.monotonic() + READ_S
+        until = time.monotonic() + self.read_s
         try:
             while self.offset < status.st_size and time.monotonic() < until:
                 records, end = events.tail(self.folder.events, self.offset, PART_BYTES)
@@ -294,6 +296,7 @@ class LiveRun:
         except UserError as error:
             self.fault = str(error)
         self.unread = 1 - self.offset / max(1, status.st_size)
+        self.read_s = 4 * self.read_s if self.unread else READ_S
 
     def read_settings(self) -> None:
         try:
