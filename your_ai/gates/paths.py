@@ -1,12 +1,15 @@
-"""What is said of a file that is not there: the whole path that was tried, and what is near it."""
+"""What is said of a file that is not there, or cannot be read or written."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
+from your_ai.errors import RunError
+from your_ai.files import remedy_of
 from your_ai.gates.text import closest, shortened
 
 ENTRIES = 10_000  # of a folder, that are compared with a name
@@ -48,3 +51,17 @@ def unreadable_text(path: str | Path, error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
         return missing_text(path, "file")
     return f"cannot be read ({error.strerror or error})"
+
+
+@contextlib.contextmanager
+def naming_failures(path: Path, then: str) -> Iterator[None]:
+    """Raise RunError, with what helps, if a file cannot be written in the `with` block.
+
+    then: what the user does afterwards, such as RESUME of `errors`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"{path}: cannot be written ({error.strerror}); {remedy_of(error)}, {then}"
+        ) from error

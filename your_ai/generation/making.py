@@ -38,16 +38,16 @@ from your_ai.data.questions import (
     parse_answered,
     training_row,
 )
-from your_ai.errors import AGAIN, RunError, UserError
+from your_ai.errors import AGAIN, UserError
 from your_ai.files import (
     open_to_append,
     read_text,
-    remedy_of,
     replace_text,
     sha256,
     sync,
     write_all,
 )
+from your_ai.gates.paths import naming_failures
 from your_ai.gates.text import counted, now_and_then, shortened
 from your_ai.gates.token_ids import check_ids, vocabulary_of
 from your_ai.generation.generate import (
@@ -193,7 +193,7 @@ class Progress:
                     self.seen.add(row["messages"][0]["content"], number)
                 self.count(batch)
             assert self.file is not None
-            with naming_failures(self.folder):
+            with naming_failures(self.folder, AGAIN):
                 os.ftruncate(self.file.fileno(), whole)
             self.plan = before["plan"]
 
@@ -226,7 +226,7 @@ class Progress:
         return before  # type: ignore[no-any-return]
 
     def open(self) -> None:
-        with naming_failures(self.folder):
+        with naming_failures(self.folder, AGAIN):
             self.file = open_to_append(self.folder / PART)
         try:
             fcntl.flock(self.file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -243,7 +243,7 @@ class Progress:
             self.plan["wave"] = min(wave, self.plan["wave"])
             return
         self.plan = {"together": min(wave, MOST_CHUNKS), "wave": wave}
-        with naming_failures(self.folder):
+        with naming_failures(self.folder, AGAIN):
             self.folder.mkdir(exist_ok=True)
             self.open()
             if os.path.getsize(self.folder / PART) and (self.folder / MADE_OF).exists():
@@ -266,7 +266,7 @@ class Progress:
 
     def write(self, batch: dict[str, Any]) -> None:
         assert self.file is not None
-        with naming_failures(self.folder):
+        with naming_failures(self.folder, AGAIN):
             write_all(self.file.fileno(), json.dumps(batch).encode() + b"\n")
             os.fsync(self.file.fileno())
         self.count(batch)
@@ -277,23 +277,12 @@ class Progress:
         self.dropped.update(each["reason"] for each in batch["dropped"])
 
 
-@contextlib.contextmanager
-def naming_failures(path: Path) -> Iterator[None]:
-    """Raise RunError if a file cannot be written in the `with` block."""
-    try:
-        yield
-    except OSError as error:
-        raise RunError(
-            f"{path}: cannot be written ({error.strerror}); {remedy_of(error)}, {AGAIN}"
-        ) from error
-
-
 def finish(
     progress: Progress, out: Path, chunks: int, documents: int, request: MakeDataRequest
 ) -> MadeData:
     """Write the result of all batches, and what was dropped; delete the progress."""
     dropped = dropped_beside(out)
-    with naming_failures(out):
+    with naming_failures(out, AGAIN):
         for path, key in ((dropped, "dropped"), (out, "rows")):
             whole = progress.folder / path.name
             with whole.open("w", encoding="utf-8") as file:

@@ -26,7 +26,7 @@ PARTS = re.compile(r"[^/\\\x00-\x1f\x7f]{1,120}(/[^/\\\x00-\x1f\x7f]{1,120}){0,8
 GIFT, GIFT_ID = ".gift-", re.compile(r"[0-9a-f-]{8,40}")
 KEEP_GIFT_S = 86_400.0  # of which nothing more arrived
 SPLIT = re.compile(r"(train|training)\b", re.IGNORECASE)  # the name of a file of training rows
-UNFINISHED = (".part", ".unfinished")  # also progress of `data make`
+UNFINISHED = ".unfinished"  # progress of `data make`
 MOVING = threading.Lock()
 
 
@@ -35,7 +35,7 @@ def given_files() -> list[Path]:
     found = []
     for path in GIVEN.iterdir() if GIVEN.is_dir() else ():
         is_plain = not path.is_symlink() and (path.is_file() or path.is_dir())
-        if is_plain and not path.name.startswith(".") and path.suffix not in UNFINISHED:
+        if is_plain and not path.name.startswith(".") and path.suffix != UNFINISHED:
             found.append(path)
     return sorted(found, key=changed_at, reverse=True)
 

@@ -27,18 +27,18 @@ from your_ai.data.prompts import PromptRows
 from your_ai.data.rows import Chat, Question, Row
 from your_ai.data.sources import Splits
 from your_ai.engine.weights import open_model, prepare_for_generation
-from your_ai.errors import RESUME, RunError, UserError
+from your_ai.errors import RESUME, UserError
 from your_ai.evaluation.rows import teacher_prompt_of
 from your_ai.evaluation.teacher import find_teacher
 from your_ai.files import (
     TEMPORARY,
     open_to_append,
     read_text,
-    remedy_of,
     replace_text,
     sha256,
     write_all,
 )
+from your_ai.gates.paths import naming_failures
 from your_ai.gates.text import counted, model_name, now_and_then
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.generation.generate import (
@@ -131,7 +131,7 @@ def write_missing(
         rewards = chosen_rewards(config, sum(written.calls for written, _ in before))
     with contextlib.closing(rewards) if rewards else contextlib.nullcontext():
         writer = load_writer(config, teacher, asked, log, limit, rewards)
-        with naming_failures(folder.answers):
+        with naming_failures(folder.answers, RESUME):
             folder.answers.mkdir(exist_ok=True)
             replace_text(folder.answers / MADE_OF, json.dumps(made_of))
         for split in left:
@@ -215,17 +215,6 @@ def last_of(path: Path) -> tuple[Written, int]:
     for last in written_in(path):  # noqa: B007
         pass
     return last
-
-
-@contextlib.contextmanager
-def naming_failures(path: Path) -> Iterator[None]:
-    """Raise RunError if a file cannot be written in the `with` block."""
-    try:
-        yield
-    except OSError as error:
-        raise RunError(
-            f"{path}: cannot be written ({error.strerror}); {remedy_of(error)}, {RESUME}"
-        ) from error
 
 
 def row_with(content: Mapping[str, Any], question: Question, answer: str) -> dict[str, Any]:
@@ -361,19 +350,19 @@ class Writer:
         count = len(self.prompts[split].offsets)
         step = max(1, self.wave // self.config.answers_from_teacher)
         done, end = last_of(part)
-        with naming_failures(part):
+        with naming_failures(part, RESUME):
             file = open_to_append(part)
         with file:
             os.ftruncate(file.fileno(), end)
             while done.past < count:
                 done = self.after(done, split, range(done.past, min(done.past + step, count)))
                 line = json.dumps(asdict(done), default=str).encode() + b"\n"
-                with naming_failures(part):
+                with naming_failures(part, RESUME):
                     write_all(file.fileno(), line)
                     os.fsync(file.fileno())
         rows = 0
         temporary = path.with_name(f"{TEMPORARY}{path.name}")
-        with naming_failures(path), temporary.open("w", encoding="utf-8") as whole:
+        with naming_failures(path, RESUME), temporary.open("w", encoding="utf-8") as whole:
             for written, _ in written_in(part):
                 for row in written.rows:
                     rows += 1
@@ -387,7 +376,7 @@ class Writer:
                 f"{part}: every answer of the teacher was cut off at {limit}, or empty; start a "
                 "new run with a higher number"
             )
-        with naming_failures(path):
+        with naming_failures(path, RESUME):
             os.replace(temporary, path)
             part.unlink()
         if done.cut:
