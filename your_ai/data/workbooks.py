@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from your_ai.errors import UserError
@@ -115,25 +115,39 @@ def cells_of(
                     f"{at()}: has a formula without its value; open and save it in a spreadsheet "
                     "program"
                 )
-            raw = "".join(parts)
-            if kind == "s" and raw:
-                index = whole(raw, 0, where)
-                if index >= len(texts):
-                    raise UserError(f"{at()}: {WRONG} (no text {index})")
-                raw = texts[index]
-            elif kind == "b":
-                raw = "TRUE" if raw.strip() == "1" else "FALSE"
-            elif kind == "n" and raw.strip():
-                try:
-                    raw = number_text(raw, first_day if style in dates else None)
-                except (ValueError, OverflowError) as error:
-                    raise UserError(f"{at()}: {shown(raw)} is no number or date") from error
-            elif kind == "d":
-                raw = raw.replace("T", " ").removesuffix(" 00:00:00")
+            raw = value_of("".join(parts), kind, texts, first_day if style in dates else None, at)
             if raw.strip():
                 cells[column] = raw
         elif event == "end" and tag == "row":
             yield number, dict(sorted(cells.items()))
+
+
+def value_of(
+    raw: str,
+    kind: str,
+    texts: list[str],
+    first_day: datetime.datetime | None,
+    at: Callable[[], str],
+) -> str:
+    """The value of a cell as a CSV file has it.
+
+    kind: its type. first_day: as in `number_text`. at: names the cell. Raises UserError.
+    """
+    if kind == "s" and raw:
+        index = whole(raw, 0, at())
+        if index >= len(texts):
+            raise UserError(f"{at()}: {WRONG} (no text {index})")
+        return texts[index]
+    if kind == "b":
+        return "TRUE" if raw.strip() == "1" else "FALSE"
+    if kind == "d":
+        return raw.replace("T", " ").removesuffix(" 00:00:00")
+    if kind == "n" and raw.strip():
+        try:
+            return number_text(raw, first_day)
+        except (ValueError, OverflowError) as error:
+            raise UserError(f"{at()}: {shown(raw)} is no number or date") from error
+    return raw
 
 
 def whole(text: str | None, default: int, where: str) -> int:

@@ -166,6 +166,55 @@ def look(data: str, columns: str, objective: str, model: str) -> dict[str, Any]:
     return looked(data, columns, objective, model, state_of(plain_sources(data)))[0]
 
 
+class ExaminedRows:
+    """The findings in the records of data, one after the other, for at most LOOK_S."""
+
+    def __init__(self, config: TrainConfig, encoder: Encoder) -> None:
+        self.config, self.encoder = config, encoder
+        self.until = time.monotonic() + LOOK_S
+        self.unseen = ""
+        """The place from which on no record was examined; empty if all were."""
+        self.heads = list[dict[str, Any]]()
+        self.splits, self.tokens = dict[str, SplitSurvey](), SplitSurvey()
+        self.seen: dict[str, set[bytes]] = {split: set() for split in SPLITS}
+        self.problems, self.drawn = list[dict[str, Any]](), list[dict[str, Any]]()
+        self.refused: list[str] = []
+        """The names of all rows with problems, in their order."""
+
+    def add(self, each: Examined) -> bool:
+        """Examine a record; return whether there was time for it."""
+        if time.monotonic() > self.until:
+            self.unseen = each.where
+            return False
+        if each.record is not None and len(self.heads) < VALUES:
+            self.heads.append(opened(each.record))
+        fault = self.fault_of_row(each) or each.fault
+        if fault:
+            self.refused.append(each.name)
+            if len(self.problems) < PROBLEMS:
+                reason = shortened(fault.removeprefix(f"{each.where}: "), REASON_CHARACTERS)
+                problem = {"name": each.name, "where": each.where, "reason": reason}
+                self.problems.append({**problem, "is_lost": each.record is None})
+        return True
+
+    def fault_of_row(self, each: Examined) -> str:
+        """Count a row that can be read, and show it if it is one of the first."""
+        split = self.splits.setdefault(each.split, SplitSurvey())
+        if each.row is None:
+            return ""
+        config, seen = self.config, self.seen
+        for column in each.row.unused:
+            self.encoder.notes.add(not_used(column), each.where)
+        fault = fault_of(split, each.row, None, config, seen[each.split], seen["train"])
+        if each.split != "train":
+            return fault
+        if not fault and each.number < ENCODED:
+            fault = fault_of(self.tokens, each.row, self.encoder, config, set(), set())
+        if len({row["name"] for row in self.drawn}) < FIRST_ROWS:
+            self.drawn += drawn_rows(each, replace(self.encoder, notes=Notes()), config)
+        return fault
+
+
 @lru_cache(LOOKS)
 def looked(
     data: str, columns: str, objective: str, model: str, state: str
@@ -181,32 +230,11 @@ def looked(
     encoder = Encoder(
         open_tokenizer(folder), config.mask_prompt, kind=config.row_kind, notes=noticed
     )
-    splits, tokens = dict[str, SplitSurvey](), SplitSurvey()
-    seen: dict[str, set[bytes]] = {split: set() for split in SPLITS}
-    problems, drawn, heads = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
-    refused: list[str] = []
-    unseen, until = "", time.monotonic() + LOOK_S
+    rows = ExaminedRows(config, encoder)
     for each in examined(sources, config):
-        if time.monotonic() > until:
-            unseen = each.where
+        if not rows.add(each):
             break
-        split, fault = splits.setdefault(each.split, SplitSurvey()), each.fault
-        if each.record is not None and len(heads) < VALUES:
-            heads.append(opened(each.record))
-        if each.row is not None:
-            for column in each.row.unused:
-                noticed.add(not_used(column), each.where)
-            fault = fault_of(split, each.row, None, config, seen[each.split], seen["train"])
-            if not fault and each.split == "train" and each.number < ENCODED:
-                fault = fault_of(tokens, each.row, encoder, config, set(), set())
-            if each.split == "train" and len({row["name"] for row in drawn}) < FIRST_ROWS:
-                drawn += drawn_rows(each, replace(encoder, notes=Notes()), config)
-        if fault:
-            refused.append(each.name)
-            if len(problems) < PROBLEMS:
-                reason = shortened(fault.removeprefix(f"{each.where}: "), REASON_CHARACTERS)
-                problem = {"name": each.name, "where": each.where, "reason": reason}
-                problems.append({**problem, "is_lost": each.record is None})
+    heads, splits = rows.heads, rows.splits
     names = list(dict.fromkeys(name for head in heads for name in head))
     files = files_of(sources)
     notes = [note for source in sources for note in source.notes]
@@ -224,16 +252,16 @@ def looked(
         ],
         "more_columns": len(names[COLUMNS:]),
         "splits": {name: split_shown(split) for name, split in splits.items()},
-        "tokens": {**split_shown(tokens), "too_long": tokens.too_long},
+        "tokens": {**split_shown(rows.tokens), "too_long": rows.tokens.too_long},
         "model": model,
         "models": list(dict.fromkeys([model, *here])),
         "max_seq_length": config.max_seq_length,
         "notes": [*notes, *noticed.lines()],
-        "drawn": drawn,
-        "unseen": unseen,
+        "drawn": rows.drawn,
+        "unseen": rows.unseen,
         "is_unknown": is_unknown,
-        "problems": problems,
-        "refused": len(refused),
+        "problems": rows.problems,
+        "refused": len(rows.refused),
         "files": [
             {
                 "name": path.name,
@@ -246,7 +274,7 @@ def looked(
         "is_document": all(form_of(path) in DOCUMENTS for path in files),
         "state": state,
     }
-    return found, refused
+    return found, rows.refused
 
 
 def fault_of(
