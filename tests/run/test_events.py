@@ -218,3 +218,15 @@ def test_folders_pipes_and_devices_are_refused(own_folder):
             tail(path)
         with pytest.raises(RunError, match="cannot be written"):
             EventLog(path)
+
+
+def test_lines_that_are_no_events_are_counted_over_all_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(events, "STRANGE_BYTES", 100)
+    path = tmp_path / "events.jsonl"
+    path.write_text("strange\n" * 50)
+    rest = events.EventsTail(path)
+    with pytest.raises(UserError, match="is not an events file"):
+        while rest.offset < path.stat().st_size:
+            rest.read(10)
+    with pytest.raises(UserError, match="is not an events file"):
+        rest.read()

@@ -114,6 +114,23 @@ def test_the_end_of_a_run(folder, happened, word, title):
     assert shown.page.now.title == title
 
 
+def test_a_long_run_is_shown_as_far_as_it_is_read_and_then_whole(folder):
+    write(folder, started(), *(step(n) for n in range(1, 9)))
+    shown = Shown(folder)
+    shown.run.read_s = 0.0
+    assert "reading its events: 0%" in shown.text()
+    shown.run.read_s = 60.0
+    assert "reading" not in shown.text()
+    assert shown.run.reader.state.step.step == 8
+
+
+def test_a_line_that_was_cut_is_not_waited_for(folder):
+    write(folder, started(), step(1))
+    with folder.events.open("a") as file:
+        file.write('{"event": "step", ' + " " * 4000)
+    assert "reading" not in Shown(folder).text()
+
+
 def test_a_resumed_run_is_running_again(folder):
     write(folder, started(), step(1), dataclasses.replace(DONE, reason="Ctrl-C"))
     shown = Shown(folder)

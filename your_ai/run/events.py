@@ -479,32 +479,52 @@ def write_event(path: Path, event: Event) -> None:
         log.write(event)
 
 
-def tail(path: Path, offset: int = 0, most_bytes: float = math.inf) -> tuple[list[Record], int]:
+def tail(path: Path, offset: int = 0) -> tuple[list[Record], int]:
     """Return the records from byte `offset` on, and the offset for the next call.
 
-    most_bytes: so many are read, and the line in which they end.
-    A half-written last line is left for the next call. Unknown lines and lines longer than
-    LINE_BYTES are skipped. A missing file has no events. Raises UserError if the file is not an
-    events file.
+    A missing file has no events. Raises UserError if the file is not an events file.
     """
-    records: list[Record] = []
-    strange_bytes, end = 0, offset + most_bytes
-    try:
-        with open_regular(path) as file:
-            file.seek(offset)
-            while offset < end and (line := file.readline(LINE_BYTES)):
-                if not line.endswith(b"\n") and len(line) < LINE_BYTES:
-                    break
-                offset += len(line)
-                record = from_line(line)
-                if record is not None:
-                    records.append(record)
-                    continue
-                strange_bytes += 0 if line.startswith(b"{") else len(line)
-                if strange_bytes > STRANGE_BYTES:
-                    raise UserError(f"{path}: is not an events file; move it away")
-    except FileNotFoundError:
-        return [], offset
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    return records, offset
+    rest = EventsTail(path, offset)
+    return rest.read(), rest.offset
+
+
+@dataclass
+class EventsTail:
+    """The part of an events file that is still to be read."""
+
+    path: Path
+    offset: int = 0
+    strange_bytes: int = 0
+    """Bytes of lines that are no events."""
+
+    def read(self, most_bytes: float = math.inf) -> list[Record]:
+        """Read so many bytes and the line in which they end, or all; return their records.
+
+        A half-written last line is left for the next call. Unknown lines and lines longer than
+        LINE_BYTES are skipped. Raises UserError as `tail`.
+        """
+        records: list[Record] = []
+        end = self.offset + most_bytes
+        self.check()
+        try:
+            with open_regular(self.path) as file:
+                file.seek(self.offset)
+                while self.offset < end and (line := file.readline(LINE_BYTES)):
+                    if not line.endswith(b"\n") and len(line) < LINE_BYTES:
+                        break
+                    self.offset += len(line)
+                    record = from_line(line)
+                    if record is not None:
+                        records.append(record)
+                        continue
+                    self.strange_bytes += 0 if line.startswith(b"{") else len(line)
+                    self.check()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be read ({error.strerror})") from error
+        return records
+
+    def check(self) -> None:
+        if self.strange_bytes > STRANGE_BYTES:
+            raise UserError(f"{self.path}: is not an events file; move it away")

@@ -30,8 +30,8 @@ from your_ai.dashboard.report import Presence, RolloutSample, live_policy, parts
 from your_ai.errors import UserError, first_line
 from your_ai.gates.console import echo
 from your_ai.gates.text import printable, shortened
-from your_ai.run import events
 from your_ai.run.child import DONE
+from your_ai.run.events import EventsTail
 from your_ai.run.folder import RunFolder, is_running
 from your_ai.run.stopping import recorded_signals
 from your_ai.serving import web
@@ -254,8 +254,8 @@ class LiveRun:
 
     folder: RunFolder
     reader: HistoryReader = field(default_factory=HistoryReader)
-    offset: int = 0
-    """Bytes of the events file that were read."""
+    rest: EventsTail = field(init=False)
+    """The part of the events file that is still to be read."""
     identity: object = None
     """Of the events file, with its first line: another is that of a new run with the same name,
     whose file may have the inode of the old one."""
@@ -274,6 +274,9 @@ class LiveRun:
     samples: tuple[RolloutSample, ...] = ()
     samples_at: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.rest = EventsTail(self.folder.events)
+
     def read_events(self) -> None:
         try:
             status, first = os.stat(self.folder.events), b""
@@ -282,20 +285,21 @@ class LiveRun:
         with contextlib.suppress(OSError), self.folder.events.open("rb") as file:  # named below
             first = file.readline(MOST_FIRST_BYTES)
         identity = status.st_dev, status.st_ino, first
-        if self.identity not in (None, identity) or status.st_size < self.offset:
-            self.reader, self.offset, self.samples_at = HistoryReader(), 0, 0.0
+        if self.identity not in (None, identity) or status.st_size < self.rest.offset:
+            self.reader, self.samples_at = HistoryReader(), 0.0
+            self.rest = EventsTail(self.folder.events)
         self.identity, self.fault = identity, ""
         until = time.monotonic() + self.read_s
         try:
-            while self.offset < status.st_size and time.monotonic() < until:
-                records, end = events.tail(self.folder.events, self.offset, PART_BYTES)
-                self.reader.add(records)
-                if end == self.offset:  # a line that is not whole yet
+            while (at := self.rest.offset) < status.st_size and time.monotonic() < until:
+                self.reader.add(self.rest.read(PART_BYTES))
+                if self.rest.offset == at:  # a line that is not whole yet
+                    self.unread = 0.0
                     break
-                self.offset = end
+            else:
+                self.unread = 1 - self.rest.offset / max(1, status.st_size)
         except UserError as error:
             self.fault = str(error)
-        self.unread = 1 - self.offset / max(1, status.st_size)
         self.read_s = 4 * self.read_s if self.unread else READ_S
 
     def read_settings(self) -> None:
@@ -336,7 +340,7 @@ def refresh(run: LiveRun, page: LivePage, seen: object) -> object:
         run.samples_at = now
         run.samples = tuple(rollout_samples(run.folder.path)) or run.samples
     presence = run.presence(now)
-    found = run.identity, run.offset, run.config_changed_at, run.samples, run.fault, presence
+    found = run.identity, run.rest.offset, run.config_changed_at, run.samples, run.fault, presence
     if found == seen:
         return seen
     try:
