@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import tempfile
 import typing
 from pathlib import Path
 
@@ -225,8 +226,52 @@ def test_lines_that_are_no_events_are_counted_over_all_parts(tmp_path, monkeypat
     path = tmp_path / "events.jsonl"
     path.write_text("strange\n" * 50)
     rest = events.EventsTail(path)
-    with pytest.raises(UserError, match="is not an events file"):
-        while rest.offset < path.stat().st_size:
-            rest.read(10)
+    while rest.strange_bytes + 10 < 100:
+        rest.read(10)
     with pytest.raises(UserError, match="is not an events file"):
         rest.read()
+
+
+def test_only_some_kinds_are_returned_and_the_others_not_parsed(tmp_path, monkeypatch):
+    path = tmp_path / "events.jsonl"
+    for event in (Stage(text="a"), Notice(text="b"), Stage(text="c")):
+        events.write_event(path, event)
+    with path.open("a") as file:  # as another program may write it
+        for kind, text in (("stage", "d"), ("notice", "e")):
+            file.write(json.dumps({"time": 1, "event": kind, "text": text}) + "\n")
+    parsed = []
+    monkeypatch.setattr(events, "from_line", lambda line: parsed.append(line) or from_line(line))
+    found, offset = tail(path, 0, (Stage,))
+    assert texts(found) == ["a", "c", "d"]
+    assert (len(parsed), offset) == (4, path.stat().st_size)
+
+
+@pytest.mark.parametrize("half", ["", '{"event": "sta'])
+def test_the_end_of_a_file_is_after_its_last_whole_line(tmp_path, half):
+    path = tmp_path / "events.jsonl"
+    assert events.end_of(path) == 0
+    events.write_event(path, Stage(text="a"))
+    size = path.stat().st_size
+    path.write_text(path.read_text() + half)
+    assert events.end_of(path) == size == tail(path)[1]
+
+
+@given(st.lists(st.sampled_from("sssssssgn"), max_size=300))
+def test_a_skimmed_file_has_all_rare_events_with_those_before_them_and_the_last_of_all(kinds):
+    written = {"s": Stage, "g": Notice, "n": events.Continued}
+    fields = {"s": {"text": ""}, "g": {"text": ""}, "n": {"step": 1, "seconds": 1.0}}
+    lines = [
+        to_line(Record(float(at), written[kind](**fields[kind]))) for at, kind in enumerate(kinds)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "events.jsonl"
+        path.write_text("".join(lines))
+        found = [int(record.time) for record in events.skim(path, most=20)]
+    assert found == sorted(set(found))
+    for kind in set(kinds):
+        of_kind = [at for at, each in enumerate(kinds) if each == kind]
+        if len(of_kind) <= 20:
+            wanted = {*of_kind, *(max(0, at - 1) for at in of_kind)}
+        else:
+            wanted = {*of_kind[:: len(of_kind) // 20], *of_kind[-events.LAST_LINES :]}
+        assert wanted <= set(found)

@@ -27,8 +27,9 @@ from your_ai.run import events
 from your_ai.run import folder as folders
 from your_ai.run.events import Event, EventLog
 from your_ai.run.folder import RunFolder
-from your_ai.serving import live_page
-from your_ai.serving.live_page import LivePage, LiveRun, listen, refresh, serve_on
+from your_ai.serving import live_page, live_run
+from your_ai.serving.live_page import LivePage, listen, serve_on
+from your_ai.serving.live_run import LiveRun
 from your_ai.serving.web import WebServer
 
 GAVE_UP = events.Died(step=1, reason="killed by SIGKILL", level=None)
@@ -53,10 +54,11 @@ class Shown:
     """What the page of a run shows, time after time."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self.page, self.run, self.seen = LivePage(), LiveRun(folder), None
+        self.page, self.run = LivePage(), LiveRun(folder)
 
     def text(self) -> str:
-        self.seen = refresh(self.run, self.page, self.seen)
+        if (drawn := self.run.draw()) is not None:
+            self.page.publish(drawn.text, drawn.title, report.parts_of(drawn.text))
         return Parsed(self.page.now.text).text
 
     def changed(self) -> set[str]:
@@ -114,14 +116,25 @@ def test_the_end_of_a_run(folder, happened, word, title):
     assert shown.page.now.title == title
 
 
-def test_a_long_run_is_shown_as_far_as_it_is_read_and_then_whole(folder):
-    write(folder, started(), *(step(n) for n in range(1, 9)))
+def test_a_long_run_is_shown_from_a_part_of_its_events_and_then_whole(folder, monkeypatch):
+    monkeypatch.setattr(live_run, "LONG_BYTES", 1000)
+    write(folder, LIMIT, started(), *(step(n) for n in range(1, 1001)))
     shown = Shown(folder)
-    shown.run.read_s = 0.0
-    assert "reading its events: 0%" in shown.text()
-    shown.run.read_s = 60.0
-    assert "reading" not in shown.text()
-    assert shown.run.reader.state.step.step == 8
+    first = shown.text()
+    assert "all are being read: 0%" in first
+    assert "1,000 of 10" in first  # the last step
+    assert "best running mean" not in first  # nor other values of all steps
+    assert "tokens/s" not in first.split("Loss of each step")[0]
+    whole = shown.text()
+    assert "being read" not in whole
+    assert "best running mean" in whole
+    assert "Steps: 1,000." in whole
+    assert whole == Shown(folder_read_at_once(folder, monkeypatch)).text()
+
+
+def folder_read_at_once(folder: RunFolder, monkeypatch) -> RunFolder:
+    monkeypatch.setattr(live_run, "LONG_BYTES", 1 << 30)
+    return folder
 
 
 def test_a_line_that_was_cut_is_not_waited_for(folder):
@@ -148,7 +161,7 @@ def test_a_restart_of_the_process_is_not_an_end(folder):
     with folders.locked(folder):
         shown.text()
     assert "no process" not in shown.text()
-    shown.run.running_at -= live_page.GRACE_S
+    shown.run.running_at -= live_run.RESTART_S
     assert "no process" in shown.text()
 
 
@@ -157,8 +170,9 @@ def test_a_run_without_events_for_long_says_so(folder):
     with folders.locked(folder):
         shown = Shown(folder)
         shown.run.read_events()
-        now = shown.run.reader.state.last_at
-        silent = [shown.run.presence(now + seconds).silent_s for seconds in (19, 21, 59)]
+        past = shown.run.reader.past
+        times = (past.state.last_at + seconds for seconds in (19, 21, 59))
+        silent = [shown.run.presence(now, past).silent_s for now in times]
     assert silent == [0, 20, 40]
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -242,10 +243,45 @@ def test_state_is_paused_until_the_run_continues(happened, state):
         assert only().state == state
 
 
+def worked_s(records: list[Record]) -> float:
+    work = run_list.WorkedTime()
+    for record in records:
+        work.add(record)
+    return work.seconds
+
+
+def test_what_is_added_to_the_events_is_read_and_what_was_there_is_not_read_again(monkeypatch):
+    monkeypatch.setattr(run_list, "PART_BYTES", 100)
+    folder = made("r", STAGE, STARTED, step(1), step(2))
+    assert only().step == 2
+    read, parse = [], events.from_line
+    monkeypatch.setattr(events, "from_line", lambda line: read.append(line) or parse(line))
+    log = events.EventLog(folder.events)
+    log.write(step(3))
+    log.close()
+    assert (only().step, len(read)) == (3, 1)
+    shutil.rmtree(folder.path)
+    made("r", STAGE, STARTED, step(1))  # another run of the same name
+    assert only().step == 1
+
+
+def test_a_run_whose_events_take_long_to_read_has_figures_of_all_of_them_later(monkeypatch):
+    monkeypatch.setattr(run_list, "PART_BYTES", 2000)
+    made("r", STAGE, STARTED, *(step(n) for n in range(1, 31)), DONE)
+    now = iter(range(1000))
+    monkeypatch.setattr(run_list.time, "monotonic", lambda: next(now))
+    (first,) = run_list.run_rows(read_s=2.0)
+    assert (first.state, first.step, first.last_loss) == ("finished", 30, step(30).loss)
+    assert first.best_loss is first.peak_bytes is first.seconds is None
+    rows = [run_list.run_rows(read_s=2.0)[0] for _ in range(10)]
+    assert rows[-1] == only()
+    assert rows[-1].best_loss is not None
+
+
 def test_wait_is_no_work():
     waiting = events.Waiting(text="waiting for a", since=0.0, pid=1, needed_bytes=None)
     times = zip((0, 40, 50), (waiting, STAGE, STARTED), strict=True)
-    assert run_list.seconds_of([Record(time, event) for time, event in times]) == 10
+    assert worked_s([Record(time, event) for time, event in times]) == 10
 
 
 def test_row_of_a_run_that_never_began_uses_its_config():
@@ -278,12 +314,12 @@ def test_seconds_exclude_pauses_and_time_between_processes():
         (90, STAGE), (95, step(2)), (5000, STAGE), (5010, step(3)),
     ]  # fmt: skip
     records = [Record(NOW + at, event) for at, event in happened]
-    assert run_list.seconds_of(records) == 21 + 10 + 5 + 10
+    assert worked_s(records) == 21 + 10 + 5 + 10
 
 
 def test_long_step_without_gauges_counts():
     records = [Record(NOW, STARTED), Record(NOW + 500, step(1, seconds=400.0))]
-    assert run_list.seconds_of(records) == 400
+    assert worked_s(records) == 400
 
 
 # --- Order, and runs that are damaged
@@ -343,13 +379,14 @@ def test_run_with_a_broken_config_has_a_row(text):
 
 def test_folder_deleted_while_it_is_read_is_skipped(monkeypatch):
     folder = made("r", STARTED)
-    tail = events.tail
+    read = events.EventsTail.read
 
-    def deleted(path):
-        run_list.remove(folder)
-        return tail(path)
+    def deleted(rest, most_bytes):
+        if folder.path.exists():
+            run_list.remove(folder)
+        return read(rest, most_bytes)
 
-    monkeypatch.setattr(events, "tail", deleted)
+    monkeypatch.setattr(events.EventsTail, "read", deleted)
     assert run_list.run_rows() == []
 
 

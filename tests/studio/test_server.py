@@ -116,7 +116,7 @@ def test_a_page_stays_valid_when_the_studio_is_started_again(own_folder):
 
 
 def test_a_fault_of_ours_is_one_line(client: Client, monkeypatch):
-    monkeypatch.setattr("your_ai.session.run_list.run_rows", lambda: 1 / 0)
+    monkeypatch.setattr("your_ai.session.run_list.run_rows", lambda **_: 1 / 0)
     got = client.get("runs")
     assert got.status == 500
     assert got.fault.startswith("ZeroDivisionError")

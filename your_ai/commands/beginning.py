@@ -405,8 +405,7 @@ def reward_model_here() -> RunFolder:
 
 def read_memory(text: str) -> Chosen:
     """The budget in GB; `auto` sets nothing."""
-    from your_ai.memory.limit import requested
-    from your_ai.training.plan_without_files import memory_here
+    from your_ai.memory.limit import memory_here, requested
 
     if text == AUTO:
         return Chosen({})

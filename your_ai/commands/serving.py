@@ -15,6 +15,7 @@ from your_ai.commands.options import echo_note, opened, with_options
 from your_ai.config.requests import ServeRequest, TinkerRequest
 from your_ai.errors import UserError
 from your_ai.gates.console import echo, echo_error
+from your_ai.gates.programs import python_module
 from your_ai.gates.text import quoted
 
 
@@ -25,9 +26,11 @@ def studio(
     opens: Annotated[bool, typer.Option("--open/--no-open", help="Open the browser.")] = True,
 ) -> None:
     """Open a local page on which all of this can be done: data, plan, train, try, ship."""
-    from your_ai.studio.server import serve_studio
-
-    raise typer.Exit(serve_studio(port, opens))
+    # The server stays for days, so it is a program of its own: what reads a command line takes
+    # 10 MB.
+    words = python_module("your_ai.studio.server", str(port or 0), str(int(opens)))
+    sys.stdout.flush()
+    os.execv(words[0], words)
 
 
 @with_options

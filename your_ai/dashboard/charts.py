@@ -114,7 +114,8 @@ def loss_chart(past: RunHistory) -> Chart | None:
         ],
         is_log=is_wide_ranged(y for _, y in points),
     )
-    text = f"Loss of each step (thin line) and running mean (bold). Steps: {len(past.steps):,}."
+    text = "Loss of each step (thin line) and running mean (bold). "
+    text += "From a part of the steps." if past.is_part else f"Steps: {len(past.steps):,}."
     return by_step("Loss", text, panel) if past.steps else None
 
 

@@ -31,6 +31,8 @@ class RunHistory:
     """In order, without steps that were lost when the run restarted from a checkpoint."""
     validations: Sequence[events.Validation]
     """In order, without validations after a step that was lost."""
+    is_part: bool = False
+    """Whether events are missing, since all of them were not read yet."""
 
     def of(self, *kinds: type) -> list[tuple[float, Any]]:
         return [(seconds, event) for seconds, event in self.timeline if isinstance(event, kinds)]

@@ -79,7 +79,7 @@ class Presence:
     resume: str = ""
     """The command that continues the run."""
     unread: float = 0.0
-    """Share of the events that is still to be read."""
+    """Share of the events that is still to be read; so far, the page shows a part of them."""
     fault: str = ""
     """Why the events of the run cannot be read or shown."""
 
@@ -136,8 +136,9 @@ def report_page(
 def presence_text(past: RunHistory, presence: Presence) -> tuple[str, str]:
     """The state of a run on its live page, as a word and as a sentence."""
     state, (word, text) = past.state, ending(past)
-    if presence.unread > 0.01:
-        return "open", f"reading its events: {1 - presence.unread:.0%}"
+    if presence.unread:
+        read = f"{1 - presence.unread:.0%}"
+        return "open", f"a first look, from a part of its events; all are being read: {read}"
     if presence.is_deleted:
         return "died", "the folder of this run was deleted; this is what it was before"
     if presence.is_running:

@@ -7,8 +7,11 @@ bytes (macOS calls 2**30 bytes a GB: its 24 GB are 25.8 here).
 from __future__ import annotations
 
 import math
+import platform
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import psutil
 
 from your_ai.errors import UserError
 from your_ai.gates.text import size_text
@@ -67,6 +70,17 @@ def usual_working_set(ram_bytes: int) -> int:
     """The maximum that macOS recommends for a process, at least, on a Mac with this RAM."""
     is_large = ram_bytes >= LARGE_RAM_BYTES
     return int((LARGE_WORKING_SET_SHARE if is_large else WORKING_SET_SHARE) * ram_bytes)
+
+
+def memory_here() -> MachineMemory:
+    """The memory of this machine, with the limit for a process that macOS usually has."""
+    memory = psutil.virtual_memory()
+    is_mac = platform.system() == "Darwin"
+    return MachineMemory(
+        ram_bytes=memory.total,
+        working_set_bytes=usual_working_set(memory.total) if is_mac else None,
+        available_bytes=memory.available,
+    )
 
 
 def idle_mac(memory_gb: float) -> MachineMemory:

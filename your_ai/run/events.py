@@ -14,6 +14,7 @@ import math
 import os
 import stat
 import time
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -479,13 +480,41 @@ def write_event(path: Path, event: Event) -> None:
         log.write(event)
 
 
-def tail(path: Path, offset: int = 0) -> tuple[list[Record], int]:
+def tail(
+    path: Path, offset: int = 0, only: tuple[type[Event], ...] = ()
+) -> tuple[list[Record], int]:
     """Return the records from byte `offset` on, and the offset for the next call.
 
-    A missing file has no events. Raises UserError if the file is not an events file.
+    only: kinds to return; () for all. A missing file has no events. Raises UserError if the file
+    is not an events file.
     """
-    rest = EventsTail(path, offset)
+    rest = EventsTail(path, offset, only)
     return rest.read(), rest.offset
+
+
+def end_of(path: Path) -> int:
+    """Return the offset for `tail` after which nothing is written yet. Raises UserError as it."""
+    size = 0
+    try:
+        size = os.stat(path).st_size
+        with open_regular(path) as file:
+            file.seek(max(0, size - LINE_BYTES))
+            last = file.read(LINE_BYTES)
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return size - len(last) + last.rfind(b"\n") + 1
+
+
+START = b'{"event": "'  # of each line that `to_line` makes, before the name of its kind
+
+
+def kind_in(line: bytes) -> bytes:
+    """The kind that a line begins with, without parsing it; empty if it begins otherwise."""
+    if not line.startswith(START):
+        return b""
+    return line[len(START) : line.find(b'"', len(START))]
 
 
 @dataclass
@@ -494,8 +523,13 @@ class EventsTail:
 
     path: Path
     offset: int = 0
+    only: tuple[type[Event], ...] = ()
+    """Kinds to return; () for all."""
     strange_bytes: int = 0
     """Bytes of lines that are no events."""
+    identity: tuple[int, int, bytes] | None = None
+    """Of the file, with its first line: another is that of a new run with the same name, whose
+    file may have the inode of the old one."""
 
     def read(self, most_bytes: float = math.inf) -> list[Record]:
         """Read so many bytes and the line in which they end, or all; return their records.
@@ -505,6 +539,7 @@ class EventsTail:
         """
         records: list[Record] = []
         end = self.offset + most_bytes
+        others = {n.encode() for n, kind in KINDS.items() if self.only and kind not in self.only}
         self.check()
         try:
             with open_regular(self.path) as file:
@@ -513,6 +548,8 @@ class EventsTail:
                     if not line.endswith(b"\n") and len(line) < LINE_BYTES:
                         break
                     self.offset += len(line)
+                    if others and kind_in(line) in others:
+                        continue
                     record = from_line(line)
                     if record is not None:
                         records.append(record)
@@ -522,9 +559,64 @@ class EventsTail:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise UserError(f"{self.path}: cannot be read ({error.strerror})") from error
-        return records
+            raise unreadable(self.path, error) from error
+        return [each for each in records if isinstance(each.event, self.only or Event)]
 
     def check(self) -> None:
         if self.strange_bytes > STRANGE_BYTES:
             raise UserError(f"{self.path}: is not an events file; move it away")
+
+    def is_of_another_run(self) -> bool:
+        """Return whether the file is no longer the one that was read before."""
+        try:
+            with open_regular(self.path) as file:
+                status, first = os.fstat(file.fileno()), file.readline(FIRST_BYTES)
+        except OSError:
+            return False
+        before, self.identity = self.identity, (status.st_dev, status.st_ino, first)
+        return before not in (None, self.identity) or status.st_size < self.offset
+
+
+def unreadable(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path}: cannot be read ({error.strerror})")
+
+
+# Long files, of which a part of the lines shows enough
+
+FIRST_BYTES = 4096  # of the first line of an events file, which has its time
+SKIMMED = 600  # lines of a kind, evenly spread
+LAST_LINES = 100  # of each kind, which are all read
+
+
+def skim(path: Path, most: int = SKIMMED) -> list[Record]:
+    """Read a long file in little time: of each kind `most` lines, and the last ones.
+
+    Of a kind with no more lines, there are all, each with the line before it, so that times
+    between events are right where something happened. Raises UserError as `tail`.
+    """
+    places: dict[bytes, array[int]] = {}  # per kind, the offsets of its lines ...
+    before: dict[bytes, array[int]] = {}  # ... and of those before them
+    try:
+        with open_regular(path) as file:
+            offset = last = 0
+            while line := file.readline(LINE_BYTES):
+                kind = kind_in(line)
+                places.setdefault(kind, array("q")).append(offset)
+                before.setdefault(kind, array("q")).append(last)
+                offset, last = offset + len(line), offset
+            kept: set[int] = set()
+            for kind, found in places.items():
+                if len(found) <= most:
+                    kept.update(found, before[kind])
+                else:
+                    kept.update(found[:: len(found) // most], found[-LAST_LINES:])
+            records = []
+            for place in sorted(kept):
+                file.seek(place)
+                if (record := from_line(file.readline(LINE_BYTES))) is not None:
+                    records.append(record)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return records

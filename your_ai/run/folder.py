@@ -41,6 +41,7 @@ SUPERVISOR_LOCK = "supervisor.lock"  # locked by the supervisor
 CONFIG_BYTES = 1 << 20
 PID_BYTES = 32  # maximum size of a lock file
 Untrained = Literal["imported", "merged"]
+RESTART_S = 3.0  # a run may have no process for so long while it restarts
 LOCK_WAIT_S = 5.0  # a killed process takes a moment to release its lock
 
 

@@ -8,9 +8,7 @@ changes as server-sent events.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
 import secrets
 import signal
 import socket
@@ -24,20 +22,15 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from your_ai.config import TrainConfig
-from your_ai.dashboard.history import HistoryReader, RunHistory, ending
-from your_ai.dashboard.report import Presence, RolloutSample, live_policy, parts_of, report_page
-from your_ai.errors import UserError, first_line
+from your_ai.dashboard.report import live_policy, parts_of
+from your_ai.errors import UserError
 from your_ai.gates.console import echo
-from your_ai.gates.text import printable, shortened
 from your_ai.run.child import DONE
-from your_ai.run.events import EventsTail
-from your_ai.run.folder import RunFolder, is_running
+from your_ai.run.folder import RunFolder
 from your_ai.run.stopping import recorded_signals
 from your_ai.serving import web
+from your_ai.serving.live_run import DrawnRun, LiveRun
 from your_ai.serving.web import Gate, RequestHead, RequestRefused, WebServer
-from your_ai.session.attach import GRACE_S
-from your_ai.session.run_list import rollout_samples
 
 HOST = "127.0.0.1"
 FIRST_PORT, PORTS = 8765, 20  # tried if the user asked for none; then any free one
@@ -50,10 +43,6 @@ VERSION = 'data-version=""'  # in the page, at the first place: which version it
 
 POLL_S = 0.3
 REST = 9  # rendering takes at most one part in ten of the time of a processor
-SILENT_S = 20  # a time without events that is worth a word
-SAMPLES_S = 5.0  # between two readings of completions
-READ_S = 0.4  # a long run is shown as far as it was read in this time, and then further
-PART_BYTES = 1 << 19  # of an events file, between two looks at the clock
 
 
 # The page, and the server of it
@@ -242,132 +231,7 @@ def listen(port: int | None, first: int = FIRST_PORT) -> socket.socket:
     ) from fault
 
 
-# The run behind the page
-
-
-MOST_FIRST_BYTES = 4096  # of the first line of an events file, which has its time
-
-
-@dataclass
-class LiveRun:
-    """A run's folder, and what was read of it. What is deleted later stays here."""
-
-    folder: RunFolder
-    reader: HistoryReader = field(default_factory=HistoryReader)
-    rest: EventsTail = field(init=False)
-    """The part of the events file that is still to be read."""
-    identity: object = None
-    """Of the events file, with its first line: another is that of a new run with the same name,
-    whose file may have the inode of the old one."""
-    unread: float = 0.0
-    """Share of the events file that is still to be read."""
-    read_s: float = READ_S
-    """Seconds of the next reading: the longer, the less of the time goes to rendering."""
-    fault: str = ""
-    """Why the events cannot be read or shown."""
-    config: TrainConfig | None = None
-    """None if the settings cannot be read."""
-    config_text: str = ""
-    config_changed_at: int = 0
-    running_at: float = 0.0
-    """When the run was last seen running."""
-    samples: tuple[RolloutSample, ...] = ()
-    samples_at: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.rest = EventsTail(self.folder.events)
-
-    def read_events(self) -> None:
-        try:
-            status, first = os.stat(self.folder.events), b""
-        except OSError:
-            return
-        with contextlib.suppress(OSError), self.folder.events.open("rb") as file:  # named below
-            first = file.readline(MOST_FIRST_BYTES)
-        identity = status.st_dev, status.st_ino, first
-        if self.identity not in (None, identity) or status.st_size < self.rest.offset:
-            self.reader, self.samples_at = HistoryReader(), 0.0
-            self.rest = EventsTail(self.folder.events)
-        self.identity, self.fault = identity, ""
-        until = time.monotonic() + self.read_s
-        try:
-            while (at := self.rest.offset) < status.st_size and time.monotonic() < until:
-                self.reader.add(self.rest.read(PART_BYTES))
-                if self.rest.offset == at:  # a line that is not whole yet
-                    self.unread = 0.0
-                    break
-            else:
-                self.unread = 1 - self.rest.offset / max(1, status.st_size)
-        except UserError as error:
-            self.fault = str(error)
-        self.read_s = 4 * self.read_s if self.unread else READ_S
-
-    def read_settings(self) -> None:
-        try:
-            changed_at = os.stat(self.folder.config).st_mtime_ns
-            if changed_at == self.config_changed_at:
-                return
-            self.config_changed_at, self.config = changed_at, None
-            self.config_text = self.folder.config_text("replace")
-            self.config = self.folder.read_config()
-        except (OSError, UserError):
-            return
-
-    def presence(self, now: float) -> Presence:
-        """Facts about the run beyond its events."""
-        if not self.folder.path.exists():
-            return Presence(is_running=False, is_deleted=True)
-        state = self.reader.state
-        if is_running(self.folder):
-            self.running_at = now
-        has_ended = state.finished is not None or state.gave_up
-        is_here = self.running_at == now or (not has_ended and now - self.running_at < GRACE_S)
-        silent_s = int(max(0.0, now - (state.last_at or now))) // SILENT_S * SILENT_S
-        return Presence(
-            is_running=is_here,
-            silent_s=silent_s if is_here else 0,
-            unread=self.unread,
-            resume=f"your_ai train --resume {self.folder.reference}",
-        )
-
-
-def refresh(run: LiveRun, page: LivePage, seen: object) -> object:
-    """Publish the page if anything has changed since `seen`; return what is now seen."""
-    now = time.time()
-    run.read_events()
-    run.read_settings()
-    if now - run.samples_at >= SAMPLES_S:
-        run.samples_at = now
-        run.samples = tuple(rollout_samples(run.folder.path)) or run.samples
-    presence = run.presence(now)
-    found = run.identity, run.rest.offset, run.config_changed_at, run.samples, run.fault, presence
-    if found == seen:
-        return seen
-    try:
-        text = page_of(run, presence, run.reader.past)
-    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        presence = replace(
-            presence,
-            fault=f"its events cannot be shown ({shortened(printable(first_line(error)))})",
-        )
-        text = page_of(run, presence, HistoryReader().past)
-    page.publish(text, title_of(run, presence), parts_of(text))
-    return found
-
-
-def page_of(run: LiveRun, presence: Presence, past: RunHistory) -> str:
-    presence = replace(presence, fault=presence.fault or run.fault)
-    name = run.folder.name
-    return report_page(past, name, run.config_text, run.config, run.samples, presence)
-
-
-def title_of(run: LiveRun, presence: Presence) -> str:
-    """The title of the page: how far the run is, and its name."""
-    step, name = run.reader.state.step, printable(run.folder.name, one_line=True)
-    if presence.is_running and step is not None and step.steps > 0:
-        return f"{100 * step.step // step.steps}% {name}"
-    word = "deleted" if presence.is_deleted else ending(run.reader.past)[0]
-    return name if word == "open" else f"{name}: {word}"
+# The page of a run
 
 
 def serve_page(folder: RunFolder, port: int | None) -> int:
@@ -382,22 +246,29 @@ def serve_page(folder: RunFolder, port: int | None) -> int:
             echo(f"{folder.name}: {server.url}")
             echo("Ctrl-C ends the page; the run goes on without it")
             sys.stdout.flush()
-            follow(run, page, lambda: bool(received))
+            follow(run.draw, page, lambda: bool(received))
         finally:
             page.close()
             server.stop()
     return DONE if received[0] == signal.SIGINT else 128 + received[0]
 
 
-def follow(run: LiveRun, page: LivePage, is_over: Callable[[], bool]) -> None:
-    """Keep the page up to date while somebody reads it, until it is over."""
-    seen = refresh(run, page, None)  # while nobody waits for it yet
-    due_at = 0.0
+def follow(
+    draw: Callable[[], DrawnRun | None], page: LivePage, is_over: Callable[[], bool]
+) -> None:
+    """Keep the page up to date while somebody reads it, until it is over.
+
+    draw: returns the page if it has changed.
+    """
+    due_at, is_whole = 0.0, True
     while not is_over():
-        asked = page.wait(POLL_S)
+        is_first = page.now.number == 0  # drawn while nobody waits for it yet
+        asked = page.asked if is_first else page.wait(POLL_S)
         began_at = time.monotonic()
-        if began_at >= due_at and (asked > page.answered or page.has_audience):
-            seen = refresh(run, page, seen)
-            rest = 0 if run.unread else REST
+        if is_first or (began_at >= due_at and (asked > page.answered or page.has_audience)):
+            if (drawn := draw()) is not None:
+                page.publish(drawn.text, drawn.title, parts_of(drawn.text))
+                is_whole = drawn.is_whole
+            rest = REST if is_whole else 0
             due_at = time.monotonic() + rest * (time.monotonic() - began_at)
-        page.confirm(asked)
+        page.confirm(page.asked if is_first else asked)

@@ -33,7 +33,7 @@ from your_ai.evaluation import record
 from your_ai.gates.programs import python_module
 from your_ai.gates.text import message_line, shown
 from your_ai.hub.find import find_model
-from your_ai.memory.limit import GB
+from your_ai.memory.limit import GB, memory_here
 from your_ai.run import child, events
 from your_ai.run import folder as folders
 from your_ai.run.child import USER
@@ -45,7 +45,6 @@ from your_ai.session import new_run, run_list
 from your_ai.session.finished import already_finished
 from your_ai.session.new_run import BackgroundRun
 from your_ai.session.room import MemoryUser, running_users, share_gb, starting
-from your_ai.training.plan_without_files import memory_here
 
 POLL_S = 0.2
 LONGEST_WAIT_S = 600.0
@@ -444,7 +443,9 @@ def watched(found: RunFolder, last: int) -> WatchedRun:
         state = fold(state, each)
         line = None if isinstance(each.event, Step) else view.event_line(each.event, state)
         lines += [] if line is None else [message_line(line)]
-    now = run_list.state_of(found, running, state, [each.event for each in records])
+    happened = [each.event for each in records]
+    ended = run_list.last_of(happened, events.Started, events.Finished)
+    now = run_list.state_of(found, running, state, ended)
     return WatchedRun(
         run=found.name,
         state=now,

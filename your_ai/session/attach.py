@@ -37,13 +37,13 @@ from your_ai.gates.programs import python_module, quick_imports
 from your_ai.run import child, events, requests
 from your_ai.run.child import DONE, FAILED, POLL_S, Child
 from your_ai.run.events import Event
-from your_ai.run.folder import RunFolder, discard, is_running
+from your_ai.run.folder import RESTART_S, RunFolder, discard, is_running
 from your_ai.run.stopping import SIGNALS, recorded_signals, stop_signals
 from your_ai.session.computer import looked_after
 from your_ai.session.finished import already_finished
 
 KEYS = KEYS_GAP.join(("q detach", CHECKPOINT_KEY, PAUSE_KEY))
-GRACE_S = 3.0  # a run may have no process for so long while it restarts
+
 FRAME_S = 0.1  # between two frames of a replay
 LONGEST_GAP_S = 2.0  # a replay shortens longer gaps to this
 PATIENCE = 3  # signals that the supervisor receives before it is killed
@@ -128,7 +128,7 @@ def train(
     """
     style = "lines" if detach and not as_json else style_for(console, as_json)
     follower = Follower(folder.events, console, style, KEYS, resumes=True)
-    _, offset = events.tail(folder.events)
+    offset = events.end_of(folder.events)
     command = supervisor_command(folder, settings)
     with recorded_signals() as received, child.open_log(folder) as log:
         start = log.seek(0, os.SEEK_END)
@@ -308,7 +308,7 @@ def watch(folder: RunFolder, console: Console, *, as_json: bool = False) -> int:
             follower.catch_up()
             if is_running(folder):
                 seen_at = time.monotonic()
-            elif follower.state.finished or time.monotonic() - seen_at > GRACE_S:
+            elif follower.state.finished or time.monotonic() - seen_at > RESTART_S:
                 break
             pressed = shown.read()
             if "q" in pressed:

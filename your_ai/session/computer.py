@@ -69,12 +69,11 @@ def notified(
 def finished_text(folder: RunFolder) -> str:
     """Say how much a finished run did; empty for one that was stopped."""
     with contextlib.suppress(UserError):
-        for record in reversed(events.tail(folder.events)[0]):
-            end = record.event
-            if isinstance(end, events.Finished) and end.reason == "done":
-                return f"finished: {counted(end.step, 'step')} in {duration(end.seconds)}"
-            if isinstance(end, events.Finished | events.Died | events.Started):
-                break
+        kinds = (events.Finished, events.Died, events.Started)
+        records, _ = events.tail(folder.events, 0, kinds)
+        end = records[-1].event if records else None
+        if isinstance(end, events.Finished) and end.reason == "done":
+            return f"finished: {counted(end.step, 'step')} in {duration(end.seconds)}"
     return ""
 
 

@@ -43,8 +43,8 @@ def already_finished(folder: RunFolder, config: TrainConfig) -> str:
 
 def ends_of_finished(folder: RunFolder) -> tuple[events.Started, events.Finished] | None:
     """The last start of a run and its end; None if it has not done all its steps."""
-    recorded = [record.event for record in events.tail(folder.events)[0]]
-    ends = [e for e in recorded if isinstance(e, events.Started | events.Died | events.Finished)]
+    kinds = (events.Started, events.Died, events.Finished)
+    ends = [record.event for record in events.tail(folder.events, 0, kinds)[0]]
     starts = events.of(events.Started, ends)
     end = ends[-1] if starts else None
     if not isinstance(end, events.Finished) or end.reason != "done":

@@ -95,7 +95,7 @@ def start(folder: RunFolder, settings: TrainConfig, *, new: bool) -> BackgroundR
 
     new: as in BackgroundRun. Raises RunError if it cannot be started.
     """
-    _, events_start = events.tail(folder.events)
+    events_start = events.end_of(folder.events)
     with child.open_log(folder) as log:
         log_start = log.seek(0, os.SEEK_END)
         with child.started(supervisor_command(folder, settings), folder, log) as supervisor:
@@ -116,8 +116,7 @@ def wait_until_begun(run: BackgroundRun, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while True:
         ended = run.process.poll()  # before its events are read
-        records, _ = events.tail(run.folder.events, run.events_start)
-        if any(isinstance(record.event, events.Started) for record in records):
+        if events.tail(run.folder.events, run.events_start, (events.Started,))[0]:
             return True
         if ended is not None:
             if ended == DONE:

@@ -20,13 +20,12 @@ from your_ai.config import TrainConfig
 from your_ai.dashboard.state import ViewState, fold_all
 from your_ai.errors import Interrupted, UserError
 from your_ai.gates.text import size_text
-from your_ai.memory.limit import GB, MachineMemory, detect, find_limit
+from your_ai.memory.limit import GB, MachineMemory, detect, find_limit, memory_here
 from your_ai.run import events, requests
 from your_ai.run.child import POLL_S
 from your_ai.run.folder import RunFolder, is_running, owner
 from your_ai.run.stopping import Stop
 from your_ai.session.run_list import folders, last_of
-from your_ai.training.plan_without_files import memory_here
 
 LEAST_GB = 0.1  # that is worth a try
 LOCK_WAIT_S = 120.0

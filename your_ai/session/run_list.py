@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
+import math
 import os
 import shutil
 import signal
@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +91,14 @@ class RunRow:
     """Size of all files in the run's folder."""
 
 
-def run_rows(runs: Path = RUNS) -> list[RunRow]:
+def run_rows(runs: Path = RUNS, read_s: float = math.inf) -> list[RunRow]:
     """List the runs in `runs`, last changed first; an empty list if the folder does not exist.
 
-    A run that cannot be read has a row without figures. Entries that are not runs are skipped.
-    Raises UserError if `runs` itself cannot be read.
+    read_s: seconds to read the events of each run. Of one with more, figures that need all are
+    unknown, until later calls have read on. A run that cannot be read has a row without figures.
+    Entries that are not runs are skipped. Raises UserError if `runs` itself cannot be read.
     """
-    found = [row for folder in folders(runs) if (row := row_of(folder)) is not None]
+    found = [row for folder in folders(runs) if (row := row_of(folder, read_s)) is not None]
     return sorted(found, key=lambda row: (-(row.changed_at or 0.0), row.name))
 
 
@@ -172,17 +174,103 @@ def is_run(folder: RunFolder) -> bool:
     return False
 
 
-def row_of(folder: RunFolder) -> RunRow | None:
-    """Return the row of a run; None if its folder is deleted meanwhile."""
-    running = is_running(folder)  # checked first: a run that ends after this has its last event
+@dataclass
+class WorkedTime:
+    """The time between events, without pauses, waits and gaps between two processes."""
+
+    seconds: float = 0.0
+    last: Record | None = None
+    is_paused: bool = False
+
+    def add(self, record: Record) -> None:
+        before, self.last = self.last, record
+        if before is None:
+            return
+        if isinstance(
+            before.event, (events.Paused, events.Waiting, events.Continued, events.Stage)
+        ):
+            self.is_paused = isinstance(before.event, (events.Paused, events.Waiting))
+        gap_s = record.time - before.time
+        if gap_s > SILENCE_S:  # no process, or an old version that wrote no gauges
+            gap_s = min(gap_s, number(getattr(record.event, "seconds", 0.0)) or 0.0)
+        if gap_s > 0 and not (self.is_paused or isinstance(before.event, events.Finished)):
+            self.seconds += gap_s
+
+
+PART_BYTES = 1 << 19  # that are read of an events file at once
+KNOWN_RUNS = 200  # whose events are not read again if nothing was added
+KINDS_OF_ROWS = (events.Started, events.Step, events.Skipped, events.Finished)
+
+
+@dataclass
+class EventsSoFar:
+    """The part of a row that comes from the events of a run, which are read as they are added."""
+
+    rest: events.EventsTail
+    state: ViewState = dataclasses.field(default_factory=ViewState)
+    last: dict[type[Event], Event] = dataclasses.field(default_factory=dict)
+    """Of each of KINDS_OF_ROWS the last event, in order."""
+    work: WorkedTime = dataclasses.field(default_factory=WorkedTime)
+    is_whole: bool = False
+    """Whether all events were read."""
+
+    def read(self, seconds: float) -> None:
+        """Read what was added, as far as it takes so long. Raises UserError as `events.tail`."""
+        until, self.is_whole = time.monotonic() + seconds, False
+        while time.monotonic() < until and not self.is_whole:
+            at = self.rest.offset
+            self.add(self.rest.read(PART_BYTES))
+            self.is_whole = self.rest.offset == at
+
+    def add(self, records: Sequence[Record]) -> None:
+        self.state = fold_all(self.state, records)
+        for record in records:
+            self.work.add(record)
+            if (kind := type(record.event)) in KINDS_OF_ROWS:
+                self.last.pop(kind, None)
+                self.last[kind] = record.event
+
+    def last_of(self, *kinds: type[Event]) -> Any:
+        """The last event of some of KINDS_OF_ROWS; None if there is none."""
+        return next((self.last[kind] for kind in reversed(self.last) if kind in kinds), None)
+
+    def sketch(self) -> EventsSoFar:
+        """From a part of the events, evenly spread. Raises UserError as `events.tail`."""
+        found = EventsSoFar(self.rest)
+        found.add(events.skim(self.rest.path))
+        return found
+
+
+@cache
+def known_runs() -> dict[Path, EventsSoFar]:
+    """The events of runs that this process has read, the latest last."""
+    return {}
+
+
+def events_so_far(folder: RunFolder, read_s: float) -> EventsSoFar:
+    """The events of a run. What was read before in this process is not read again."""
+    path, known = folder.events.absolute(), known_runs()
+    found = known.pop(path, None)
+    if found is None or found.rest.is_of_another_run():
+        found = EventsSoFar(events.EventsTail(path))
+        found.rest.is_of_another_run()
     try:
-        records, _ = events.tail(folder.events)
+        found.read(read_s)
+        known[path] = found
+        if len(known) > KNOWN_RUNS:
+            known.pop(next(iter(known)), None)
+        return found if found.is_whole else found.sketch()
     except UserError:
-        records = []
-    happened = [record.event for record in records]
-    state = fold_all(ViewState(), records)
-    at = last_of(happened, events.Started, events.Step, events.Skipped)
-    total = last_of(happened, events.Started, events.Step)
+        return EventsSoFar(events.EventsTail(path), is_whole=True)
+
+
+def row_of(folder: RunFolder, read_s: float = math.inf) -> RunRow | None:
+    """Return the row of a run; None if its folder is deleted meanwhile. read_s: of `run_rows`."""
+    running = is_running(folder)  # checked first: a run that ends after this has its last event
+    happened = events_so_far(folder, read_s)
+    state = happened.state
+    at = happened.last_of(events.Started, events.Step, events.Skipped)
+    total = happened.last_of(events.Started, events.Step)
     checked = state.best_validation
     best = None if checked is None else number(checked.loss)
     is_reward = checked is not None and checked.reward is not None
@@ -190,7 +278,7 @@ def row_of(folder: RunFolder) -> RunRow | None:
     on_rewards = step is not None and is_rewarded(step.metrics)
     row = RunRow(
         name=folder.name,
-        state=state_of(folder, running, state, happened),
+        state=state_of(folder, running, state, happened.last_of(events.Started, events.Finished)),
         model=model_of(folder, state),
         step=at and whole(at.step),
         steps=total and whole(total.steps),
@@ -202,10 +290,14 @@ def row_of(folder: RunFolder) -> RunRow | None:
         best_reward=0.0 - best if is_reward and best is not None else None,
         peak_bytes=whole(state.highest_bytes),
         limit_bytes=whole(state.limit.limit_bytes) if state.limit else None,
-        seconds=seconds_of(records),
-        changed_at=time_of(records) or touched_at(folder),
+        seconds=happened.work.seconds if happened.work.last else None,
+        changed_at=number(state.last_at) or touched_at(folder),
         size_bytes=size_of(folder.path),
     )
+    if not happened.is_whole:
+        row = dataclasses.replace(
+            row, best_loss=None, best_mean_reward=None, peak_bytes=None, seconds=None
+        )
     return row if os.path.isdir(folder.path) else None
 
 
@@ -213,13 +305,13 @@ def last_of(happened: Sequence[Event], *kinds: type) -> Any:
     return next((event for event in reversed(happened) if isinstance(event, kinds)), None)
 
 
-def state_of(folder: RunFolder, running: bool, state: ViewState, happened: Sequence[Event]) -> str:
+def state_of(folder: RunFolder, running: bool, state: ViewState, ended: Event | None) -> str:
+    """A run's state in a word; ended: the last event that is a start or an end."""
     if running:
         return "waiting" if state.is_waiting else "paused" if state.paused else "running"
     if folder.untrained is not None:
         return folder.untrained
     # A resume that fails before training begins does not change the state.
-    ended = last_of(happened, events.Started, events.Finished)
     if not isinstance(ended, events.Finished):
         return "died"
     return "finished" if ended.adapter else "stopped"
@@ -234,22 +326,6 @@ def model_of(folder: RunFolder, state: ViewState) -> str | None:
     except (UserError, OSError, ValueError, RecursionError):  # any error of the YAML parser
         return None
     return model if isinstance(model, str) else None
-
-
-def seconds_of(records: Sequence[Record]) -> float | None:
-    """Sum the time between events, without pauses, waits and gaps between two processes."""
-    worked_s, paused = 0.0, False
-    for before, record in itertools.pairwise(records):
-        if isinstance(
-            before.event, (events.Paused, events.Waiting, events.Continued, events.Stage)
-        ):
-            paused = isinstance(before.event, (events.Paused, events.Waiting))
-        gap_s = record.time - before.time
-        if gap_s > SILENCE_S:  # no process, or an old version that wrote no gauges
-            gap_s = min(gap_s, number(getattr(record.event, "seconds", 0.0)) or 0.0)
-        if gap_s > 0 and not (paused or isinstance(before.event, events.Finished)):
-            worked_s += gap_s
-    return worked_s if records else None
 
 
 def number(value: Any) -> float | None:

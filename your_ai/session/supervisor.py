@@ -145,7 +145,7 @@ def supervise(
     progress, and Interrupted for a stop signal before training began.
     """
     command = command or python_module("your_ai.training")
-    _, offset = events.tail(folder.events)
+    offset = events.end_of(folder.events)
     life, level = Life(), 0
     lives: list[Life] = []
     watch = StallWatch(patience or Patience(), offset=offset)
@@ -507,7 +507,8 @@ def recorded_errors(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except (UserError, RunError) as error:
-        steps = [r.event.step for r in events.tail(folder.events)[0] if type(r.event) is Step]
+        records, _ = events.tail(folder.events, 0, (Step,))
+        steps = [step.step for step in events.of(Step, (record.event for record in records))]
         died = events.Died(step=max(steps, default=0), reason=str(error), level=None)
         if type(error) is not Lost and folder.events.exists():
             with contextlib.suppress(RunError):

@@ -12,11 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from your_ai.dashboard.report import live_policy
-from your_ai.errors import UserError
+from your_ai.errors import RunError, UserError
 from your_ai.run import folder as folders
-from your_ai.serving.live_page import LivePage, LiveRun, changes_answer, follow, page_answer
+from your_ai.run.folder import RunFolder
+from your_ai.serving.live_page import LivePage, changes_answer, follow, page_answer
+from your_ai.serving.live_run import DrawnRun
+from your_ai.studio.worker import Worker
 
-UNWATCHED_S = 60.0  # then what was read of a run is dropped
+UNWATCHED_S = 60.0  # then the process that draws a run ends
 
 
 @dataclass
@@ -43,12 +46,12 @@ class Boards:
                 except UserError as error:
                     raise HTTPException(404) from error
                 board = self.by_name[name] = Board()
-                threading.Thread(target=self.keep, args=(name, board, LiveRun(folder))).start()
+                threading.Thread(target=self.keep, args=(board, folder)).start()
             return board.page
 
-    def keep(self, name: str, board: Board, run: LiveRun) -> None:
+    def keep(self, board: Board, folder: RunFolder) -> None:
         """Follow a run until nobody has watched it for a while."""
-        seen_at = time.monotonic()
+        seen_at, worker = time.monotonic(), Worker()
 
         def is_over() -> bool:
             nonlocal seen_at
@@ -56,9 +59,16 @@ class Boards:
                 seen_at = time.monotonic()
             return bool(board.ended) or time.monotonic() - seen_at > UNWATCHED_S
 
+        def draw() -> DrawnRun | None:
+            drawn = worker.ask("draw", run=str(folder.path))
+            return None if drawn is None else DrawnRun(**drawn)
+
         try:
-            follow(run, board.page, is_over)
+            follow(draw, board.page, is_over)
+        except RunError:  # the process ended; who asks again begins another
+            return
         finally:
+            worker.end()
             board.ended.append(1)
             board.page.close()
 

@@ -13,6 +13,8 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from your_ai.config import flag
 from your_ai.dashboard.view import duration
 from your_ai.gates.text import counted, printable, shortened, size_text
+from your_ai.session import run_list
+from your_ai.session.run_list import RunRow
 from your_ai.studio.boards import Boards
 from your_ai.studio.talks import Talks
 from your_ai.studio.worker import Worker
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent
 STUDIO = Path("studio")  # what users give and make on the pages, beside runs/
+READ_S = 0.2  # for the events of each run
 TABS = {
     "models": "Models",
     "data": "Data",
@@ -84,6 +87,11 @@ class PageRequest:
     def go(self, path: str) -> Response:
         """Answer that what was asked for is done, and show the page at `path`."""
         return RedirectResponse(self.studio.root + path, 303)
+
+
+def run_rows() -> list[RunRow]:
+    """The runs of this folder. What takes long to know of a long run comes with a later view."""
+    return run_list.run_rows(read_s=READ_S)
 
 
 Answer = Callable[[PageRequest], Response]

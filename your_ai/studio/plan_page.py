@@ -30,11 +30,10 @@ from your_ai.errors import UserError
 from your_ai.gates.text import message_line
 from your_ai.hub.local import local_models
 from your_ai.hub.registry import known
-from your_ai.memory.limit import GB, detect
+from your_ai.memory.limit import GB, detect, memory_here
 from your_ai.run.folder import place_of
 from your_ai.session.tune_space import SEARCHED
 from your_ai.studio.pages import PageRequest, do, show
-from your_ai.training.plan_without_files import memory_here
 
 FIRST = ("objective", "model", "data", "columns", "epochs", "lora_rank", "max_seq_length", "run")
 APART = (*FIRST, "max_memory")  # not behind the door

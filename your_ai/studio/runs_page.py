@@ -12,11 +12,11 @@ from your_ai.run import folder as folders
 from your_ai.run import requests
 from your_ai.session import run_list
 from your_ai.session.run_list import RunRow
-from your_ai.studio.pages import PageRequest, do, show
+from your_ai.studio.pages import READ_S, PageRequest, do, run_rows, show
 
 
 def runs_page(asked: PageRequest) -> Response:
-    rows = run_list.run_rows()
+    rows = run_rows()
     cells = [
         {head: text(row, time.time()) for head, text in run_list.COLUMNS.items()} for row in rows
     ]
@@ -29,7 +29,7 @@ def home(asked: PageRequest) -> Response:
 
 
 def row_named(name: str) -> RunRow:
-    row = run_list.row_of(folders.find(name))
+    row = run_list.row_of(folders.find(name), READ_S)
     if row is None:
         raise UserError(f"{name}: is no longer there")
     return row

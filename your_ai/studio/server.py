@@ -15,6 +15,7 @@ import time
 import webbrowser
 from dataclasses import replace
 from functools import cache, partial
+from typing import NoReturn
 from urllib.parse import parse_qsl
 
 from anyio import to_thread
@@ -203,3 +204,22 @@ def serve_studio(port: int | None, opens: bool) -> int:
             studio.close()
             server.stop()
     return DONE if received[0] == signal.SIGINT else 128 + received[0]
+
+
+def main(port: str, opens: str) -> NoReturn:
+    """Serve the studio as `serve_studio` does; an error is one line.
+
+    port: a number, 0 for a free one. opens: 0 or 1.
+    """
+    try:
+        status = serve_studio(int(port) or None, opens == "1")
+    except UserError as error:
+        echo_error(f"error: {error}")
+        status = 2
+    except KeyboardInterrupt:  # before it listens
+        status = 128 + signal.SIGINT
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

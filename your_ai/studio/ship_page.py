@@ -15,9 +15,8 @@ from your_ai.errors import UserError
 from your_ai.hub.find import REPO
 from your_ai.run import folder as folders
 from your_ai.run.folder import RunFolder
-from your_ai.session import run_list
 from your_ai.studio import jobs
-from your_ai.studio.pages import PageRequest, do, show
+from your_ai.studio.pages import PageRequest, do, run_rows, show
 
 HAS_RESULT = ("finished", "stopped", "imported", "merged")
 
@@ -58,7 +57,7 @@ DESTINATIONS = (
 
 
 def ship_page(asked: PageRequest) -> Response:
-    rows = [row for row in run_list.run_rows() if row.state in HAS_RESULT]
+    rows = [row for row in run_rows() if row.state in HAS_RESULT]
     names = [row.name for row in rows]
     chosen = asked.query.get("run", names[0] if names else "")
     if chosen and chosen not in names:

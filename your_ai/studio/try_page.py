@@ -22,7 +22,7 @@ from your_ai.run.folder import RUNS, RunFolder
 from your_ai.session import run_list
 from your_ai.session.room import trial_gb
 from your_ai.studio import jobs, thumbs
-from your_ai.studio.pages import PageRequest, do, show
+from your_ai.studio.pages import PageRequest, do, run_rows, show
 from your_ai.studio.talks import SYSTEMS, Talk
 from your_ai.studio.thumbs import ThumbRow
 
@@ -91,7 +91,7 @@ def try_page(asked: PageRequest) -> Response:
 
 def newest_to_try() -> RunFolder | None:
     """The newest finished run that answers, or any that can be tried; None if there is none."""
-    ended = [RunFolder(RUNS / row.name) for row in run_list.run_rows() if row.state in FINISHED]
+    ended = [RunFolder(RUNS / row.name) for row in run_rows() if row.state in FINISHED]
     trained = [each for each in run_list.folders(RUNS) if run_list.is_trained(each)]
     found = [*ended, *trained]
     return next((run for run in found if not why_not(run)), found[0] if found else None)

@@ -132,6 +132,7 @@ CALLS = {
     **dict.fromkeys(("plan", "start", "resume", "models"), "run_calls"),
     **dict.fromkeys(("look", "leave_out"), "data_calls"),
     **dict.fromkeys(("begin_answer", "more_of_answer"), "try_calls"),
+    "draw": "board_calls",
 }
 
 

@@ -322,7 +322,8 @@ class Ranks:
         """
         if self.size == 1:
             return heard
-        self.recall(lambda: [record.event for record in events.tail(log.path)[0]])
+        shares = (events.Shares,)
+        self.recall(lambda: [record.event for record in events.tail(log.path, 0, shares)[0]])
         self.agreed = Stop()
         self.agree(heard, self.agreed)
         return self.agreed

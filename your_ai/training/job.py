@@ -240,8 +240,8 @@ def rewards_of(config: TrainConfig, log: events.EventLog, folder: Path) -> Rewar
         return Rewards((), {})
     if config.objective == GRPO and not reward_texts(config):
         raise UserError("--reward is missing: what a completion earns, e.g. exact_match")
-    written = (record.event for record in events.tail(log.path)[0])
-    counted_in = (e for e in written if isinstance(e, events.Step | events.Validation))
+    records, _ = events.tail(log.path, 0, (events.Step, events.Validation))
+    counted_in = (r.event for r in records if isinstance(r.event, events.Step | events.Validation))
     calls = (event.metrics.get("judge/calls", 0) for event in counted_in)
     return chosen_rewards(config, int(sum(calls)), missing_in_a_row(folder, config.rollouts))
 

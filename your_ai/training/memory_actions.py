@@ -171,7 +171,8 @@ def learned(log: events.EventLog, plan: Plan, step: int) -> dict[int, float]:
     With them it splits batches after a kill in the same way as without the kill.
     """
     ratios: dict[int, float] = {}
-    for event in (record.event for record in events.tail(log.path)[0]):
+    records, _ = events.tail(log.path, 0, (events.Planned, events.Corrected))
+    for event in (record.event for record in records):
         if isinstance(event, events.Planned):
             if plan_of(event) != plan:
                 ratios.clear()

@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
-
 from your_ai.config import DISTILL, ByLayer, TrainConfig, defaults, flag
 from your_ai.config.by_layer import OUTSIDE
 from your_ai.config.checks import check_teacher_given
@@ -93,7 +91,7 @@ def planned_run(
     not for this machine. on_measure, remembers: as in `planned_budget`. Raises UserError if
     nothing fits.
     """
-    target = Target(memory_here(), has_gpu()) if memory_gb is None else other_mac(memory_gb)
+    target = Target(limits.memory_here(), has_gpu()) if memory_gb is None else other_mac(memory_gb)
     check_teacher_given(config)
     named = model_of_teacher(config)
     if memory_gb is None and all(is_here(name) for name in (config.model, named) if name):
@@ -308,14 +306,3 @@ def has_gpu() -> bool:
         return platform.machine() == "arm64"
     installed = (each.metadata["Name"] for each in importlib.metadata.distributions())
     return os.path.exists("/dev/nvidia0") and any(name in CUDA for name in installed)
-
-
-def memory_here() -> limits.MachineMemory:
-    """The memory of this machine, with the limit for a process that macOS usually has."""
-    memory = psutil.virtual_memory()
-    is_mac = platform.system() == "Darwin"
-    return limits.MachineMemory(
-        ram_bytes=memory.total,
-        working_set_bytes=limits.usual_working_set(memory.total) if is_mac else None,
-        available_bytes=memory.available,
-    )

@@ -279,7 +279,8 @@ def past_of(log: events.EventLog, config: TrainConfig, level: int, folder: RunFo
 
     The plan is the one it had when it last trained, if the level and settings are the same.
     """
-    written = [record.event for record in events.tail(log.path)[0]]
+    records, _ = events.tail(log.path, 0, (events.Started, events.Planned))
+    written = [record.event for record in records]
     starts = [at for at, event in enumerate(written) if isinstance(event, events.Started)]
     plans = [e for e in written[: starts[-1] if starts else 0] if isinstance(e, events.Planned)]
     plan = None
