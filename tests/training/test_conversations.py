@@ -158,6 +158,9 @@ def test_what_is_heard_is_not_trained(talking, monkeypatch):
         assert not advantages[~row.trained].any()
 
 
+WHOLE: dict[str, bytes] = {}  # adapters of runs that nobody killed, by their settings
+
+
 @pytest.mark.parametrize(
     ("phase", "settings"),
     [
@@ -169,7 +172,8 @@ def test_what_is_heard_is_not_trained(talking, monkeypatch):
 def test_a_run_killed_in_any_phase_ends_with_the_same_adapter(
     talking, monkeypatch, phase, settings
 ):
-    whole = train(talking(run="whole", save_every=1, **settings))
+    if (key := str(settings)) not in WHOLE:
+        WHOLE[key] = adapter_of(train(talking(run="whole", save_every=1, **settings)))
     owner, name = {
         "sample": (generation.Rollouts, "sample"),
         "hear": (Conversations, "heard"),
@@ -191,7 +195,7 @@ def test_a_run_killed_in_any_phase_ends_with_the_same_adapter(
         train(talking(run="killed", save_every=1, **settings))
     monkeypatch.setattr(owner, name, genuine)
     assert resume(find("killed")) == 0
-    assert adapter_of(find("killed")) == adapter_of(whole)
+    assert adapter_of(find("killed")) == WHOLE[key]
 
 
 @pytest.mark.parametrize("name", ["Shop", "Unsure"])

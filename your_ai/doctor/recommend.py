@@ -7,7 +7,6 @@ nothing.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator
@@ -192,11 +191,22 @@ def workloads(
 
 
 def first_that_fits(wanted: Iterable[Workload], limit_bytes: int) -> tuple[Workload, Choice] | None:
-    """The first workload that fits under any plan, with its plan; None if none does."""
-    for workload in wanted:
-        with contextlib.suppress(DoesNotFit):
+    """The first workload that fits under any plan, with its plan; None if none does.
+
+    wanted: the largest first. If the smallest does not fit, those between are not tried.
+    """
+
+    def fitting(workload: Workload) -> tuple[Workload, Choice] | None:
+        try:
             return workload, choose(workload, limit_bytes)
-    return None
+        except DoesNotFit:
+            return None
+
+    largest, *others = wanted
+    if (found := fitting(largest)) or not others:
+        return found
+    smallest = fitting(others.pop())
+    return next(filter(None, map(fitting, others)), smallest) if smallest else None
 
 
 def planned(
