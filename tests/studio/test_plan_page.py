@@ -12,6 +12,7 @@ from your_ai.config import FIELDS, TrainConfig, build
 from your_ai.config.reading import commented_yaml
 from your_ai.errors import UserError
 from your_ai.session import new_run
+from your_ai.studio import plan_page
 from your_ai.studio.plan_page import command_of, settings_of_form
 
 GIVEN = {
@@ -75,6 +76,21 @@ def test_what_is_wrong_is_one_line(client: Client, name, value, words):
     got = client.post("plan/preview", **{name: value})
     assert words in got.fault
     assert "\n" not in got.fault.strip()
+
+
+@pytest.mark.parametrize("asked", ["0.25", "0.3", "1.25", "2", "7.123"])
+def test_a_limit_of_a_link_is_the_one_that_is_planned(asked, monkeypatch):
+    """Browsers move a value that the step of a slider does not reach."""
+    monkeypatch.setattr(plan_page, "most_gb", lambda: 20.0)
+    slider = plan_page.memory_slider(asked)
+    assert slider["value"] == float(asked) >= slider["least"]
+    assert slider["step"] == "any" or abs(float(asked) * 10 % 1) < 1e-9
+
+
+@pytest.mark.parametrize("asked", ["", "x", "nan", "-1", "0", "inf", "1e9"])
+def test_other_limits_of_links_are_all_that_is_free(asked, monkeypatch):
+    monkeypatch.setattr(plan_page, "most_gb", lambda: 20.0)
+    assert plan_page.memory_slider(asked)["value"] == 20.0
 
 
 def test_the_right_end_of_the_slider_is_no_limit():

@@ -103,6 +103,19 @@ def most_gb() -> float:
     return max(LEAST_GB + STEP_GB, round(detect(memory_here()).limit_bytes / GB, 1))
 
 
+def memory_slider(asked: str) -> dict[str, Any]:
+    """The value, ends and step of the slider, in GB. asked: by a link, which is kept as it is."""
+    most = most_gb()
+    try:
+        value = min(float(asked), most)
+    except ValueError:
+        value = most
+    if not value > 0:
+        value = most
+    step = STEP_GB if round(value / STEP_GB, 9).is_integer() else "any"
+    return {"value": value, "least": min(LEAST_GB, value), "most": most, "step": step}
+
+
 def command_of(given: Mapping[str, Any]) -> str:
     """The command that trains with these settings."""
     words = []
@@ -127,10 +140,7 @@ def plan_page(asked: PageRequest) -> Response:
         first=[control(name, given) for name in FIRST],
         behind=behind,
         about=ABOUT,
-        least_gb=LEAST_GB,
-        most_gb=most_gb(),
-        step_gb=STEP_GB,
-        max_memory=given.get("max_memory", most_gb()),
+        slider=memory_slider(given.get("max_memory", "")),
         models=model_names(),
         datas=data_names(),
     )
