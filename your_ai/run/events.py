@@ -17,6 +17,7 @@ import time
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -594,25 +595,28 @@ def skim(path: Path, most: int = SKIMMED) -> list[Record]:
     Of a kind with no more lines, there are all, each with the line before it, so that times
     between events are right where something happened. Raises UserError as `tail`.
     """
-    places: dict[bytes, array[int]] = {}  # per kind, the offsets of its lines ...
-    before: dict[bytes, array[int]] = {}  # ... and of those before them
+    places = array("q")  # of all lines, their offsets
+    by_kind: dict[bytes, array[int]] = {}  # the numbers of its lines
     try:
         with open_regular(path) as file:
-            offset = last = 0
-            while line := file.readline(LINE_BYTES):
-                kind = kind_in(line)
-                places.setdefault(kind, array("q")).append(offset)
-                before.setdefault(kind, array("q")).append(last)
-                offset, last = offset + len(line), offset
+            offset, width = 0, len(START)
+            for number, line in enumerate(iter(partial(file.readline, LINE_BYTES), b"")):
+                # As `kind_in`, without a call for each of 100,000 lines.
+                kind = line[width : line.find(b'"', width)] if line.startswith(START) else b""
+                if kind not in by_kind:
+                    by_kind[kind] = array("q")
+                by_kind[kind].append(number)
+                places.append(offset)
+                offset += len(line)
             kept: set[int] = set()
-            for kind, found in places.items():
+            for found in by_kind.values():
                 if len(found) <= most:
-                    kept.update(found, before[kind])
+                    kept.update(found, (max(0, number - 1) for number in found))
                 else:
                     kept.update(found[:: len(found) // most], found[-LAST_LINES:])
             records = []
-            for place in sorted(kept):
-                file.seek(place)
+            for number in sorted(kept):
+                file.seek(places[number])
                 if (record := from_line(file.readline(LINE_BYTES))) is not None:
                     records.append(record)
     except FileNotFoundError:
