@@ -256,6 +256,16 @@ def test_the_end_of_a_file_is_after_its_last_whole_line(tmp_path, half):
     assert events.end_of(path) == size == tail(path)[1]
 
 
+def test_a_file_of_strange_lines_is_skimmed_in_little_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(events, "MOST_LINES", 1000)
+    path = tmp_path / "events.jsonl"
+    path.write_text("".join(f'{{"event": "x{n}", "time": 1}}\n' for n in range(2000)))
+    parsed = []
+    monkeypatch.setattr(events, "from_line", lambda line: parsed.append(line) or from_line(line))
+    assert events.skim(path, most=20) == []
+    assert len(parsed) <= 20 + 1 + events.LAST_LINES
+
+
 @given(st.lists(st.sampled_from("sssssssgn"), max_size=300))
 def test_a_skimmed_file_has_all_rare_events_with_those_before_them_and_the_last_of_all(kinds):
     written = {"s": Stage, "g": Notice, "n": events.Continued}

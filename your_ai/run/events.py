@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import math
 import os
@@ -494,7 +495,7 @@ def tail(
 
 
 def end_of(path: Path) -> int:
-    """Return the offset for `tail` after which nothing is written yet. Raises UserError as it."""
+    """Return the offset at which `tail` would end, without reading all. Raises UserError as it."""
     size = 0
     try:
         size = os.stat(path).st_size
@@ -587,6 +588,7 @@ def unreadable(path: Path, error: OSError) -> UserError:
 FIRST_BYTES = 4096  # of the first line of an events file, which has its time
 SKIMMED = 600  # lines of a kind, evenly spread
 LAST_LINES = 100  # of each kind, which are all read
+MOST_LINES = 5_000_000  # what is after them is not seen at the first look
 
 
 def skim(path: Path, most: int = SKIMMED) -> list[Record]:
@@ -596,16 +598,15 @@ def skim(path: Path, most: int = SKIMMED) -> list[Record]:
     between events are right where something happened. Raises UserError as `tail`.
     """
     places = array("q")  # of all lines, their offsets
-    by_kind: dict[bytes, array[int]] = {}  # the numbers of its lines
+    by_kind = {name.encode(): array("q") for name in ("", *KINDS)}  # the numbers of its lines
     try:
         with open_regular(path) as file:
             offset, width = 0, len(START)
-            for number, line in enumerate(iter(partial(file.readline, LINE_BYTES), b"")):
+            lines = itertools.islice(iter(partial(file.readline, LINE_BYTES), b""), MOST_LINES)
+            for number, line in enumerate(lines):
                 # As `kind_in`, without a call for each of 100,000 lines.
                 kind = line[width : line.find(b'"', width)] if line.startswith(START) else b""
-                if kind not in by_kind:
-                    by_kind[kind] = array("q")
-                by_kind[kind].append(number)
+                by_kind[kind if kind in by_kind else b""].append(number)
                 places.append(offset)
                 offset += len(line)
             kept: set[int] = set()

@@ -216,6 +216,9 @@ def main(port: str, opens: str) -> NoReturn:
     except UserError as error:
         echo_error(f"error: {error}")
         status = 2
+    except Exception as error:
+        echo_error(f"error: {type(error).__name__}: {explain(first_line(error))}; {REPORT}")
+        status = 1
     except KeyboardInterrupt:  # before it listens
         status = 128 + signal.SIGINT
     sys.exit(status)
