@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -466,22 +468,22 @@ def test_a_prompt_is_learned_from_completions_of_the_student(distilled, own_fold
 # -- plans, processes, and mixtures of steps
 
 
-@pytest.mark.parametrize("teacher", TEACHERS)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({"packing": True, "max_seq_length": 128}, id="packing"),
-        pytest.param({"use_dora": True}, id="dora"),
-        pytest.param({"lora_dropout": 0.2}, id="dropout"),
-        pytest.param({"batch_size": 1, "grad_accumulation": 3}, id="accumulation"),
-        pytest.param({"divergence": "jsd:0.3", "temperature_distill": 2.0, "sft_weight": 0.5},
-                     id="jsd"),
-        pytest.param(ON_STUDENT, id="student"),
-    ],
-)  # fmt: skip
-def test_every_plan_learns_the_same(distilled, teacher, settings):
+SETTINGS = {
+    "packing": {"packing": True, "max_seq_length": 128},
+    "dora": {"use_dora": True},
+    "dropout": {"lora_dropout": 0.2},
+    "accumulation": {"batch_size": 1, "grad_accumulation": 3},
+    "jsd": {"divergence": "jsd:0.3", "temperature_distill": 2.0, "sft_weight": 0.5},
+    "student": ON_STUDENT,
+}
+BOTH = itertools.product(TEACHERS, SETTINGS)  # in turns, unless the suite may be slow
+IN_TURNS = BOTH if os.environ.get("YOUR_AI_SLOW") else zip(itertools.cycle(TEACHERS), SETTINGS)
+
+
+@pytest.mark.parametrize(("teacher", "name"), list(IN_TURNS))
+def test_every_plan_learns_the_same(distilled, teacher, name):
     fused, *others = (
-        losses_of(train(distilled(teacher, run=plan, plan=plan, **settings)))
+        losses_of(train(distilled(teacher, run=plan, plan=plan, **SETTINGS[name])))
         for plan in ("fused", "staged", "streamed")
     )
     for losses in others:
