@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
@@ -40,6 +40,7 @@ CHARSET = re.compile(
     rb"""<(?:meta|\?xml)\b[^>]{0,200}?(?:charset|encoding)=["']?([\w-]{1,40})""", re.I
 )
 STYLE_OF_HEADING = re.compile(r"heading \d|title")
+BREAKS = {"tab": ["\t"], "br": ["\n"], "cr": ["\n"]}
 DELETED = ("del", "moveFrom", "Fallback", "rPr")  # by tracked changes, or there twice
 HIDDEN = ("script", "style", "template", "noscript", "title", "svg")
 HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
@@ -286,35 +287,52 @@ def heading_styles(archive: Archive, name: str) -> set[str]:
     return found
 
 
+@dataclass
+class DocxLine:
+    """A paragraph, or a row of a table, that is being read."""
+
+    parts: list[str] = field(default_factory=list)
+    is_heading: bool = False
+    is_item: bool = False
+
+    def begin(self, tag: str, given: Mapping[str, str], headings: set[str]) -> None:
+        """Begin an element in it."""
+        self.is_heading |= tag == "pStyle" and given.get("val") in headings
+        self.is_item |= tag == "numPr"
+
+    def ended(self, tag: str) -> Iterator[Line]:
+        """Yield its lines, when the element that it is ends: p, or tr for a row."""
+        text, is_row = "".join(self.parts), tag == "tr"
+        if is_row:
+            yield "", re.sub(r" *\t *", "\t", text).strip()
+            return
+        mark = "- " if self.is_item and not self.is_heading and text.strip() else ""
+        yield text if self.is_heading else "", mark + text
+        if not self.is_item:
+            yield "", ""
+
+
 def docx_lines(archive: Archive, name: str, headings: set[str]) -> Iterator[Line]:
     """Yield the paragraphs and the rows of tables, whose cells are separated by tabs."""
-    parts, is_heading, is_item, in_text, deleted, tables = list[str](), False, False, False, 0, 0
+    line, in_text, deleted, tables = DocxLine(), False, 0, 0
     for event, tag, given in archive.xml(name):
+        is_start = event == "start"
         if event == "text":
-            if in_text and not deleted:
-                parts.append(tag)
+            line.parts += [tag] * (in_text and not deleted)
         elif tag in DELETED:
-            deleted += 1 if event == "start" else -1
+            deleted += 1 if is_start else -1
         elif tag == "t":
-            in_text = event == "start"
+            in_text = is_start
         elif tag == "tbl":
-            tables += 1 if event == "start" else -1
-        elif event == "start":
-            is_heading = is_heading or (tag == "pStyle" and given.get("val") in headings)
-            is_item = is_item or tag == "numPr"
-            parts += {"tab": ["\t"], "br": ["\n"], "cr": ["\n"]}.get(tag, []) * (not deleted)
-        elif tag == "tc":
-            parts.append("\t")
-        elif tag == "p" and tables:
-            parts.append(" ")
+            tables += 1 if is_start else -1
+        elif is_start:
+            line.begin(tag, given, headings)
+            line.parts += BREAKS.get(tag, []) * (not deleted)
+        elif tag == "tc" or (tag == "p" and tables):  # in a row
+            line.parts.append("\t" if tag == "tc" else " ")
         elif tag == "p" or (tag == "tr" and tables == 1):
-            text = "".join(parts)
-            text = re.sub(r" *\t *", "\t", text).strip() if tag == "tr" else text
-            mark = "- " if is_item and not is_heading and text.strip() and tag == "p" else ""
-            yield text if is_heading and tag == "p" else "", mark + text
-            if tag == "p" and not is_item:
-                yield "", ""
-            parts, is_heading, is_item = [], False, False
+            yield from line.ended(tag)
+            line = DocxLine()
 
 
 def epub_passages(path: Path) -> Iterator[Passage]:

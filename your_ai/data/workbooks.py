@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from your_ai.errors import UserError
@@ -86,40 +87,60 @@ def cells_of(
     texts: those that cells name by number. dates: the styles of cells that are dates, from
     `first_day`.
     """
-    number, column, cells, parts = 0, -1, Cells(), list[str]()
+    number, column, cells, cell, is_phonetic = 0, -1, Cells(), SheetCell(), False
 
     def at() -> str:
         return f"{where}: cell {letters(column)}{number}"
 
-    kind, style, is_value, is_phonetic, has_formula, has_value = "n", 0, False, False, False, False
     for event, tag, given in archive.xml(name):
+        is_start = event == "start"
         if event == "text":
-            if is_value and not is_phonetic:
-                parts.append(tag)
+            cell.parts += [tag] * (cell.is_value and not is_phonetic)
         elif tag == "rPh":
-            is_phonetic = event == "start"
+            is_phonetic = is_start
         elif tag in ("v", "t"):
-            is_value, has_value = event == "start", True
-        elif event == "start" and tag == "row":
+            cell.is_value, cell.has_value = is_start, True
+        elif tag == "f":
+            cell.has_formula = True
+        elif is_start and tag == "row":
             number, column, cells = whole(given.get("r"), number + 1, where), -1, {}
-        elif event == "start" and tag == "c":
+        elif is_start and tag == "c":
             column = column_of(given.get("r"), column + 1, where)
-            kind, style = given.get("t", "n"), whole(given.get("s"), 0, where)
-            parts, has_formula, has_value = [], False, False
-        elif event == "start" and tag == "f":
-            has_formula = True
-        elif event == "end" and tag == "c":
-            # openpyxl writes an empty value; Excel, one of the type str for a formula that is "".
-            if has_formula and not (has_value and (kind == "str" or "".join(parts).strip())):
+            cell = SheetCell(given.get("t", "n"), whole(given.get("s"), 0, where))
+        elif tag == "c":
+            if cell.is_unknown:
                 raise UserError(
                     f"{at()}: has a formula without its value; open and save it in a spreadsheet "
                     "program"
                 )
-            raw = value_of("".join(parts), kind, texts, first_day if style in dates else None, at)
-            if raw.strip():
-                cells[column] = raw
+            day = first_day if cell.style in dates else None
+            raw = value_of("".join(cell.parts), cell.kind, texts, day, at)
+            cells |= {column: raw} if raw.strip() else {}
         elif event == "end" and tag == "row":
             yield number, dict(sorted(cells.items()))
+
+
+@dataclass
+class SheetCell:
+    """A cell that is being read."""
+
+    kind: str = "n"
+    """Its type in the file."""
+    style: int = 0
+    parts: list[str] = field(default_factory=list)
+    """The text of its value."""
+    is_value: bool = False
+    """Whether its value is being read."""
+    has_value: bool = False
+    has_formula: bool = False
+
+    @property
+    def is_unknown(self) -> bool:
+        """Say whether it has a formula whose value is not in the file: openpyxl writes an empty
+        value, and Excel one of the type str for a formula that is "".
+        """
+        is_empty = not "".join(self.parts).strip()
+        return self.has_formula and not (self.has_value and (self.kind == "str" or not is_empty))
 
 
 def value_of(
