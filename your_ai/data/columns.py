@@ -284,9 +284,9 @@ def guess(
     if kind == "rated" and SCORE not in by_name:
         raise refused(f"{SCORE} is missing")
     roles = complete_roles(found, ({"completion"},) if answer_only else COMPLETE)
-    if not roles and label and found["prompt"]:
-        raise refused("completion is missing")
     if not roles:
+        if label and found["prompt"]:
+            raise refused("completion is missing")
         raise refused("unknown row format", "keys found")
     has_system = "system" in by_name and "text" not in roles
     system = {"system": by_name["system"]} if has_system else {}

@@ -186,6 +186,17 @@ def measures(
     if base.scores is not None and adapter.scores is not None:
         pairs["metric"] = over(rows.asks, ones, base.scores, adapter.scores)
     means = {name: pair.intervals(settings.confidence) for name, pair in pairs.items()}
+    return with_intervals_of_shares(means, found, judged, settings)
+
+
+def with_intervals_of_shares(
+    means: dict[str, dict[str, Interval]],
+    found: Comparison,
+    judged: Judged | None,
+    settings: EvaluateRequest,
+) -> dict[str, dict[str, Interval]]:
+    """The means, those that are shares of rows with the intervals of shares."""
+    rows, base, adapter = found.rows, found.base, found.adapter
     if "exact_match" in means:
         means["exact_match"] |= share_intervals(means["exact_match"], rows.has_answer, settings)
     for name in record.ACCURACIES:

@@ -520,15 +520,23 @@ def dimensions_of(layer: nn.Module) -> tuple[int, int]:
     return inputs, outputs
 
 
-def find_targets(blocks: list[nn.Module], config: TrainConfig) -> tuple[str, ...]:
-    """The paths, relative to a block, of the linear layers that --lora-targets selects."""
-    linear: dict[str, bool] = {}  # whether the layer holds routed experts
+def linear_layers(blocks: list[nn.Module]) -> dict[str, bool]:
+    """The paths, relative to a block, of the linear layers that adapters can be added to, and
+    whether each holds routed experts in any block.
+    """
+    found: dict[str, bool] = {}
     for block in blocks:
         kept = used_otherwise(block)
         for name, module in block.named_modules():
             if isinstance(module, LINEAR) and name not in kept:
                 expert = isinstance(module, EXPERTS) or EXPERT.search(f"{name}.") is not None
-                linear[name] = linear.get(name, False) or expert
+                found[name] = found.get(name, False) or expert
+    return found
+
+
+def find_targets(blocks: list[nn.Module], config: TrainConfig) -> tuple[str, ...]:
+    """The paths, relative to a block, of the linear layers that --lora-targets selects."""
+    linear = linear_layers(blocks)
     if has_bit_linear(blocks):  # gradients pass through all of them
         raise UserError(
             "--lora-targets: the layers of this model are ternary (BitLinear), which cannot be "
@@ -559,7 +567,7 @@ def find_targets(blocks: list[nn.Module], config: TrainConfig) -> tuple[str, ...
 
 
 def why_nothing_matches(target: str, linear: dict[str, bool]) -> str:
-    """Say why a target selects no layer. linear: as in `find_targets`."""
+    """Say why a target selects no layer. linear: the `linear_layers`."""
     experts = sorted(name for name in linear if selects(target, name))
     if experts:
         return (

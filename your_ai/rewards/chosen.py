@@ -208,13 +208,14 @@ class Pending:
         if self.rewards.judge is not None:
             notices += self.rewards.judge.cache.take_notices()
         self.count_missing(failed, why_missing)
-        has_failed = [bool(rollout.failure) for rollout in self.rollouts]
-        values = {
-            name: [None if no else v for v, no in zip(reward.values, has_failed, strict=True)]
-            for name, reward in found.items()
-        }
+        values = {name: self.without_failed(reward.values) for name, reward in found.items()}
         replies = [verdict.reply for verdict in verdicts] or [None] * len(self.rollouts)
         return Rewarded(values, totals, replies, notices, self.counts())
+
+    def without_failed(self, values: Sequence[float | None]) -> list[float | None]:
+        """Rewards, with None for the rollouts that failed."""
+        pairs = zip(self.rollouts, values, strict=True)
+        return [None if rollout.failure else value for rollout, value in pairs]
 
     def others(self, name: WeightedName, verdicts: Sequence[Graded]) -> RewardValues:
         """The values of a reward that is not a user's function."""
