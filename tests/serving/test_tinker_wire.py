@@ -308,11 +308,11 @@ def test_any_bytes_are_read_or_refused_with_one_line(data):
 )
 def test_many_small_parts_are_refused_before_they_take_memory(body):
     process = psutil.Process()
-    before, began = process.memory_info().rss, time.monotonic()
+    before, began = process.memory_info().rss, time.process_time()
     with pytest.raises(ValueError, match="the body"):
         gradients_asked(body)
     assert process.memory_info().rss - before < 60e6
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_compressed_body_is_that_which_was_compressed():

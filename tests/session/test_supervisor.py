@@ -354,9 +354,12 @@ def test_process_in_a_debugger_is_left_alone(run, monkeypatch):
 
 def test_process_that_goes_on_after_all_is_left_alone(run):
     """It writes its next event while its stack is awaited."""
-    answer = "def answer(*_): print('(most recent call first)', flush=True); step(2)\n"
-    hear = "signal.signal(signal.SIGUSR1, answer)\n"
-    life = f"{answer}{hear}start(); step(1)\ntime.sleep(1.5); finish()"
+    answer = (
+        "def answer(*_): print('(most recent call first)', flush=True); heard.append(step(2))\n"
+    )
+    hear = "heard = []; signal.signal(signal.SIGUSR1, answer)\n"
+    stall = "while not heard: time.sleep(0.05)\n"
+    life = f"{answer}{hear}start(); step(1)\n{stall}time.sleep(0.5); finish()"
     patience = dataclasses.replace(SOON, least_s=1.0)
     assert supervise(run, [], command=children(run, life), patience=patience) == DONE
     (notice,) = events_of(run, events.Notice)
