@@ -23,10 +23,12 @@ from your_ai.config.adapter_facts import MATRICES
 from your_ai.config.adapter_starts import starting_of
 from your_ai.data.batches import RowsAt
 from your_ai.data.encode import Encoder, SamplePrompt, token_ids
+from your_ai.data.examples import Examples
 from your_ai.data.lines import file_of_first_row
 from your_ai.data.preferences import Kind
 from your_ai.engine.build import Built, build_engine
 from your_ai.engine.measure_costs import measure_costs
+from your_ai.engine.prefix import Store
 from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import Opened, open_model, start_vocabulary
 from your_ai.errors import RunError, UserError
@@ -42,6 +44,7 @@ from your_ai.evaluation.rows import (
 )
 from your_ai.evaluation.teacher import (
     Teacher,
+    TeacherModel,
     build_teacher,
     compared_as,
     named_teacher,
@@ -56,7 +59,7 @@ from your_ai.hub.find import find_model, fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import Measuring, budget_of_evaluation, limit_of, row_limit
 from your_ai.memory.plan import Budget, choose
-from your_ai.memory.workload import RolloutSizes, keeps_softmax, words
+from your_ai.memory.workload import Plan, RolloutSizes, TeacherSizes, keeps_softmax, words
 from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.nets import model, saved_adapter
 from your_ai.nets.numerics import compute_dtype
@@ -145,6 +148,34 @@ class Comparison:
     """The model whose predictions are compared, as it was named."""
 
 
+@dataclass(frozen=True)
+class AskedTeacher:
+    """The model whose predictions are compared with those of base and adapter."""
+
+    model: TeacherModel
+    opened: tuple[Opened, int]
+    """As `open_teacher` returns it."""
+    seen: Examples | None
+    """The rows as it sees them, if that is not as the run does."""
+
+    def sizes(self, base: Path, dtype: mx.Dtype, config: TrainConfig) -> TeacherSizes:
+        longest = 0 if self.seen is None else int(self.seen.lengths.max())
+        sizes = self.model.sizes(base, dtype.size)
+        return replace(sizes, longest=longest, softmax=keeps_softmax(config))
+
+    def built(
+        self,
+        plan: Plan,
+        store: Callable[[int], Store],
+        examples: Examples,
+        config: TrainConfig,
+    ) -> Teacher:
+        found = build_teacher(self.model, *self.opened, plan, store, None, compared_as(config))
+        if self.seen is not None:
+            found.reads(examples, self.seen)
+        return found
+
+
 def compare(
     run: Trained, path: Path, request: Request
 ) -> Generator[EvaluationProgress, None, Comparison]:
@@ -155,10 +186,7 @@ def compare(
     is too small, or a metric that fails.
     """
     config, (folder, bits), whole = run.config, run.source, run.adapter.kind.is_whole
-    named = None
-    if request.teacher is not None:  # whose weights are not in memory with those of the run
-        named = named_teacher(request.teacher, config, run.files())
-        named = replace(named, shares_base=False)
+    named = teacher_to_compare(run, request)
     if whole:
         folder = find_model(config.model)
     doing = "repacking the model" if bits is None else "quantizing the model"
@@ -174,19 +202,18 @@ def compare(
     tokenized_by = tokenizer_fingerprint(files, tokenizer.eos_token_ids)
     saved_adapter.put_trained_rows(network, run.adapter)
     limit = row_limit(config.max_row_bytes, memory)
-    kind: Kind = config.row_kind if config.row_kind in ("answers", "rated") else "any"
+    kind = kind_to_measure(config)
     encoder = Encoder(tokenizer, config.mask_prompt, vocabulary_of(network), limit, kind)
     rows = rows_to_measure(path, config, request, encoder, tokenized_by)
     start = start_of(run) if rows.has_preferences else None
     is_reward = config.objective == REWARD
-    seen = None
-    if named is not None and config.teacher_prompt:
-        seen = seen_by_teacher(path, config, encoder, tokenized_by, rows.trained.examples)
-    longest = 0 if seen is None else int(seen.lengths.max())
     asked = None
     if named is not None:
-        most = longest or int(rows.trained.examples.lengths.max())
-        asked = open_teacher(named, opened, tokenizer, most)
+        given, seen = rows.trained.examples, None
+        if config.teacher_prompt:
+            given = seen = seen_by_teacher(path, config, encoder, tokenized_by, given)
+        room = int(given.lengths.max())
+        asked = AskedTeacher(named, open_teacher(named, opened, tokenizer, room), seen)
     most = max(len(rows.trained.examples), len(rows.answers.examples))
     request = replace(request, batch_size=min(request.batch_size, most))
     yield EvaluationProgress("checking whether the rows are in the training data")
@@ -208,11 +235,7 @@ def compare(
         memory,
         can_stream=opened.can_stream,
         score_head=is_reward,
-        teacher=None
-        if named is None
-        else replace(
-            named.sizes(folder, dtype.size), longest=longest, softmax=keeps_softmax(config)
-        ),
+        teacher=None if asked is None else asked.sizes(folder, dtype, config),
         measuring=Measuring(partial(measure_costs, network, with_adapters(config))),
     )
     sized = partial(answer_sizes, rows, network, tokenizer, request)
@@ -220,12 +243,9 @@ def compare(
     budget = budget_for(answers=sizes, engine=request.engine)
     hold(budget)
     teacher = None
-    if named is not None and asked is not None:
-        plan = budget.choice.option.plan
+    if asked is not None:
         store = nameless_store(run.folder.path, rows.trained.examples, dtype)
-        teacher = build_teacher(named, *asked, plan, store, None, compared_as(config))
-        if seen is not None:
-            teacher.reads(rows.trained.examples, seen)
+        teacher = asked.built(budget.choice.option.plan, store, rows.trained.examples, config)
         reading = teacher.fill(teacher.seen_of(rows.trained.examples))
         yield from with_progress("teacher: predictions", reading, len(rows.trained.examples))
     start_vocabulary(opened, {})
@@ -235,10 +255,8 @@ def compare(
     engine = budget.choice.option.plan.engine
     built = built_to_measure(opened, engine, config, teacher)
     allocator.free()
-    if built.plan != engine:  # the model cannot be split into parts: check that it still fits
-        workload = replace(budget.workload, engine=built.plan)
-        choice = choose(workload, budget.limit.limit_bytes)
-        budget = replace(budget, workload=workload, choice=choice)
+    if built.plan != engine:  # the model cannot be split into parts
+        budget = with_engine(budget, built.plan)
         hold(budget)
     plan = budget.choice.option.plan
     rows_at = partial(plan.rows, batch_size=request.batch_size)
@@ -264,19 +282,59 @@ def compare(
     name = None if request.metric is None else request.metric.name
     notes = tuple(filter(None, notes))
     found = Comparison(rows, base, adapter, name, leaked, text, notes, started, request.teacher)
-    if request.metric is not None or request.to_show is None or is_reward or whole:
+    if whole or is_reward:
         return found
-    chosen = [place for place in request.to_show(found) if rows.asks[place]]
+
+    def sized_budget(places: list[int]) -> Budget:
+        return budget_for(answers=sized(places), engine=plan.engine)
+
+    return (yield from with_worst_answers(found, ready, request, sized_budget, untrained))
+
+
+def with_engine(budget: Budget, engine: str) -> Budget:
+    """The budget under this engine. Raises UserError if it does not fit."""
+    workload = replace(budget.workload, engine=engine)
+    choice = choose(workload, budget.limit.limit_bytes)
+    return replace(budget, workload=workload, choice=choice)
+
+
+def with_worst_answers(
+    found: Comparison,
+    ready: Ready,
+    request: Request,
+    sized_budget: Callable[[list[int]], Budget],
+    untrained: dict[str, mx.array],
+) -> Generator[EvaluationProgress, None, Comparison]:
+    """The comparison with answers to the rows that are shown, if they can be given; with a note if
+    not.
+
+    sized_budget: the budget of answers to some rows. untrained: as in `with_answers`.
+    """
+    if request.metric is not None or request.to_show is None:
+        return found
+    chosen = [place for place in request.to_show(found) if found.rows.asks[place]]
     try:
         if chosen:
-            budget = budget_for(answers=sized(chosen), engine=plan.engine)
+            budget = sized_budget(chosen)
             hold(budget)
             ready = ready._replace(wave=budget.choice.option.plan.wave)
             found = yield from with_answers(found, ready, request, chosen, untrained)
     except (UserError, RunError) as error:  # what was measured is not lost for that
         note = f"no answers to the worst rows are shown: {error}"
-        return replace(found, notes=(*notes, note))
+        return replace(found, notes=(*found.notes, note))
     return found
+
+
+def kind_to_measure(config: TrainConfig) -> Kind:
+    """The kind of rows that are read: answers or rated ones if the run trained such, else any."""
+    return config.row_kind if config.row_kind in ("answers", "rated") else "any"
+
+
+def teacher_to_compare(run: Trained, request: Request) -> TeacherModel | None:
+    """The teacher that was named, whose weights are not in memory with those of the run."""
+    if request.teacher is None:
+        return None
+    return replace(named_teacher(request.teacher, run.config, run.files()), shares_base=False)
 
 
 def rows_to_measure(

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -415,9 +416,7 @@ def check_settings(path: Path, config: Any, largest: int) -> None:
     largest: the largest dimension of its arrays; the rank cannot be larger.
     """
 
-    def refuse(key: str, value: Any, wanted: str) -> NoReturn:
-        raise UserError(f"{path}: {key} {shown(value)}: must be {wanted}")
-
+    refuse = partial(refuse_setting, path)
     if not isinstance(config, dict):
         raise UserError(f"{path}: its adapter cannot be read (expected a JSON object)")
     kind = config.get("fine_tune_type", LORA.name)
@@ -434,6 +433,19 @@ def check_settings(path: Path, config: Any, largest: int) -> None:
         refuse("num_layers", count, "a whole number of blocks")
     if type(rank) is not int or rank < 1 or rank > max(largest, 1):
         refuse("rank", rank, f"a whole number of at most {largest}, the largest array dimension")
+    check_parameters(path, parameters, rank)
+    step = config.get("step")
+    if step is not None and (type(step) is not int or step < 0):
+        refuse("step", step, "a number of steps")
+
+
+def refuse_setting(path: Path, key: str, value: Any, wanted: str) -> NoReturn:
+    raise UserError(f"{path}: {key} {shown(value)}: must be {wanted}")
+
+
+def check_parameters(path: Path, parameters: dict[str, Any], rank: int) -> None:
+    """Raise UserError if one of the lora_parameters beside the rank has a wrong value."""
+    refuse = partial(refuse_setting, path)
     scale, dropout = parameters.get("scale"), parameters.get("dropout", 0.0)
     for key, value, most in (("scale", scale, MOST_SCALE), ("dropout", dropout, 1.0)):
         if not is_number(value) or not abs(value) <= most:
@@ -447,13 +459,11 @@ def check_settings(path: Path, config: Any, largest: int) -> None:
             rounding_of(rounding if isinstance(rounding, str) else "")
         except ValueError as error:
             refuse(OPTION, rounding, str(error).removeprefix("give "))
-    keys, step = parameters.get("keys"), config.get("step")
+    keys = parameters.get("keys")
     if keys is not None and not (
         isinstance(keys, list) and all(isinstance(key, str) for key in keys)
     ):
         refuse("keys", keys, "a list of layer names")
-    if step is not None and (type(step) is not int or step < 0):
-        refuse("step", step, "a number of steps")
 
 
 def is_size(size: Any, most: int) -> bool:

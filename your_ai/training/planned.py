@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from your_ai.config import AUTO, DISTILL, TrainConfig, defaults
@@ -133,6 +135,48 @@ def budget_of_run(
     return budget_of(config, workload, dtype, limit, level, past, measuring)
 
 
+class PlannedModel(NamedTuple):
+    """The model of a run that is planned, of which no weight is read."""
+
+    network: nn.Module
+    streamable: bool
+    """Whether its weights can be read from files during steps."""
+    tensors: Mapping[str, FileTensor]
+    """Its weights in files."""
+    facts: ModelFacts | None = None
+    """Of the copy that a run would make first; None if those of the files hold."""
+    before_bytes: int = 0
+    """Memory of the process while it makes this copy."""
+
+
+def planned_model(config: TrainConfig, folder: Path, dtype: mx.Dtype) -> PlannedModel:
+    if not needs_copy(folder, config.quantize):
+        opened = open_model(folder, dtype)
+        return PlannedModel(opened.network, opened.can_stream, opened.tensors)
+    facts, tensors, before_bytes = None, dict[str, FileTensor](), 0
+    if config.quantize is None:
+        network, _, input_bytes = repacked_lazily(folder)
+    else:
+        network, written, input_bytes = quantized_lazily(folder, config.quantize)
+        facts = facts_from(entries_in(network), written, dtype.size, None)
+        tensors = open_model(folder, dtype).tensors  # as quickly read as those of the copy
+    if not place_of_copy(folder, config.quantize).is_dir():
+        arrays = dict(tree_flatten(network.parameters()))
+        largest = max(array.nbytes for array in arrays.values())
+        before_bytes = process_bytes_of(input_bytes + largest)
+    # The copy contains the weights in the form the model uses.
+    return PlannedModel(network, True, tensors, facts, before_bytes)
+
+
+def data_without_rows(config: TrainConfig, seq_len: int | None) -> RunData:
+    """The sizes of data that is not read. seq_len: as in `planned_budget`."""
+    if config.samples_completions:
+        return rollouts_planned(config, seq_len)
+    longest = config.max_seq_length if seq_len is None else seq_len
+    generates = config.samples not in (0, AUTO) or ":" in config.best_metric
+    return RunData({}, [], None, [longest], 0, longest + ANSWER_TOKENS if generates else 0)
+
+
 def planned_budget(
     config: TrainConfig,
     folder: Path,
@@ -154,24 +198,8 @@ def planned_budget(
     if seq_len is not None and seq_len < 1:
         raise UserError(f"--seq-len {seq_len}: must be at least 1")
     given, limit = config, run_limit(config)
-    dtype, before_bytes = compute_dtype(config.dtype), 0
-    tensors: Mapping[str, FileTensor] = {}
-    facts = None
-    if not needs_copy(folder, config.quantize):
-        opened = open_model(folder, dtype)
-        network, streamable, tensors = opened.network, opened.can_stream, opened.tensors
-    else:
-        if config.quantize is None:
-            network, _, input_bytes = repacked_lazily(folder)
-        else:
-            network, written, input_bytes = quantized_lazily(folder, config.quantize)
-            facts = facts_from(entries_in(network), written, dtype.size, None)
-            tensors = open_model(folder, dtype).tensors  # as quickly read as those of the copy
-        streamable = True  # the copy contains the weights in the form the model uses
-        if not place_of_copy(folder, config.quantize).is_dir():
-            arrays = dict(tree_flatten(network.parameters()))
-            largest = max(array.nbytes for array in arrays.values())
-            before_bytes = process_bytes_of(input_bytes + largest)
+    dtype = compute_dtype(config.dtype)
+    network, streamable, tensors, facts, before_bytes = planned_model(config, folder, dtype)
     tokenizer, new = None, NewTokens()
     if any(folder.glob("tokenizer*")):  # its memory counts; models made by `bench` have none
         with tempfile.TemporaryDirectory() as place:
@@ -194,12 +222,7 @@ def planned_budget(
         config = defaults.sized(config, rows, "valid" in data.examples)
     else:
         config = defaults.sized(config, 0)
-        longest = config.max_seq_length if seq_len is None else seq_len
-        generates = config.samples not in (0, AUTO) or ":" in config.best_metric
-        answers = longest + ANSWER_TOKENS if generates else 0
-        data = RunData({}, [], None, [longest], 0, answers)
-        if config.samples_completions:
-            data = rollouts_planned(config, seq_len)
+        data = data_without_rows(config, seq_len)
     measuring = None
     if on_measure is not None:  # this process needs not stay below the limit of the run
         machine_bytes = limit_of(None).limit_bytes

@@ -196,6 +196,32 @@ def check_splits(config: TrainConfig) -> Splits:
     return splits
 
 
+def all_seen_by_teacher(
+    config: TrainConfig,
+    splits: dict[str, Path],
+    examples: dict[str, Examples],
+    encoder: Encoder,
+    files: dict[str, str],
+) -> dict[str, Examples] | None:
+    """The rows of each split as the teacher sees them; None if it sees the student's.
+
+    files: as in `read_data`.
+    """
+    if config.objective != DISTILL or not config.teacher_prompt:
+        return None
+    tokenized_by = tokenizer_fingerprint(files, encoder.tokenizer.eos_token_ids)
+    return {
+        name: seen_by_teacher(
+            path,
+            config,
+            replace(encoder, mask_prompt=config.mask_prompt or name == "test"),
+            tokenized_by,
+            None if config.generates else examples[name],
+        )
+        for name, path in splits.items()
+    }
+
+
 def read_data(
     config: TrainConfig,
     network: nn.Module,
@@ -226,19 +252,7 @@ def read_data(
     examples = {
         name: load_split(name, path, config, encoder, files, write) for name, path in used.items()
     }
-    seen = None
-    if config.objective == DISTILL and config.teacher_prompt:
-        tokenized_by = tokenizer_fingerprint(files, tokenizer.eos_token_ids)
-        seen = {
-            name: seen_by_teacher(
-                path,
-                config,
-                replace(encoder, mask_prompt=config.mask_prompt or name == "test"),
-                tokenized_by,
-                None if config.generates else examples[name],
-            )
-            for name, path in used.items()
-        }
+    seen = all_seen_by_teacher(config, used, examples, encoder, files)
     noticed = Notes()
     for found in examples.values():
         noticed.add_all(found.notes)
