@@ -213,6 +213,10 @@ class EventsSoFar:
     work: WorkedTime = dataclasses.field(default_factory=WorkedTime)
     is_whole: bool = False
     """Whether all events were read."""
+    sketched: EventsSoFar | None = None
+    """The last `sketch`."""
+    sketched_bytes: int = -1
+    """The size of the file at that time."""
 
     def read(self, seconds: float) -> None:
         """Read what was added, as far as it takes so long. Raises UserError as `events.tail`."""
@@ -236,9 +240,11 @@ class EventsSoFar:
 
     def sketch(self) -> EventsSoFar:
         """From a part of the events, evenly spread. Raises UserError as `events.tail`."""
-        found = EventsSoFar(self.rest)
-        found.add(events.skim(self.rest.path))
-        return found
+        size = events.end_of(self.rest.path)
+        if self.sketched is None or self.sketched_bytes != size:
+            self.sketched, self.sketched_bytes = EventsSoFar(self.rest), size
+            self.sketched.add(events.skim(self.rest.path))
+        return self.sketched
 
 
 @cache

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent
 STUDIO = Path("studio")  # what users give and make on the pages, beside runs/
-READ_S = 0.2  # for the events of each run
+READ_S = 0.1  # for the events of each run
 TABS = {
     "models": "Models",
     "data": "Data",
