@@ -115,7 +115,8 @@ def cells_of(
                 )
             day = first_day if cell.style in dates else None
             raw = value_of("".join(cell.parts), cell.kind, texts, day, at)
-            cells |= {column: raw} if raw.strip() else {}
+            if raw.strip():
+                cells[column] = raw
         elif event == "end" and tag == "row":
             yield number, dict(sorted(cells.items()))
 

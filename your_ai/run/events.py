@@ -568,15 +568,18 @@ class EventsTail:
         if self.strange_bytes > STRANGE_BYTES:
             raise UserError(f"{self.path}: is not an events file; move it away")
 
-    def is_of_another_run(self) -> bool:
-        """Return whether the file is no longer the one that was read before."""
+    def followed(self) -> EventsTail:
+        """Return itself; or the whole file, if that is now of another run."""
         try:
             with open_regular(self.path) as file:
                 status, first = os.fstat(file.fileno()), file.readline(FIRST_BYTES)
         except OSError:
-            return False
-        before, self.identity = self.identity, (status.st_dev, status.st_ino, first)
-        return before not in (None, self.identity) or status.st_size < self.offset
+            return self
+        identity = status.st_dev, status.st_ino, first
+        if self.identity not in (None, identity) or status.st_size < self.offset:
+            return EventsTail(self.path, only=self.only, identity=identity)
+        self.identity = identity
+        return self
 
 
 def unreadable(path: Path, error: OSError) -> UserError:

@@ -91,9 +91,9 @@ class LiveRun:
 
     def read_events(self) -> None:
         try:
-            if self.rest.is_of_another_run():
+            before, self.rest = self.rest, self.rest.followed()
+            if self.rest is not before:
                 self.reader, self.skimmed, self.samples_at = HistoryReader(), None, 0.0
-                self.rest = EventsTail(self.folder.events, identity=self.rest.identity)
             self.fault = ""
             size = os.stat(self.folder.events).st_size
             if self.rest.offset == 0 and self.skimmed is None and size > LONG_BYTES:

@@ -239,8 +239,8 @@ class EventsSoFar:
         return next((self.last[kind] for kind in reversed(self.last) if kind in kinds), None)
 
     def sketch(self) -> EventsSoFar:
-        """From a part of the events, evenly spread. Raises UserError as `events.tail`."""
-        size = events.end_of(self.rest.path)
+        """From a part of the events, evenly spread. Raises UserError, OSError."""
+        size = self.rest.path.stat().st_size
         if self.sketched is None or self.sketched_bytes != size:
             self.sketched, self.sketched_bytes = EventsSoFar(self.rest), size
             self.sketched.add(events.skim(self.rest.path))
@@ -256,17 +256,16 @@ def known_runs() -> dict[Path, EventsSoFar]:
 def events_so_far(folder: RunFolder, read_s: float) -> EventsSoFar:
     """The events of a run. What was read before in this process is not read again."""
     path, known = folder.events.absolute(), known_runs()
-    found = known.pop(path, None)
-    if found is None or found.rest.is_of_another_run():
-        found = EventsSoFar(events.EventsTail(path))
-        found.rest.is_of_another_run()
+    found = known.pop(path, None) or EventsSoFar(events.EventsTail(path))
+    if (rest := found.rest.followed()) is not found.rest:
+        found = EventsSoFar(rest)
     try:
         found.read(read_s)
         known[path] = found
         if len(known) > KNOWN_RUNS:
             known.pop(next(iter(known)), None)
         return found if found.is_whole else found.sketch()
-    except UserError:
+    except (UserError, OSError):
         return EventsSoFar(events.EventsTail(path), is_whole=True)
 
 

@@ -213,9 +213,9 @@ def main(port: str, opens: str) -> NoReturn:
     """
     try:
         status = serve_studio(int(port) or None, opens == "1")
-    except UserError as error:
+    except (UserError, RunError) as error:
         echo_error(f"error: {error}")
-        status = 2
+        status = 2 if isinstance(error, UserError) else 1
     except Exception as error:
         echo_error(f"error: {type(error).__name__}: {explain(first_line(error))}; {REPORT}")
         status = 1

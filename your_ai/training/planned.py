@@ -150,6 +150,7 @@ class PlannedModel(NamedTuple):
 
 
 def planned_model(config: TrainConfig, folder: Path, dtype: mx.Dtype) -> PlannedModel:
+    """The model in `folder` as a run would load it: quantized, if that is asked."""
     if not needs_copy(folder, config.quantize):
         opened = open_model(folder, dtype)
         return PlannedModel(opened.network, opened.can_stream, opened.tensors)
