@@ -11,6 +11,7 @@ import signal
 import stat
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -198,6 +199,7 @@ class WorkedTime:
 
 
 PART_BYTES = 1 << 19  # that are read of an events file at once
+READING = threading.Lock()  # several threads would read the same events, each for itself
 KNOWN_RUNS = 200  # whose events are not read again if nothing was added
 KINDS_OF_ROWS = (events.Started, events.Step, events.Skipped, events.Finished)
 
@@ -255,18 +257,19 @@ def known_runs() -> dict[Path, EventsSoFar]:
 
 def events_so_far(folder: RunFolder, read_s: float) -> EventsSoFar:
     """The events of a run. What was read before in this process is not read again."""
-    path, known = folder.events.absolute(), known_runs()
-    found = known.pop(path, None) or EventsSoFar(events.EventsTail(path))
-    if (rest := found.rest.followed()) is not found.rest:
-        found = EventsSoFar(rest)
-    try:
-        found.read(read_s)
-        known[path] = found
-        if len(known) > KNOWN_RUNS:
-            known.pop(next(iter(known)), None)
-        return found if found.is_whole else found.sketch()
-    except (UserError, OSError):
-        return EventsSoFar(events.EventsTail(path), is_whole=True)
+    with READING:
+        path, known = folder.events.absolute(), known_runs()
+        found = known.pop(path, None) or EventsSoFar(events.EventsTail(path))
+        if (rest := found.rest.followed()) is not found.rest:
+            found = EventsSoFar(rest)
+        try:
+            found.read(read_s)
+            known[path] = found
+            if len(known) > KNOWN_RUNS:
+                known.pop(next(iter(known)), None)
+            return found if found.is_whole else found.sketch()
+        except (UserError, OSError):
+            return EventsSoFar(events.EventsTail(path), is_whole=True)
 
 
 def row_of(folder: RunFolder, read_s: float = math.inf) -> RunRow | None:
