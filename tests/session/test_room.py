@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.conftest import events_of, wait_until
 from your_ai.config import TrainConfig
@@ -25,7 +27,14 @@ from your_ai.run import events
 from your_ai.run.events import Finished, Started, Waiting
 from your_ai.run.folder import SUPERVISOR_LOCK, RunFolder, create, is_running, locked, owner
 from your_ai.session import room, run_list
-from your_ai.session.room import MemoryUser, memory_user, share_gb, starting, wait_for_room
+from your_ai.session.room import (
+    MemoryUser,
+    memory_user,
+    share_gb,
+    starting,
+    trial_share_gb,
+    wait_for_room,
+)
 
 FREE = MachineMemory(ram_bytes=32 * GB, available_bytes=24 * GB)
 CAPACITY_GB = detect(FREE).limit_bytes / GB
@@ -75,6 +84,20 @@ def test_run_whose_limit_is_the_machine_leaves_nothing():
         for asked in (None, 0.5):
             with pytest.raises(UserError, match="not enough memory: r1 may use"):
                 share_gb(FREE, others, asked)
+
+
+@given(
+    st.lists(st.tuples(st.none() | st.floats(0.01, 24), st.floats(0, 4)), max_size=4),
+    st.floats(0.5, 24),
+)
+def test_a_trial_has_at_least_half_of_what_is_free(users, free_gb):
+    """Also where runs leave a little less than all: what is left may be too little to be of use."""
+    here = MachineMemory(ram_bytes=32 * GB, available_bytes=int(free_gb * GB))
+    free = detect(here).limit_bytes / GB
+    found = trial_share_gb(here, [user(*each) for each in users])
+    assert free / 2 <= found <= free
+    if not users:
+        assert found == free
 
 
 # Runs that wait, in this process

@@ -115,18 +115,21 @@ def share_gb(
 
 
 def trial_gb(runs: Path) -> float:
-    """The limit in GB for a process that a user waits for, beside the runs that work now.
+    """The limit in GB for a process that a user waits for, beside the runs that work now."""
+    return trial_share_gb(memory_here(), running_users(runs, {}))
 
-    Where these may use all that is there, half of what they leave free now: they seldom grow after
-    their first steps, and go on with less if they must.
+
+def trial_share_gb(machine: MachineMemory, others: Iterable[MemoryUser]) -> float:
+    """What the others leave, but at least half of what they leave free now.
+
+    They seldom grow after their first steps, and go on with less if they must.
     """
-    machine, users = memory_here(), running_users(runs, {})
     free_gb = detect(machine).limit_bytes / GB
     try:
-        share = share_gb(machine, users, None)
+        share = share_gb(machine, others, None)
     except UserError:
-        return free_gb / 2
-    return free_gb if share is None else min(share, free_gb)
+        share = 0.0
+    return free_gb if share is None else min(free_gb, max(share, free_gb / 2))
 
 
 class Busy(UserError):
