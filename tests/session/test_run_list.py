@@ -267,15 +267,24 @@ def test_what_is_added_to_the_events_is_read_and_what_was_there_is_not_read_agai
 
 def test_a_run_whose_events_take_long_to_read_has_figures_of_all_of_them_later(monkeypatch):
     monkeypatch.setattr(run_list, "PART_BYTES", 2000)
-    made("r", STAGE, STARTED, *(step(n) for n in range(1, 31)), DONE)
-    now = iter(range(1000))
-    monkeypatch.setattr(run_list.time, "monotonic", lambda: next(now))
-    (first,) = run_list.run_rows(read_s=2.0)
+    monkeypatch.setattr(run_list, "LAST_BYTES", 2000)
+    checked = events.Validation(step=3, loss=0.5, trained_tokens=9, seconds=1.0, best=True)
+    steps = [step(n) for n in range(1, 31)]
+    folder = made("r", STAGE, STARTED, *steps[:3], checked, *steps[3:], DONE)
+    run_list.known_runs().clear()
+    (first,) = run_list.run_rows(read_s=0.0)
     assert (first.state, first.step, first.last_loss) == ("finished", 30, step(30).loss)
-    assert first.best_loss is first.peak_bytes is first.seconds is None
-    rows = [run_list.run_rows(read_s=2.0)[0] for _ in range(10)]
-    assert rows[-1] == only()
-    assert rows[-1].best_loss is not None
+    assert first.best_loss is first.best_validation is first.peak_bytes is first.seconds is None
+    offsets = [found.rest.offset for found in run_list.known_runs().values()]
+    while run_list.read_on(0.0):
+        offsets += [found.rest.offset for found in run_list.known_runs().values()]
+    assert sorted(offsets) == offsets
+    assert len({*offsets}) > 3
+    assert offsets[-1] == folder.events.stat().st_size
+    (row,) = run_list.run_rows(read_s=0.0)
+    run_list.known_runs().clear()
+    assert row == only()
+    assert row.best_validation == 0.5
 
 
 def test_wait_is_no_work():

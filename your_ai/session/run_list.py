@@ -48,7 +48,7 @@ from your_ai.run.rollout_files import (
 
 ENDED = ("finished", "stopped", "died", "imported", "merged")
 SILENCE_S = 60.0  # a working process writes its gauges more often than this
-LAST_BYTES = 1 << 14  # at the end of events.jsonl, to read the last event from
+LAST_BYTES = 1 << 16  # at the end of events.jsonl, to read the last events from
 DAY_S = 86400
 HOUR_S = 3600
 
@@ -95,11 +95,12 @@ class RunRow:
 def run_rows(runs: Path = RUNS, read_s: float = math.inf) -> list[RunRow]:
     """List the runs in `runs`, last changed first; an empty list if the folder does not exist.
 
-    read_s: seconds to read the events of each run. Of one with more, figures that need all are
-    unknown, until later calls have read on. A run that cannot be read has a row without figures.
+    read_s: seconds to read events. Of a run with more, figures that need all are unknown, until
+    later calls, or `read_on`, have read on. A run that cannot be read has a row without figures.
     Entries that are not runs are skipped. Raises UserError if `runs` itself cannot be read.
     """
-    found = [row for folder in folders(runs) if (row := row_of(folder, read_s)) is not None]
+    until = time.monotonic() + read_s
+    found = [row for folder in folders(runs) if (row := row_of(folder, until)) is not None]
     return sorted(found, key=lambda row: (-(row.changed_at or 0.0), row.name))
 
 
@@ -198,7 +199,7 @@ class WorkedTime:
             self.seconds += gap_s
 
 
-PART_BYTES = 1 << 19  # that are read of an events file at once
+PART_BYTES = 1 << 17  # that are read of an events file at once
 READING = threading.Lock()  # several threads would read the same events, each for itself
 KNOWN_RUNS = 200  # whose events are not read again if nothing was added
 KINDS_OF_ROWS = (events.Started, events.Step, events.Skipped, events.Finished)
@@ -215,18 +216,19 @@ class EventsSoFar:
     work: WorkedTime = dataclasses.field(default_factory=WorkedTime)
     is_whole: bool = False
     """Whether all events were read."""
-    sketched: EventsSoFar | None = None
-    """The last `sketch`."""
-    sketched_bytes: int = -1
-    """The size of the file at that time."""
 
-    def read(self, seconds: float) -> None:
-        """Read what was added, as far as it takes so long. Raises UserError as `events.tail`."""
-        until, self.is_whole = time.monotonic() + seconds, False
-        while time.monotonic() < until and not self.is_whole:
+    def read(self, until: float) -> None:
+        """Read what was added: all, or a part, and others until a time of the monotonic clock.
+
+        Raises UserError as `events.tail`.
+        """
+        self.is_whole = False
+        while not self.is_whole:
             at = self.rest.offset
             self.add(self.rest.read(PART_BYTES))
-            self.is_whole = self.rest.offset == at
+            self.is_whole = self.rest.offset - at < PART_BYTES
+            if time.monotonic() > until:
+                return
 
     def add(self, records: Sequence[Record]) -> None:
         self.state = fold_all(self.state, records)
@@ -241,12 +243,13 @@ class EventsSoFar:
         return next((self.last[kind] for kind in reversed(self.last) if kind in kinds), None)
 
     def sketch(self) -> EventsSoFar:
-        """From a part of the events, evenly spread. Raises UserError, OSError."""
-        size = self.rest.path.stat().st_size
-        if self.sketched is None or self.sketched_bytes != size:
-            self.sketched, self.sketched_bytes = EventsSoFar(self.rest), size
-            self.sketched.add(events.skim(self.rest.path))
-        return self.sketched
+        """With the end of the file, so that all is known that the last events say.
+
+        Raises UserError, OSError.
+        """
+        with_end = EventsSoFar(self.rest, self.state, dict(self.last))
+        with_end.add(last_records(self.rest.path, self.rest.offset))
+        return with_end
 
 
 @cache
@@ -255,7 +258,7 @@ def known_runs() -> dict[Path, EventsSoFar]:
     return {}
 
 
-def events_so_far(folder: RunFolder, read_s: float) -> EventsSoFar:
+def events_so_far(folder: RunFolder, until: float) -> EventsSoFar:
     """The events of a run. What was read before in this process is not read again."""
     with READING:
         path, known = folder.events.absolute(), known_runs()
@@ -263,7 +266,7 @@ def events_so_far(folder: RunFolder, read_s: float) -> EventsSoFar:
         if (rest := found.rest.followed()) is not found.rest:
             found = EventsSoFar(rest)
         try:
-            found.read(read_s)
+            found.read(until)
             known[path] = found
             if len(known) > KNOWN_RUNS:
                 known.pop(next(iter(known)), None)
@@ -272,10 +275,25 @@ def events_so_far(folder: RunFolder, read_s: float) -> EventsSoFar:
             return EventsSoFar(events.EventsTail(path), is_whole=True)
 
 
-def row_of(folder: RunFolder, read_s: float = math.inf) -> RunRow | None:
-    """Return the row of a run; None if its folder is deleted meanwhile. read_s: of `run_rows`."""
+def read_on(seconds: float) -> bool:
+    """Read on for so long in events of which a part was read; return whether there may be more."""
+    with READING:
+        found = next((each for each in known_runs().values() if not each.is_whole), None)
+        if found is not None:
+            try:
+                found.read(time.monotonic() + seconds)
+            except UserError:
+                found.is_whole = True  # who asks for it next says so
+        return found is not None
+
+
+def row_of(folder: RunFolder, until: float = math.inf) -> RunRow | None:
+    """Return the row of a run; None if its folder is deleted meanwhile.
+
+    until: a time of the monotonic clock. Events that are not read by then are left for later.
+    """
     running = is_running(folder)  # checked first: a run that ends after this has its last event
-    happened = events_so_far(folder, read_s)
+    happened = events_so_far(folder, until)
     state = happened.state
     at = happened.last_of(events.Started, events.Step, events.Skipped)
     total = happened.last_of(events.Started, events.Step)
@@ -304,8 +322,10 @@ def row_of(folder: RunFolder, read_s: float = math.inf) -> RunRow | None:
     )
     if not happened.is_whole:
         row = dataclasses.replace(
-            row, best_loss=None, best_mean_reward=None, peak_bytes=None, seconds=None
-        )
+            row,
+            best_loss=None, best_mean_reward=None, best_validation=None, best_reward=None,
+            peak_bytes=None, seconds=None,
+        )  # fmt: skip
     return row if os.path.isdir(folder.path) else None
 
 
@@ -353,14 +373,17 @@ def time_of(records: Sequence[Record]) -> float | None:
 def touched_at(folder: RunFolder) -> float | None:
     """Time of a run's last event, read from the end of the file, or else of its files."""
     with contextlib.suppress(OSError, UserError):
-        size = os.stat(folder.events).st_size
-        records, _ = events.tail(folder.events, max(0, size - LAST_BYTES))
-        if (at := time_of(records)) is not None:
+        if (at := time_of(last_records(folder.events))) is not None:
             return at
     for path in (folder.events, folder.config):
         with contextlib.suppress(OSError):
             return os.stat(path).st_mtime
     return None
+
+
+def last_records(path: Path, offset: int = 0) -> list[Record]:
+    """The last events of a file, from byte `offset` on. Raises UserError, OSError."""
+    return events.tail(path, max(offset, os.stat(path).st_size - LAST_BYTES))[0]
 
 
 def size_of(folder: Path) -> int | None:

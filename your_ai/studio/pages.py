@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent
 STUDIO = Path("studio")  # what users give and make on the pages, beside runs/
-READ_S = 0.1  # for the events of each run
+READ_S = 0.1  # for the events of runs while somebody waits for a page
+ON_S, REST_S = 0.02, 0.06  # then they are read in the background, in parts with rests between them
 TABS = {
     "models": "Models",
     "data": "Data",
@@ -91,7 +94,22 @@ class PageRequest:
 
 def run_rows() -> list[RunRow]:
     """The runs of this folder. What takes long to know of a long run comes with a later view."""
-    return run_list.run_rows(read_s=READ_S)
+    rows = run_list.run_rows(read_s=READ_S)
+    threading.Thread(target=read_on, daemon=True).start()
+    return rows
+
+
+READING_ON = threading.Lock()
+
+
+def read_on() -> None:
+    """Read all events of the runs that are listed, unless another thread does."""
+    if READING_ON.acquire(blocking=False):
+        try:
+            while run_list.read_on(ON_S):
+                time.sleep(REST_S)
+        finally:
+            READING_ON.release()
 
 
 Answer = Callable[[PageRequest], Response]

@@ -29,14 +29,16 @@ def home(asked: PageRequest) -> Response:
 
 
 def row_named(name: str) -> RunRow:
-    row = run_list.row_of(folders.find(name), READ_S)
+    row = run_list.row_of(folders.find(name), time.monotonic() + READ_S)
     if row is None:
         raise UserError(f"{name}: is no longer there")
     return row
 
 
 def run_page(asked: PageRequest) -> Response:
-    return asked.render("run", tab="runs", run=row_named(asked.names["name"]))
+    run = row_named(asked.names["name"])
+    asked.studio.boards.of(run.name)  # is drawn while the browser reads this page
+    return asked.render("run", tab="runs", run=run)
 
 
 def change(asked: PageRequest) -> Response:
