@@ -77,7 +77,11 @@ def put_at(folder: Path) -> Local | None:
 
 def cached_models() -> list[Local]:
     """List the language models in the Hugging Face cache, at the revision that would be used."""
-    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub import constants
+
+    if not any(Path(constants.HF_HUB_CACHE).glob("models--*")):
+        return []
+    from huggingface_hub import scan_cache_dir  # slow to import
 
     try:
         repos = scan_cache_dir(constants.HF_HUB_CACHE).repos

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent
 STUDIO = Path("studio")  # what users give and make on the pages, beside runs/
-READ_S = 0.1  # for the events of runs while somebody waits for a page
+READ_S = 0.03  # for the events of runs while somebody waits for a page
 ON_S, REST_S = 0.02, 0.06  # then they are read in the background, in parts with rests between them
 TABS = {
     "models": "Models",
