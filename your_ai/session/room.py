@@ -120,7 +120,7 @@ def trial_gb(runs: Path) -> float:
 
 
 def trial_share_gb(machine: MachineMemory, others: Iterable[MemoryUser]) -> float:
-    """What the others leave, but at least half of what they leave free now.
+    """The limit that the others leave, but at least half of what they leave free now.
 
     They seldom grow after their first steps, and go on with less if they must.
     """
