@@ -478,12 +478,14 @@ def test_peaks_measured_here_are_estimated(
         workload = measured_workload(tiny_shape, tokens, rows, layers, targets)
         return estimate(workload, plan, rows, tokens).mlx_bytes
 
-    for _ in range(3):  # how far MLX runs ahead, in both, depends on who else computes
-        peak, found = measured(), estimated()
-        if found == (close := pytest.approx(peak, rel=CLOSE[plan.engine])):
+    tried = []
+    for _ in range(4):  # how far MLX runs ahead, in both, depends on who else computes
+        tried.append((estimated(), measured()))
+        found, peak = tried[-1]
+        if found == pytest.approx(peak, rel=CLOSE[plan.engine]):
             return
         measured_workload.cache_clear()
-    assert found == close
+    pytest.fail(f"estimated and measured, in bytes: {tried}")
 
 
 @pytest.mark.compiled
