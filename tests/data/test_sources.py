@@ -418,7 +418,7 @@ def test_a_row_is_the_same_in_every_form(objective, row):
 
 def test_every_row_is_checked_before_a_model_is_downloaded():
     write_rows(Path("a.jsonl"), [chat("a", "b"), {"messages": "nonsense"}])
-    settings = TrainConfig(data="a.jsonl", valid="none")
+    settings = TrainConfig(data="a.jsonl", valid="none", too_long="error")
     assert checked_settings(settings, every_row=False) == settings
     with pytest.raises(UserError, match=r"a\.jsonl:2: messages: expected a list"):
         checked_settings(settings, every_row=True)

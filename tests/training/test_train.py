@@ -29,6 +29,7 @@ from your_ai.data.encode import Encoder
 from your_ai.data.rows import read_rows
 from your_ai.engine import build
 from your_ai.engine.prefix import DiskStore
+from your_ai.errors import UserError
 from your_ai.files import sha256
 from your_ai.memory import probe
 from your_ai.modelfiles.quantized_copies import model_folder
@@ -190,6 +191,19 @@ def test_rows_over_max_seq_length_give_one_notice(configure, data_folder, too_lo
     assert len(notices) == 1
     assert notices[0].startswith("train.jsonl: ")
     assert "of 10 rows were longer than --max-seq-length 40" in notices[0]
+
+
+def test_long_passages_of_documents_are_split_and_other_rows_refused(configure, data_folder):
+    document = data_folder.with_name("book.md")
+    document.write_text("# One\n\n" + "It was a long night. " * 40 + "\n\n# Two\n\nShort.\n")
+    run = train(configure(data=str(document), valid="none", max_seq_length=40, max_steps=1))
+    assert run.read_config().too_long == "split"
+    told = [event.text for event in events_of(run, events.Notice) if "split" in event.text]
+    assert told == ["book.md: 1 of 4 rows was longer than --max-seq-length 40 and was split"]
+    rows = f"{document},{data_folder / 'train.jsonl'}"
+    for name, data in (("rows", str(data_folder)), ("mixed", rows)):
+        with pytest.raises(UserError, match="tokens, more than --max-seq-length 40"):
+            train(configure(run=name, data=data, valid="none", max_seq_length=40))
 
 
 def test_wired_without_metal_says_that_it_has_no_effect(configure):

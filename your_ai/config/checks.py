@@ -335,7 +335,7 @@ def check_objective(config: TrainConfig) -> None:
 def check_rollouts(config: TrainConfig) -> None:
     """Raise UserError for settings that do not fit completions sampled by the run itself."""
     for name, (value, reason) in NOT_WITH_ROLLOUTS.items():
-        if getattr(config, name) != value:
+        if getattr(config, name) != value and not has_default(config, name):
             raise UserError(
                 f"{flag(name)}: not supported with --objective {config.objective}: {reason}"
             )
@@ -467,7 +467,7 @@ def check_distill(config: TrainConfig) -> None:
         raise UserError(
             "--teacher-cache: completions are new in every step, so nothing could be reused"
         )
-    if config.teacher_prompt and config.too_long != "error":
+    if config.teacher_prompt and config.too_long not in (AUTO, "error"):
         raise UserError(
             f"--too-long {config.too_long}: not supported with --teacher-prompt, as teacher and "
             "student would read other parts of a row; leave long rows out"

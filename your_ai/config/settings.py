@@ -95,8 +95,10 @@ class DataSettings:
         in_card=True,
         tool=Tool("Tokens in a row at most.", Bounds(2)),
     )
-    too_long: Literal["error", "truncate", "split"] = setting(
-        "error", "What to do with a row that is longer than --max-seq-length."
+    too_long: Literal["auto", "error", "truncate", "split"] = setting(
+        AUTO,
+        "What to do with a row that is longer than --max-seq-length; auto: split the passages of "
+        "documents, and refuse other rows.",
     )
     max_row_bytes: int = changeable(
         16_000_000,

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from your_ai.config import AUTO
 from your_ai.data.encode import EncodedRow, Encoder, to_score
 from your_ai.data.lines import RowLimit, checked_sha256, files_of_rows
 from your_ai.data.notes import Notes, notes_from
@@ -268,7 +269,7 @@ def fit(
     if len(tokens) <= max_seq_length:
         yield example, "whole"
         return
-    if too_long == "error":
+    if too_long in (AUTO, "error"):
         raise UserError(
             f"{where}: {counted(len(tokens), 'token')}, more than --max-seq-length "
             f"{max_seq_length}; raise it, or {ways}"

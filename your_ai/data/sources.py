@@ -83,6 +83,8 @@ class Splits:
     """What the user should know: columns that were guessed, rows that were held out."""
     origins: dict[str, Path] = field(default_factory=dict)
     """The files of prompts whose answers a teacher wrote, by split."""
+    are_passages: bool = False
+    """Whether all rows are passages of documents."""
 
     def checksums(self) -> dict[str, str]:
         """The checksums of what is trained or validated, by name."""
@@ -109,7 +111,9 @@ def find_splits(
     else:
         found = converted(sources, layout, config, holds_out, limit, progress)
     notes = [note for source in sources for note in source.notes]
-    return replace(found, notes=(*notes, *found.notes))
+    files = [file for s in sources for files in s.splits.values() for file in files]
+    are_passages = all(form_of(file) in DOCUMENTS for file in files)
+    return replace(found, notes=(*notes, *found.notes), are_passages=are_passages)
 
 
 def all_sources(config: TrainConfig, to_train: bool = True) -> list[Source]:
@@ -145,12 +149,22 @@ def checked_settings(
     if STDIN in (config.valid, config.prompt_template):
         raise UserError("-: only --data reads standard input; give a file")
     splits = find_splits(config, progress=progress)
-    config = with_reward_loss(config, splits)
+    config = decided_by_rows(config, splits)
     limit = RowLimit(config.max_row_bytes)
     for path in splits.files.values() if every_row else ():
         for count, _ in enumerate(read_rows(path, limit, parser_of(config.row_kind))):
             progress(path.name, count)
     return config
+
+
+def decided_by_rows(config: TrainConfig, splits: Splits) -> TrainConfig:
+    """The settings with those that depend on what the rows are. Raises UserError if they differ
+    from what was chosen."""
+    if config.too_long == AUTO:
+        answers = config.samples_completions or config.answers_from_teacher or config.teacher_prompt
+        splits_rows = splits.are_passages and not answers
+        config = replace(config, too_long="split" if splits_rows else "error")
+    return with_reward_loss(config, splits)
 
 
 def with_reward_loss(config: TrainConfig, splits: Splits) -> TrainConfig:

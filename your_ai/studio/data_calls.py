@@ -30,7 +30,7 @@ from your_ai.data.notes import Notes, not_used
 from your_ai.data.preferences import parser_of
 from your_ai.data.records import DOCUMENTS, form_of, records_and_faults
 from your_ai.data.rows import Row
-from your_ai.data.sources import Source, asked_in, sources_of
+from your_ai.data.sources import Source, Splits, asked_in, decided_by_rows, sources_of
 from your_ai.data.survey import BAD, QUANTILES, REJECTED, SplitSurvey, count, draw_row
 from your_ai.errors import UserError
 from your_ai.files import atomic_folder
@@ -223,7 +223,10 @@ def looked(
     sources = plain_sources(data)
     given = coerce("columns", columns, "--columns") if columns else ()
     objective, roles, is_unknown = chosen(sources, tuple(given), objective)
+    files = files_of(sources)
+    is_document = all(form_of(path) in DOCUMENTS for path in files)
     config = TrainConfig(data=data, objective=cast("Any", objective), columns=roles)
+    config = decided_by_rows(config, Splits({}, are_passages=is_document))
     here = [*(m.alias or m.name for m in local_models() if m.fault is None), DEMO]
     model, folder = model_for(model, data, here)
     noticed = Notes()
@@ -236,7 +239,6 @@ def looked(
             break
     heads, splits = rows.heads, rows.splits
     names = list(dict.fromkeys(name for head in heads for name in head))
-    files = files_of(sources)
     notes = [note for source in sources for note in source.notes]
     if roles and not given:
         notes.append(f"columns, as their names and contents suggest: {', '.join(roles)}")
@@ -271,7 +273,7 @@ def looked(
             for path in files[:FILES]
         ],
         "more_files": len(files[FILES:]),
-        "is_document": all(form_of(path) in DOCUMENTS for path in files),
+        "is_document": is_document,
         "state": state,
     }
     return found, rows.refused

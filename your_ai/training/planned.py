@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from your_ai.config import AUTO, DISTILL, TrainConfig, defaults
-from your_ai.data.sources import with_reward_loss
+from your_ai.data.sources import decided_by_rows
 from your_ai.engine.measure_costs import measure_costs
 from your_ai.engine.weights import FileTensor, Opened, open_model
 from your_ai.errors import UserError
@@ -211,7 +211,7 @@ def planned_budget(
         found = check_splits(config)
         for text in found.notes:
             on_note(text)
-        config = with_reward_loss(config, found)
+        config = decided_by_rows(config, found)
 
         def tell(event: events.Event) -> None:
             if isinstance(event, events.Notice):

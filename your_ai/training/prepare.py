@@ -12,7 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from your_ai.config import TrainConfig, defaults
-from your_ai.data.sources import with_reward_loss
+from your_ai.data.sources import decided_by_rows
 from your_ai.engine.gradients import gradients_in
 from your_ai.engine.weights import Opened, open_model
 from your_ai.errors import UserError
@@ -167,7 +167,7 @@ def read_job(
     """Read what the run is to do, its model without weights, and what rewards its completions."""
     found = check_splits(config)
     tell(log, *found.notes)
-    config = with_reward_loss(config, found)
+    config = decided_by_rows(config, found)
     if config.answers_from_teacher:
         found = answered(config, found, log, RunFolder(folder), limit, ranks)
     rewards = rewards_of(config, log, folder)
