@@ -2,7 +2,7 @@
 (() => {
   const root = document.body.dataset.root;
   const said = document.getElementById("said");
-  const PIECE = 2 << 20;
+  const PIECE = 1 << 19;
   const SILENT = "The studio does not answer. Start it again: your_ai studio. Runs go on without it.";
 
   // Ask for a part of a page; `into` becomes what is answered.
