@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import re
 import shlex
+from html import unescape
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 import yaml
@@ -13,7 +16,7 @@ from your_ai.config.reading import commented_yaml
 from your_ai.errors import UserError
 from your_ai.session import new_run
 from your_ai.studio import plan_page
-from your_ai.studio.plan_page import command_of, settings_of_form
+from your_ai.studio.plan_page import address_of, command_of, settings_of_form
 
 GIVEN = {
     "model": st.sampled_from(["demo", "a model's name", "--x"]),
@@ -38,6 +41,8 @@ def test_form_file_and_command_say_the_same(form):
     assert build(read, "file") == wanted
     words = shlex.split(command_of(given_settings))
     assert words[:2] == ["your_ai", "train"]
+    link = urlsplit(address_of(wanted))
+    assert build(settings_of_form(dict(parse_qsl(link.query))), "link") == wanted
     assert len(words) == 2 + sum(1 if isinstance(v, bool) else 2 for v in given_settings.values())
 
 
@@ -104,6 +109,10 @@ def test_a_run_starts_and_ends_as_asked(client: Client):
     from tests.conftest import wait_until
 
     wait_until(lambda: "finished" in client.part("runs/r").text)
+    (again,) = re.findall(r'href="[^"]*plan[?]([^"]*)"', client.get("runs/r").text)
+    again = dict(parse_qsl(unescape(again)))
+    assert again["max_steps"] == "2"
+    assert "run" not in again
     assert client.get("runs/r/live/").status == 200
     assert client.post("runs/r/resume").fault.startswith("runs/r: already finished")
     assert client.post("runs/r/remove").status == 200

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlencode
 
 from starlette.responses import Response
 
@@ -16,8 +17,10 @@ from your_ai.config import (
     ABOUT,
     DEMO,
     DEMO_DATA,
+    FIELDS,
     PANELS,
     TYPES,
+    TrainConfig,
     coerce,
     default_text,
     describe,
@@ -114,6 +117,18 @@ def memory_slider(asked: str) -> dict[str, Any]:
         value = most
     step = STEP_GB if round(value / STEP_GB, 9).is_integer() else "any"
     return {"value": value, "least": min(LEAST_GB, value), "most": most, "step": step}
+
+
+def address_of(config: TrainConfig) -> str:
+    """The address of the page, below the root, with the settings of a run that are no defaults."""
+    given = {}
+    for name in TYPES:
+        value = getattr(config, name)
+        if name not in ("run", "wait") and value != FIELDS[name].default:
+            is_list = isinstance(value, list | tuple)
+            text = ",".join(map(str, value)) if is_list else str(value)
+            given[name] = text.lower() if isinstance(value, bool) else text
+    return f"plan?{urlencode(given)}"
 
 
 def command_of(given: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from your_ai.run import requests
 from your_ai.session import run_list
 from your_ai.session.run_list import RunRow
 from your_ai.studio.pages import READ_S, PageRequest, do, run_rows, show
+from your_ai.studio.plan_page import address_of
 
 
 def runs_page(asked: PageRequest) -> Response:
@@ -38,7 +39,9 @@ def row_named(name: str) -> RunRow:
 def run_page(asked: PageRequest) -> Response:
     run = row_named(asked.names["name"])
     asked.studio.boards.of(run.name)  # is drawn while the browser reads this page
-    return asked.render("run", tab="runs", run=run)
+    config = folders.find(run.name).settings()
+    again = "" if config is None else address_of(config)
+    return asked.render("run", tab="runs", run=run, again=again)
 
 
 def change(asked: PageRequest) -> Response:
