@@ -190,6 +190,20 @@ def test_the_line_that_names_the_delimiter_is_not_a_row():
     assert read(Path("a.csv")) == [{"a": "1", "b,c": "2"}]
 
 
+NAME = st.text(st.sampled_from("ab ,;|\t\n"), max_size=8).map("x{}".format)
+
+
+@given(st.sampled_from(",;|\t"), st.lists(NAME, min_size=2, max_size=4), st.integers(2, 60))
+def test_names_of_columns_may_have_any_characters(delimiter, names, count):
+    """Programs quote those with the delimiter, and no others."""
+    names = [f"{name} {number}" for number, name in enumerate(names)]
+    rows = [[f"{number} and" for number, _ in enumerate(names)]] * count
+    with Path("names.csv").open("w", newline="") as file:
+        csv.writer(file, delimiter=delimiter).writerows([names, *rows])
+    tidy = [" ".join(name.split()) for name in names]
+    assert read(Path("names.csv")) == [dict(zip(tidy, row, strict=True)) for row in rows]
+
+
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_lines_of_a_table_may_end_in_any_way(end):
     Path("a.csv").write_bytes(f'a,b{end}1,"x{end}y"{end}{end},,{end}'.replace(",,", ",").encode())

@@ -42,6 +42,15 @@ def test_a_table_with_any_names_is_planned_with_columns(client: Client) -> None:
     assert plan["objective"] == "sft"
 
 
+@pytest.mark.parametrize(
+    "names", ['"customer, asks",staff says', '"customer\n(asks)",staff="says"', "a;b,staff says"]
+)
+def test_columns_with_any_names_are_planned(client: Client, names: str) -> None:
+    plan = plan_of(look(client, give(client, shop_csv=table(60, names))))
+    got = client.post("plan/preview", **plan | {"model": "demo", "max_memory": "1"})
+    assert "s a step" in got.text or "not predicted" in got.text, got.fault
+
+
 def test_columns_that_are_chosen_are_those_of_the_plan(client: Client) -> None:
     name = give(client, shop_csv=table(60))
     page = look(client, name, prompt="staff says", completion="customer asks")

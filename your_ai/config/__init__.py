@@ -55,5 +55,5 @@ from your_ai.config.settings import (
     is_used,
     last_step,
 )
-from your_ai.config.values import coerce, describe, gigabytes, parts_of, words_of
+from your_ai.config.values import coerce, describe, gigabytes, joined_parts, parts_of, words_of
 from your_ai.gates.text import nearest

@@ -20,7 +20,7 @@ from your_ai.config.names import FOLDER, NONE, flag
 from your_ai.config.optimizers import OPTIMIZERS
 from your_ai.config.setting import LARGEST
 from your_ai.config.settings import FIELDS
-from your_ai.config.values import as_number, coerce
+from your_ai.config.values import as_number, coerce, joined_parts
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, nearest, quoted, shortened, shown
 
@@ -317,7 +317,7 @@ def as_flags(settings: Mapping[str, Any]) -> str:
 def as_flag(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return flag(name) if value else f"--no-{flag(name)[2:]}"
-    return f"{flag(name)} {','.join(value) if isinstance(value, tuple) else shown(value)}"
+    return f"{flag(name)} {joined_parts(value) if isinstance(value, tuple) else shown(value)}"
 
 
 # Each group of keys -> our settings

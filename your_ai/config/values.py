@@ -6,9 +6,11 @@ This module does not import mlx.
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from your_ai.config.by_layer import ByLayer, LayerText
@@ -110,8 +112,20 @@ def words_of(kind: Any) -> list[str]:
 
 
 def parts_of(name: str, text: str) -> list[str]:
-    """Split the text of a setting that is a list at its commas."""
-    return split_outside_brackets(text) if name == "reward" else text.split(",")
+    """Split the text of a setting that is a list at its commas; a part with commas is in quotes."""
+    if name == "reward":
+        return split_outside_brackets(text)
+    try:
+        return next(csv.reader([text], skipinitialspace=True)) or [""]
+    except csv.Error:  # it is very long, or has line breaks
+        return text.split(",")
+
+
+def joined_parts(parts: Iterable[object]) -> str:
+    """The text that `parts_of` splits into these parts."""
+    line = io.StringIO()
+    csv.writer(line, lineterminator="").writerow([str(part) for part in parts])
+    return line.getvalue()
 
 
 def as_number(value: Any, kind: type) -> Any:

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from your_ai.config import joined_parts
 from your_ai.data.lines import ROLE_NAMES
 from your_ai.errors import UserError
 from your_ai.gates.text import shortened
@@ -50,6 +51,7 @@ ABOUT_ROWS = (
 OWN_MEANING = ("system", "tools", "functions")  # columns that need no role
 TRUTHS = ("true", "false", "yes", "no", "0", "1", "-1", "good", "bad")
 MISSING = "COLUMN"
+SPECIAL = " \"'"  # to a shell
 MEANINGS = {
     "messages": "the conversation",
     "prompt": "the question",
@@ -206,8 +208,8 @@ def columns_option(kind: str, record: Mapping[str, Any], answer_only: bool = Fal
         record = opened(record)
     likely, roles = likely_columns(kind, record), roles_of(kind, record)
     wanted = [role for role in roles if not (answer_only and role == "prompt")] or roles
-    text = ",".join(f"{role}={shortened(likely.get(role, MISSING), 60)}" for role in wanted)
-    return f"--columns {shlex.quote(text) if ' ' in text else text}"
+    text = joined_parts(f"{role}={shortened(likely.get(role, MISSING), 60)}" for role in wanted)
+    return f"--columns {shlex.quote(text) if set(text) & set(SPECIAL) else text}"
 
 
 def roles_in_words(kind: str) -> str:

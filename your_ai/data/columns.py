@@ -229,7 +229,8 @@ def parse_columns(columns: Sequence[str], kind: str = "answers") -> dict[str, st
         role, separator, column = (text.strip() for text in part.partition("="))
         if not separator or not column:
             raise UserError(
-                f"--columns {shortened(part)}: expected ROLE=COLUMN, like prompt=question"
+                f"--columns {shortened(part)}: expected ROLE=COLUMN, like prompt=question; "
+                "a part with a comma goes in quotes"
             )
         if role not in ROLES:
             hint = nearest(role, ROLES) or f"; expected one of: {', '.join(ROLES)}"

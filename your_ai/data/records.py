@@ -129,6 +129,7 @@ MAGIC = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 HEAD_BYTES = 1 << 16
 BATCH_ROWS = 256  # rows of a Parquet or Arrow file that are in memory together
 DELIMITERS = ",;\t|"
+HEAD_ROWS = 50  # of a table, which say what its delimiter is
 SEPARATOR = re.compile(r"sep=([,;\t|])\r?\n", re.IGNORECASE)
 ROWS_BEGIN = re.compile(  # an object with texts, numbers and flat objects before its list of rows
     r'\s*\{\s*(?:"[^"]*"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[-+.\w]+|\{[^{}]*\})\s*,\s*)*'
@@ -419,14 +420,25 @@ def bounded(lines: io.TextIOWrapper, path: Path, limit: RowLimit) -> Iterator[st
 
 
 def likely_delimiter(text: str) -> str:
-    """The delimiter that the first line has most often; a comma if it has none."""
-    first = re.sub(r'"[^"]*"', "", next((x for x in text.splitlines() if x.strip()), ""))
-    return max(DELIMITERS, key=first.count) if first else ","
+    """The delimiter at which the first rows are alike: most of them have as many cells as the first
+    one, which has several; of those that agree as often, the one with most cells."""
+
+    def alike(delimiter: str) -> tuple[float, int]:
+        table = csv.reader(io.StringIO(text), delimiter=delimiter)
+        rows: list[list[str]] = []
+        with contextlib.suppress(csv.Error):
+            rows += (row for row in islice(table, HEAD_ROWS) if any(row))
+        rows = rows[:-1] or rows  # the last one may be cut off
+        if not rows or len(rows[0]) < 2:
+            return 0.0, 0
+        return sum(len(row) == len(rows[0]) for row in rows) / len(rows), len(rows[0])
+
+    return max(DELIMITERS, key=alike)
 
 
 def checked_names(cells: list[str], where: str) -> list[str]:
     """The names of the columns. Raises UserError for one that is missing or there twice."""
-    names = [cell.strip() for cell in cells]
+    names = [" ".join(cell.split()) for cell in cells]  # spreadsheets break long ones into lines
     while names and not names[-1]:
         raise UserError(f"{where}: column {len(names)} has no name; the first line must name all")
     if len(set(names)) < len(names):

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from your_ai.config import DEMO, DEMO_DATA, TYPES, TrainConfig, coerce, words_of
+from your_ai.config import DEMO, DEMO_DATA, TYPES, TrainConfig, coerce, joined_parts, words_of
 from your_ai.data.column_hints import (
     ROLES_OF,
     UnknownColumns,
@@ -245,7 +245,7 @@ def looked(
     found = {
         "objective": objective,
         "objectives": list(words_of(TYPES["objective"])),
-        "columns": ",".join(roles),
+        "columns": joined_parts(roles),
         "roles": roles_shown(config.row_kind, roles),
         "names": names[:NAMES],
         "values": [

@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 
 from starlette.responses import Response
 
-from your_ai.config import DEMO_DATA
+from your_ai.config import DEMO_DATA, joined_parts, parts_of
 from your_ai.errors import UserError, named_errors
 from your_ai.gates.text import counted
 from your_ai.hub.local import size_of
@@ -54,10 +54,10 @@ def path_of(name: str) -> str:
 
 def settings_in(fields: Mapping[str, str]) -> dict[str, str]:
     """The settings of a look, with the roles that fields name for columns."""
-    roles = [f"{role}={column}" for role, column in fields.items() if role not in SETTINGS]
     found = {name: fields.get(name, "") for name in SETTINGS[1:]}
-    named = [part for part in (*roles, found["columns"]) if not part.endswith("=") and part]
-    return {**found, "columns": ",".join(named)}
+    others = ((role, column) for role, column in fields.items() if role not in SETTINGS)
+    roles = [f"{role}={column}" for role, column in others if column]
+    return {**found, "columns": joined_parts([*roles, *parts_of("columns", found["columns"])])}
 
 
 def plan_of(data: str, found: Mapping[str, str]) -> dict[str, str]:

@@ -25,6 +25,7 @@ from your_ai.config import (
     default_text,
     describe,
     flag,
+    joined_parts,
     negated,
     words_of,
 )
@@ -126,7 +127,7 @@ def address_of(config: TrainConfig) -> str:
         value = getattr(config, name)
         if name not in ("run", "wait") and value != FIELDS[name].default:
             is_list = isinstance(value, list | tuple)
-            text = ",".join(map(str, value)) if is_list else str(value)
+            text = joined_parts(value) if is_list else str(value)
             given[name] = text.lower() if isinstance(value, bool) else text
     return f"plan?{urlencode(given)}"
 
@@ -138,7 +139,7 @@ def command_of(given: Mapping[str, Any]) -> str:
         if isinstance(value, bool):
             words.append(flag(name) if value else negated(name))
         else:
-            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            text = joined_parts(value) if isinstance(value, list | tuple) else str(value)
             words += [flag(name), shlex.quote(text)]
     return " ".join(["your_ai train", *words])
 
