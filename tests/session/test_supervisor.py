@@ -431,6 +431,8 @@ def test_stop_before_training_began_raises_interrupted(run, life):
         supervised(run, life)
     assert caught.value.number == signal.SIGTERM
     assert events_of(run, events.Died) == []
+    (end,) = events_of(run, events.Finished)
+    assert (end.step, end.reason) == (0, "stopped by SIGTERM")
 
 
 def test_stop_while_reloading_after_a_death_returns_its_status(run):

@@ -198,7 +198,7 @@ def wait_for_room(folder: RunFolder, config: TrainConfig, received: Sequence[int
         while not received and time.monotonic() < deadline:
             time.sleep(POLL_S)
     if seen:
-        end_wait(folder, received[0])
+        record_stop(folder, received[0])
     raise Interrupted(received[0])
 
 
@@ -210,8 +210,8 @@ def wait_text(before: Sequence[MemoryUser], taken_bytes: int, capacity_bytes: in
     return f"waiting for the memory of {', '.join(names[:NAMED] + more)} ({taken} of {whole})"
 
 
-def end_wait(folder: RunFolder, number: int) -> None:
-    """Record that a run was stopped while it waited: as it had ended before, if it had."""
+def record_stop(folder: RunFolder, number: int) -> None:
+    """Record that a run was stopped before it began: as it had ended before, if it had."""
     records, _ = events.tail(folder.events)
     ended = last_of([record.event for record in records], events.Started, events.Finished)
     if not isinstance(ended, events.Finished):

@@ -186,6 +186,9 @@ def supervise(
 
     number = stop_signal(life.status) or received[0]
     if not life.began:
+        from your_ai.session.room import record_stop  # others need not load it
+
+        record_stop(folder, number)
         raise Interrupted(number)
     return 128 + number
 
