@@ -12,10 +12,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import your_ai
-from tests.conftest import Killed, call, refused, train, working_in
+from tests.conftest import Killed, call, change_json, refused, train, working_in
+from your_ai.data.questions import ask_for_questions
 from your_ai.errors import RunError, UserError
 from your_ai.generation import making
+from your_ai.generation.generate import prompt_tokens
 from your_ai.generation.making import TextReply
+from your_ai.nets.tokenizer import open_tokenizer
 
 CHUNKS = 12
 KEPT = "What does lamp number {n} weigh in all, with its box?"
@@ -307,6 +310,29 @@ def test_a_model_that_finds_nothing_supported_makes_no_rows(tiny_model, own_fold
         make(model=str(tiny_model), max_tokens=6, questions=1)
     assert {row["reason"] for row in rows_of("qa.dropped.jsonl")} == {making.UNSUPPORTED}
     assert not Path("qa.jsonl").exists()
+
+
+@pytest.mark.parametrize("questions", [1, 3, 5])
+def test_chunks_fit_the_context_unless_their_size_is_given(
+    tiny_model, own_folder, monkeypatch, questions
+):
+    model = shutil.copytree(tiny_model, own_folder / "model")
+    change_json(model, "config.json", max_position_embeddings=1500)
+    found = []
+
+    def loaded(model, chunks, *rest):
+        found.extend(chunks)
+        raise Killed
+
+    monkeypatch.setattr(making, "loaded", loaded)
+    Path("long.md").write_text("Lamps are lit at night. " * 400)
+    with pytest.raises(Killed):
+        your_ai.make_data("long.md", model=str(model), out="qa.jsonl", questions=questions)
+    tokenizer = open_tokenizer(model)
+    for chunk in found:
+        prompt = [{"role": "user", "content": ask_for_questions(chunk, questions)}]
+        assert len(prompt_tokens(tokenizer, prompt)) + 160 * questions <= 1500
+    assert len(found) < 100
 
 
 def test_chunks_beyond_the_context_are_refused_before_the_model_is_loaded(

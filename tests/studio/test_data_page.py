@@ -10,9 +10,10 @@ from urllib.parse import parse_qsl, urlencode
 
 import pytest
 
-from tests.conftest import wait_until
+from tests.conftest import train_once, wait_until
 from tests.studio.client import Client
 from tests.studio.test_uploads import finish, give, send
+from your_ai.run.folder import locked
 from your_ai.studio import data_calls, jobs
 from your_ai.studio.uploads import GIVEN as DATA
 
@@ -140,7 +141,16 @@ def test_questions_about_a_document_are_made_by_a_job(client: Client) -> None:
     assert job.then == "data?data=guide-questions.jsonl"
     wait_until(lambda: not jobs.read(job.folder).pid, 120)
     page = client.get(f"jobs/{job.name}").text
-    assert job.then in page or jobs.read(job.folder).state == "died", page
+    assert job.then in page or jobs.read(job.folder).state == "failed", page
+    assert f'href="{client.studio.root}jobs/{job.name}"' in client.get("data").text
+
+
+def test_data_that_a_run_reads_is_kept(client: Client, configure) -> None:
+    name = give(client, sums_csv="question,answer\n" + "1?,1\n" * 20)
+    run = train_once(configure(data=str((DATA / name).absolute()), valid="none"))
+    with locked(run):
+        assert "trains on it" in client.post("data/remove", name=name).fault
+    assert client.post("data/remove", name=name).status == 303
 
 
 def test_a_look_at_large_data_ends_and_says_where(own_folder, monkeypatch):

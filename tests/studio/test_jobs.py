@@ -25,15 +25,18 @@ def test_a_job_keeps_its_output_and_status(own_folder):
 
 def test_a_job_that_fails_says_why(own_folder):
     job = ended(jobs.begin("Look", "export", "nothing", "--to", "gguf"))
-    assert job.state == "died"
+    assert job.state == "failed"
     assert "nothing" in job.fault
+    assert job.fault not in "".join(job.said)
+    assert not job.can_continue  # the same words would fail again
 
 
-def test_a_job_that_is_killed_has_died(own_folder):
+def test_a_job_that_is_killed_can_continue(own_folder):
     job = jobs.begin("Wait", "studio", "--no-open")
     assert job.state == "running"
     os.killpg(job.pid, signal.SIGKILL)
-    assert ended(job).state == "died"
+    job = ended(job)
+    assert (job.state, job.can_continue) == ("failed", True)
 
 
 def test_a_job_is_stopped_once(own_folder):

@@ -103,6 +103,14 @@ def test_the_right_end_of_the_slider_is_no_limit():
     assert TrainConfig(**settings_of_form({"max_memory": "0.5"})).max_memory == 0.5
 
 
+def test_a_refused_start_keeps_what_was_typed(client: Client):
+    got = client.post("runs", run="a/b", epochs="3", seed="77", max_memory="0.5")
+    assert got.status == 422
+    assert "a/b" in got.fault
+    for value in ("a/b", "3", "77", "0.5"):
+        assert f'value="{value}"' in got.text
+
+
 def test_a_run_starts_and_ends_as_asked(client: Client):
     place = client.post("runs", run="r", max_steps="2").place
     assert place == "runs/r"
@@ -114,6 +122,7 @@ def test_a_run_starts_and_ends_as_asked(client: Client):
     assert again["max_steps"] == "2"
     assert "run" not in again
     assert client.get("runs/r/live/").status == 200
+    assert client.post("runs/r/resume", row="{}").fault == "row: is no setting"
     assert client.post("runs/r/resume").fault.startswith("runs/r: already finished")
     assert client.post("runs/r/remove").status == 200
     assert not new_run.folder.RUNS.joinpath("r").exists()

@@ -91,6 +91,9 @@ def expanded(
     return requests, whole.replace(parameters=parameters)
 
 
+CHUNK_TOKENS = 512  # of a document, at most, that are asked about together
+
+
 def like(name: str, **about: Any) -> Any:
     """A field that is the setting `name` of a run."""
     return setting(FIELDS[name].default, ABOUT[name].help, **about)
@@ -140,8 +143,11 @@ class MakeDataRequest:
         MISSING, "File of rows to write, .jsonl.", option=("--out", "-o"), metavar="FILE"
     )
     questions: int = setting(3, "Questions about each chunk.", bounds=Bounds(1, 50))
-    chunk_tokens: int = setting(
-        512, "Maximum tokens of the chunks that documents are cut into.", bounds=Bounds(16, 1 << 20)
+    chunk_tokens: int | None = setting(
+        None,
+        f"Maximum tokens of the chunks that documents are cut into; default: {CHUNK_TOKENS}, or "
+        "what the model's context leaves.",
+        bounds=Bounds(16, 1 << 20),
     )
     check: bool = setting(
         True, "Ask the model whether the text supports each answer, and drop those it does not."

@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 from your_ai.errors import UserError
-from your_ai.export.gguf_folder import plain_name
 from your_ai.files import read_text
 from your_ai.gates.untrusted import JSON_BYTES, parse_json
 
@@ -35,6 +34,8 @@ def default_folder(name: str) -> Path:
 
     Raises UserError if LM Studio's folder does not exist or cannot be written.
     """
+    from your_ai.export.gguf_folder import plain_name  # loads mlx
+
     folder = models_folder() / PUBLISHER
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from filecmp import cmp
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -21,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from your_ai.config import TrainConfig
-from your_ai.config.requests import MadeData, MakeDataRequest
+from your_ai.config.requests import CHUNK_TOKENS, MadeData, MakeDataRequest
 from your_ai.data.chat_template import THOUGHT
 from your_ai.data.chunks import Chunk, chunks_of, documents_in
 from your_ai.data.documents import Passage, read_document
@@ -70,6 +71,8 @@ from your_ai.rng import derive_seed
 MADE_OF, PART = "made-of.json", "batches.jsonl"  # in the folder of unfinished progress
 MADE_OF_BYTES = 1 << 26
 MOST_CHUNKS = 16  # of a batch: what a process loses that is killed
+PLACE_TOKENS = 48  # of the place of a chunk, and where its words meet
+FEWEST_TOKENS = 16  # of a chunk
 VERDICT_TOKENS = 8  # of a model that does not reason first
 UNREAD = "questions that the reply does not have"
 CUT_OFF = "cut off at --max-tokens"
@@ -101,10 +104,15 @@ def make_rows(request: MakeDataRequest) -> MadeData:
     def count(text: str) -> int:
         return len(token_ids(tokenizer, text, "a document", special=False))
 
+    tokens = request.chunk_tokens
+    if tokens is None:
+        base = found.base if isinstance(found, Trained) else found
+        tokens = chunk_tokens_for(context_tokens(base), tokenizer, request)
+        request = replace(request, chunk_tokens=tokens)
     chunks = [
         chunk
         for path, passages in documents.items()
-        for chunk in chunks_of(str(path), passages, request.chunk_tokens, count)
+        for chunk in chunks_of(str(path), passages, tokens, count)
     ]
     made_of = {
         "documents": {str(path): sha256(path) for path in documents},
@@ -119,6 +127,16 @@ def make_rows(request: MakeDataRequest) -> MadeData:
             request.on_note(f"{progress.folder}: keeps what is done, so that this command goes on")
             write_batches(chunks, ask, request, progress)
         return finish(progress, out, len(chunks), len(documents), request)
+
+
+def chunk_tokens_for(context: int | None, tokenizer: Any, request: MakeDataRequest) -> int:
+    """The tokens of chunks that fit into the context of a model, at most CHUNK_TOKENS."""
+    if context is None:
+        return CHUNK_TOKENS
+    asked = ask_for_questions(Chunk("", str(request.documents[0]), "", 0, 0), request.questions)
+    beside = len(prompt_tokens(tokenizer, [{"role": "user", "content": asked}]))
+    room = context - request.reply_tokens - beside - PLACE_TOKENS
+    return min(CHUNK_TOKENS, room) if room >= FEWEST_TOKENS else CHUNK_TOKENS
 
 
 def check_out(out: Path, force: bool, unfinished: bool = True) -> None:

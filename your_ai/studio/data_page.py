@@ -14,6 +14,8 @@ from your_ai.config import DEMO_DATA, joined_parts, parts_of
 from your_ai.errors import UserError, named_errors
 from your_ai.gates.text import counted
 from your_ai.hub.local import size_of
+from your_ai.run.folder import RUNS, is_running
+from your_ai.session import run_list
 from your_ai.studio import jobs
 from your_ai.studio.pages import PageRequest, do, show
 from your_ai.studio.uploads import GIFT, GIVEN, MOVING, free_place, given_files, keep, place_of
@@ -26,7 +28,8 @@ def data_page(asked: PageRequest) -> Response:
     """The list of data, or one data set, whose content follows: reading it may take long."""
     if "data" not in asked.query:
         sizes = {p.name: p.stat().st_size if p.is_file() else size_of(p) for p in given_files()}
-        return asked.render("data", tab="data", sizes=sizes, demos=DEMO_DATA)
+        made = [job for job in jobs.found() if job.words[:2] == ("data", "make")]
+        return asked.render("data", tab="data", sizes=sizes, demos=DEMO_DATA, made=made)
     data = path_of(asked.query["data"])
     query = settings_in(asked.query)
     if not asked.is_part:
@@ -108,6 +111,11 @@ def make(asked: PageRequest) -> Response:
 def remove(asked: PageRequest) -> Response:
     name = asked.form.get("name", "")
     path = place_of(name)
+    for run in filter(is_running, run_list.folders(RUNS)):
+        config = run.settings()
+        read = "" if config is None else f"{config.data},{config.valid}"
+        if any(path.absolute() in (Path(p), *Path(p).parents) for p in read.split(",")):
+            raise UserError(f"{name}: {run.name} trains on it; stop that run first")
     with named_errors(path, "removed"):
         if path.is_dir():
             shutil.rmtree(path)

@@ -23,7 +23,7 @@ from your_ai.errors import UserError, named_errors
 from your_ai.files import open_regular, replace_text
 from your_ai.gates.programs import begun, python_module
 from your_ai.gates.text import message_line, printable
-from your_ai.run.child import errors_in
+from your_ai.run.child import DONE, USER, errors_in
 
 JOBS = Path("studio") / "jobs"
 COMMAND, OUTPUT, STATUS, LOCK = "command.json", "output.txt", "status", "lock"
@@ -59,16 +59,30 @@ class StudioJob:
 
     @property
     def state(self) -> str:
-        """running, finished, stopped or died."""
+        """running, finished, stopped or failed."""
         if self.pid:
             return "running"
-        return {0: "finished", 130: "stopped", None: "died"}.get(self.status, "died")
+        ended = {DONE: "finished", 128 + signal.SIGINT: "stopped"}
+        return "failed" if self.status is None else ended.get(self.status, "failed")
+
+    @property
+    def can_continue(self) -> bool:
+        """True if the same command may come further: it was stopped, or failed for no mistake."""
+        return self.state in ("stopped", "failed") and self.status != USER
 
     @property
     def fault(self) -> str:
-        """The error of a job that died."""
+        """The error of a job that failed."""
         errors = errors_in("\n".join(self.lines))
         return message_line(errors[-1]) if errors else f"{self.title}: it ended before its end"
+
+    @property
+    def said(self) -> list[str]:
+        """The output without the error at its end."""
+        lines = list(self.lines)
+        while lines and self.state == "failed" and lines[-1].startswith("error: "):
+            lines.pop()
+        return lines
 
 
 def begin(title: str, *words: str, then: str = "") -> StudioJob:

@@ -17,8 +17,11 @@ def models_page(asked: PageRequest) -> Response:
     """The page, whose table follows: planning all known models takes seconds."""
     downloads = [job for job in jobs.found() if job.words[:1] == (DOWNLOAD,)]
     running = {job.words[1]: job for job in downloads if job.state == "running"}
-    found = asked.studio.planner.ask("models") if asked.is_part else None
-    return asked.render("models", tab="models", found=found, running=running)
+    found = asked.studio.lister.ask("models") if asked.is_part else None
+    open_downloads = [job for job in downloads if job.state != "finished"]
+    return asked.render(
+        "models", tab="models", found=found, running=running, downloads=open_downloads
+    )
 
 
 def download(asked: PageRequest) -> Response:

@@ -47,6 +47,8 @@ class Studio:
     """Plans runs."""
     starter: Worker = field(default_factory=Worker)
     """Starts runs, which must not wait for a plan."""
+    lister: Worker = field(default_factory=Worker)
+    """Lists models with their plans."""
     reader: Worker = field(default_factory=Worker)
     """Reads data, which may take longer than a plan should wait."""
     answerer: Worker = field(default_factory=Worker)
@@ -62,7 +64,7 @@ class Studio:
         return f"/{self.token}/"
 
     def close(self) -> None:
-        for worker in (self.planner, self.starter, self.reader, self.answerer):
+        for worker in (self.planner, self.starter, self.lister, self.reader, self.answerer):
             worker.end()
         self.boards.close()
 

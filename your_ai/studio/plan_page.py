@@ -145,14 +145,23 @@ def command_of(given: Mapping[str, Any]) -> str:
 
 
 def plan_page(asked: PageRequest) -> Response:
-    given = {name: text for name, text in asked.query.items() if name in TYPES and text}
+    return form_page(asked, asked.query)
+
+
+def form_page(
+    asked: PageRequest, fields: Mapping[str, str], fault: str = "", status: int = 200
+) -> Response:
+    """The form with what is given, and why it was refused."""
+    given = {name: text for name, text in fields.items() if name in TYPES and text}
     behind = {
         panel: [control(name, given) for name in names if name not in APART]
         for panel, names in PANELS.items()
     }
     return asked.render(
         "plan",
+        status,
         tab="plan",
+        fault=fault,
         first=[control(name, given) for name in FIRST],
         behind=behind,
         about=ABOUT,
@@ -193,7 +202,10 @@ def preview(asked: PageRequest) -> Response:
 
 def start(asked: PageRequest) -> Response:
     """Start the run, which waits for the memory of those that are there before it."""
-    name = asked.studio.starter.ask("start", settings=settings_of_form(asked.form))
+    try:
+        name = asked.studio.starter.ask("start", settings=settings_of_form(asked.form))
+    except UserError as error:
+        return form_page(asked, asked.form, message_line(error), 422)
     return asked.go(f"runs/{name}")
 
 

@@ -13,7 +13,7 @@ from your_ai.run import requests
 from your_ai.session import run_list
 from your_ai.session.run_list import RunRow
 from your_ai.studio.pages import READ_S, PageRequest, do, run_rows, show
-from your_ai.studio.plan_page import address_of
+from your_ai.studio.plan_page import address_of, settings_of_form
 
 
 def runs_page(asked: PageRequest) -> Response:
@@ -58,7 +58,8 @@ def change(asked: PageRequest) -> Response:
     elif what == "stop":
         run_list.stop(folder)
     elif what == "resume":
-        asked.studio.starter.ask("resume", run=str(folder.path), changes=dict(asked.form))
+        changes = settings_of_form(asked.form)
+        asked.studio.starter.ask("resume", run=str(folder.path), changes=changes)
     elif what == "remove":
         freed = run_list.remove(folder)
         return asked.render("done", tab="runs", text=f"{name} is removed: {size_text(freed)} free")

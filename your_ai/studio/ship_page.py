@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlencode
 
 from starlette.responses import Response
@@ -12,6 +15,7 @@ from starlette.responses import Response
 from your_ai.config.requests import DTYPES, ExportRequest
 from your_ai.config.setting import types_of
 from your_ai.errors import UserError
+from your_ai.export.lmstudio import home_folder
 from your_ai.hub.find import REPO
 from your_ai.run import folder as folders
 from your_ai.run.folder import RunFolder
@@ -33,9 +37,15 @@ class Destination:
     needs: str = ""
     """The program that it needs; empty if none."""
     options: tuple[str, ...] = ()
+    home: Callable[[], Path] | None = None
+    """Finds the folder of the program, if that is what it is known by. Raises UserError."""
 
     @property
     def is_ready(self) -> bool:
+        if self.home is not None:
+            with contextlib.suppress(UserError):
+                return self.home().is_dir()
+            return False
         return not self.needs or shutil.which(self.needs) is not None
 
     @property
@@ -49,7 +59,8 @@ DESTINATIONS = (
                 "built on it.", options=("--fused",)),
     Destination("ollama", "Ollama", "A folder with the model and its template for ollama create; "
                 "the next commands are shown.", needs="ollama"),
-    Destination("lmstudio", "LM Studio", "The fused model, where LM Studio looks for it."),
+    Destination("lmstudio", "LM Studio", "The fused model, where LM Studio looks for it.",
+                needs="LM Studio", home=home_folder),
     Destination("hf", "Hugging Face model", "The fused model for transformers, with its card."),
     Destination("peft", "PEFT adapter", "Only the adapter, for transformers with PEFT."),
     Destination("mlx", "MLX adapter", "Only the adapter, for mlx-lm."),
@@ -86,6 +97,8 @@ def export(asked: PageRequest) -> Response:
     words = ["export", run.name, "--to", to, *place.options]
     if dtype := asked.form.get("dtype"):
         words += ["--dtype", dtype]
+    if "replace" in asked.form:
+        words.append("--force")
     job = jobs.begin(f"{run.name} to {place.name}", *words, then=place_of(run))
     return asked.go(f"jobs/{job.name}")
 

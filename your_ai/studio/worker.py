@@ -29,7 +29,7 @@ class Superseded(UserError):
     """A question whose answer nobody waits for any more."""
 
     def __init__(self) -> None:
-        super().__init__("another window asked, too; change something here to ask again")
+        super().__init__("another window came first; change something here to ask again")
 
 
 class Worker:
@@ -58,11 +58,11 @@ class Worker:
         topic: what the question is about; work on another one is ended if it takes long.
         """
         self.last = own = object()
-        if self.topic not in ("", topic) and time.monotonic() - self.since > LONG_S:
-            self.end_process()
         while not self.lock.acquire(timeout=TURN_S):
             if self.last is not own:
                 raise Superseded
+            if self.topic not in ("", topic) and time.monotonic() - self.since > LONG_S:
+                self.end_process()
         try:
             if self.last is not own:
                 raise Superseded

@@ -31,6 +31,8 @@
       const own = ++asked;
       const body = new URLSearchParams(new FormData(form));
       for (const [name, value] of [...body]) if (value === "") body.delete(name);
+      // Who reloads the page, or comes back to it, finds what was typed.
+      history.replaceState(null, "", `${form.dataset.address}?${body}`);
       into.setAttribute("aria-busy", "true");
       try {
         const part = into.cloneNode(true);
