@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import psutil
 import pytest
 
@@ -23,8 +25,12 @@ def run(own_folder) -> RunFolder:
 
 
 def drawing() -> list[psutil.Process]:
-    children = psutil.Process().children()
-    return [child for child in children if "your_ai.studio.worker" in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends now
+            if "your_ai.studio.worker" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 def test_a_page_is_drawn_in_a_process_that_ends_when_nobody_watches(

@@ -122,6 +122,7 @@ def test_measures_and_worst_rows_are_shown(client, run):
     record.write_evaluation(run, found)
     page = client.get("try").text
     assert "1.500 [1.000, 2.000]" in page
+    assert "loss: 2.000 with the adapter, 1.000 base" in page
     assert "E&lt;script&gt;" in page
     assert "&lt;b&gt;.jsonl:3" in page
     rows = re.findall(r'name="row" value="(.*?)"', page)

@@ -46,9 +46,16 @@ def test_a_file_is_there_only_when_it_is_whole(client: Client):
     client.post(UPLOAD + "a.csv&at=0&size=10", b"01234")
     assert not (GIVEN / "a.csv").exists()
     assert client.post(UPLOAD + "a.csv&at=7&size=10", b"789").status == 422
+    done = client.post(UPLOAD.replace("?", "/done?"), b"")
+    assert done.fault == "a.csv: a piece is missing; give the file again"
     assert set(send(client, "a.csv", b"new")) == {200}
     assert finish(client) == "a.csv"
     assert (GIVEN / "a.csv").read_bytes() == b"new"
+
+
+def test_no_file_has_the_name_of_installed_data(client: Client):
+    assert set(send(client, "demo", b"prompt,completion")) == {200}
+    assert finish(client) == "demo-2"
 
 
 def test_files_of_a_folder_stay_in_it(client: Client):

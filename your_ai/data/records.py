@@ -135,7 +135,10 @@ ROWS_BEGIN = re.compile(  # an object with texts, numbers and flat objects befor
     r'\s*\{\s*(?:"[^"]*"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[-+.\w]+|\{[^{}]*\})\s*,\s*)*'
     rf'"(?:{"|".join(ROW_LISTS)})"\s*:\s*\[\s*\{{'
 )
-WAYS_OUT = "give .jsonl, .json, .csv, .tsv, .xlsx, .parquet, .arrow, .txt, .md, .pdf or .docx"
+WAYS_OUT = (
+    "give .jsonl, .json, .csv, .tsv, .xlsx, .parquet, .arrow, .txt, .md, .html, .pdf, .docx or "
+    ".epub"
+)
 
 
 def form_of(path: Path) -> str:

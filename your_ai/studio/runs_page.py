@@ -39,9 +39,11 @@ def row_named(name: str) -> RunRow:
 def run_page(asked: PageRequest) -> Response:
     run = row_named(asked.names["name"])
     asked.studio.boards.of(run.name)  # is drawn while the browser reads this page
-    config = folders.find(run.name).settings()
+    folder = folders.find(run.name)
+    config = folder.settings()
     again = "" if config is None else address_of(config)
-    return asked.render("run", tab="runs", run=run, again=again)
+    trained = run_list.is_trained(folder)
+    return asked.render("run", tab="runs", run=run, again=again, is_trained=trained)
 
 
 def change(asked: PageRequest) -> Response:

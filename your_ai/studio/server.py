@@ -26,7 +26,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from your_ai.dashboard.charts import DARK, LIGHT
-from your_ai.errors import REPORT, RunError, UserError, explain, first_line
+from your_ai.errors import REPORT, RunError, UserError, first_line
 from your_ai.files import read_text, replace_text
 from your_ai.gates.console import echo, echo_error
 from your_ai.gates.text import message_line
@@ -106,7 +106,7 @@ async def answered(studio: Studio, answer: Answer, request: Request) -> Response
     except RunError as error:
         response = asked.render("error", 500, text=message_line(error))
     except Exception as error:
-        text = message_line(f"{type(error).__name__}: {explain(first_line(error))}; {REPORT}")
+        text = message_line(f"{type(error).__name__}: {first_line(error)}; {REPORT}")
         echo_error(f"error: {text}")
         response = asked.render("error", 500, text=text)
     response.headers.update(HEADERS | dict(response.headers))
@@ -216,8 +216,11 @@ def main(port: str, opens: str) -> NoReturn:
     except (UserError, RunError) as error:
         echo_error(f"error: {error}")
         status = 2 if isinstance(error, UserError) else 1
+    except OSError as error:  # of standard output
+        echo_error(f"error: {first_line(error)}")
+        status = 1
     except Exception as error:
-        echo_error(f"error: {type(error).__name__}: {explain(first_line(error))}; {REPORT}")
+        echo_error(f"error: {type(error).__name__}: {first_line(error)}; {REPORT}")
         status = 1
     except KeyboardInterrupt:  # before it listens
         status = 128 + signal.SIGINT

@@ -16,6 +16,7 @@ from your_ai.errors import UserError
 from your_ai.evaluation import show as shown
 from your_ai.evaluation.record import read_evaluation
 from your_ai.gates.text import counted, message_line
+from your_ai.gates.untrusted import is_number
 from your_ai.hub.find import find_model
 from your_ai.run import folder as folders
 from your_ai.run.folder import RUNS, RunFolder
@@ -223,6 +224,7 @@ def worst_row(row: dict[str, Any], judged: RunThumbs) -> dict[str, Any]:
     return {
         "where": str(row["where"]),
         "why": "; ".join(shown.TITLES[kind].rstrip(":") for kind in row["by"]),
+        "losses": [(NAMES[s], loss) for s in SYSTEMS if is_number(loss := row.get(f"{s}_loss"))],
         "question": prompt if isinstance(prompt, str | None) else str(prompt[-1]["content"]),
         "expected": row.get("expected"),
         "turns": row.get("turns", []),

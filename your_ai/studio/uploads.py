@@ -17,6 +17,7 @@ from pathlib import Path
 
 from starlette.responses import JSONResponse, Response
 
+from your_ai.config import DEMO_DATA
 from your_ai.errors import UserError, named_errors
 from your_ai.gates.text import shortened
 from your_ai.studio.pages import STUDIO, PageRequest, do
@@ -26,6 +27,7 @@ PARTS = re.compile(r"[^/\\\x00-\x1f\x7f]{1,120}(/[^/\\\x00-\x1f\x7f]{1,120}){0,8
 GIFT, GIFT_ID = ".gift-", re.compile(r"[0-9a-f-]{8,40}")
 KEEP_GIFT_S = 86_400.0  # of which nothing more arrived
 SPLIT = re.compile(r"(train|training)\b", re.IGNORECASE)  # the name of a file of training rows
+PARTIAL = ".partial"  # at the end of the name of a file that is still arriving
 UNFINISHED = ".unfinished"  # progress of `data make`
 MOVING = threading.Lock()
 
@@ -82,7 +84,8 @@ def receive(asked: PageRequest) -> Response:
         if at == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_abandoned()
-        with path.open("wb" if at == 0 else "r+b") as file:
+        partial = path.with_name(f"{path.name}{PARTIAL}")
+        with partial.open("wb" if at == 0 else "r+b") as file:
             file.seek(0, os.SEEK_END)
             if file.tell() != at or not 0 <= at + len(asked.body) <= size:
                 raise UserError(f"{name}: a piece is missing; give the file again")
@@ -92,6 +95,8 @@ def receive(asked: PageRequest) -> Response:
             except OSError:  # the disk is full: what arrived of it is of no use
                 shutil.rmtree(gift, ignore_errors=True)
                 raise
+        if at + len(asked.body) == size:
+            os.replace(partial, path)
     return JSONResponse({"received": at + len(asked.body)})
 
 
@@ -109,6 +114,8 @@ def finish(asked: PageRequest) -> Response:
     """
     gift = gift_of(asked)
     with named_errors(gift, "read"), MOVING:
+        if partial := next(gift.rglob(f"*{PARTIAL}"), None):
+            raise UserError(f"{partial.stem}: a piece is missing; give the file again")
         found = sorted(gift.iterdir())
         if len(found) > 1 and any(SPLIT.match(path.name) for path in found):
             kept = [keep(gift, "data")]
@@ -131,9 +138,11 @@ def keep(path: Path, name: str) -> Path:
 
 
 def places(name: str) -> Iterator[Path]:
-    """Yield the places for something of this name: NAME.csv, NAME-2.csv ..."""
+    """Yield the places for something of this name: NAME.csv, NAME-2.csv ..., and no place with the
+    name of data that is installed."""
     path = GIVEN / name
-    yield path
+    if name not in DEMO_DATA:
+        yield path
     for number in count(2):
         yield path.with_name(f"{path.stem}-{number}{path.suffix}")
 
