@@ -61,13 +61,20 @@ def test_both_answer_and_a_conversation_goes_on(client, run):
 
 
 def test_an_answer_grows_until_it_is_stopped(client, run):
-    talk = ask(client, "Ask 1", **LONG)
-    reply = client.studio.talks.named(talk).exchanges[0].replies["adapter"]
-    wait_until(lambda: len(reply.text) > 20)
-    assert "data-every" in client.part(f"try/talks/{talk}").text
-    assert "still being answered" in client.post("try/r/ask", question="x", talk=talk).fault
-    assert client.post(f"try/talks/{talk}/stop").status == 303
-    assert {each.ended for each in answered(client, talk).replies.values()} == {talks.STOPPED}
+    def ended_when_stopped(question: str) -> set[str]:
+        talk = ask(client, question, **LONG)
+        reply = client.studio.talks.named(talk).exchanges[0].replies["adapter"]
+        wait_until(lambda: len(reply.text) > 20 or reply.ended)
+        page = client.part(f"try/talks/{talk}").text
+        again = client.post("try/r/ask", question="x", talk=talk)
+        assert client.post(f"try/talks/{talk}/stop").status == 303
+        if not reply.ended:
+            assert "data-every" in page
+            assert "still being answered" in again.fault
+        return {each.ended for each in answered(client, talk).replies.values()}
+
+    # A model with random weights may end its answer by itself before it is stopped.
+    assert any(ended_when_stopped(f"Ask {n}") == {talks.STOPPED} for n in range(9))
 
 
 def test_a_process_that_is_killed_costs_one_answer(client, run):
