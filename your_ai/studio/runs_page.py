@@ -38,7 +38,8 @@ def row_named(name: str) -> RunRow:
 
 def run_page(asked: PageRequest) -> Response:
     run = row_named(asked.names["name"])
-    asked.studio.boards.of(run.name)  # is drawn while the browser reads this page
+    if not asked.is_part:
+        asked.studio.boards.of(run.name)  # is drawn while the browser reads this page
     folder = folders.find(run.name)
     config = folder.settings()
     again = "" if config is None else address_of(config)
