@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from your_ai.config import TrainConfig
     from your_ai.memory.workload import Workload
 
-BEGUN_S = 0.5  # what is wrong at once is an error of the page, and later one of the run
+BEGUN_S = 2.0  # what is wrong by then is an error of the page, and later one of the run
 PLANS = 16  # that are kept, to be made again for other limits
 
 
