@@ -53,7 +53,7 @@ LIMIT_GB = 0.24  # near what it needs
 
 @pytest.mark.compiled
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [304, 358])
+@pytest.mark.parametrize("seed", [304, 358, 7731])
 def test_random_run_stays_under_its_limit(seed, tmp_path):
     found = run_case(case_of(seed), tmp_path)
     assert not found.fault, line_of(found)
