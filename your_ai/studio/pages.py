@@ -127,6 +127,12 @@ def do(path: str, answer: Answer) -> tuple[str, str, Answer]:
     return "POST", path, answer
 
 
+def compile_templates() -> None:
+    """Compile all pages before somebody asks for the first."""
+    for path in (FOLDER / "templates").glob("*.html.j2"):
+        templates().get_template(path.name)
+
+
 @cache
 def templates() -> Environment:
     import jinja2

@@ -11,6 +11,7 @@ import hmac
 import secrets
 import signal
 import sys
+import threading
 import time
 import webbrowser
 from dataclasses import replace
@@ -45,7 +46,7 @@ from your_ai.studio import (
     try_page,
     uploads,
 )
-from your_ai.studio.pages import FOLDER, Answer, PageRequest, Studio, templates
+from your_ai.studio.pages import FOLDER, Answer, PageRequest, Studio, compile_templates, templates
 
 MODULES = (
     models_page,
@@ -193,6 +194,7 @@ def serve_studio(port: int | None, opens: bool) -> int:
         server = WebServer(listen(port, FIRST_PORT), routes_of(studio), gate_of(studio))
         address = f"{server.url}{studio.root}"
         try:
+            threading.Thread(target=compile_templates, daemon=True).start()
             echo(f"studio: {address}")
             echo("Ctrl-C ends it; runs go on without it")
             sys.stdout.flush()
