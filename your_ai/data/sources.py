@@ -16,7 +16,7 @@ import os
 import re
 import sys
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
@@ -111,9 +111,7 @@ def find_splits(
     else:
         found = converted(sources, layout, config, holds_out, limit, progress)
     notes = [note for source in sources for note in source.notes]
-    files = [file for s in sources for files in s.splits.values() for file in files]
-    are_passages = all(form_of(file) in DOCUMENTS for file in files)
-    return replace(found, notes=(*notes, *found.notes), are_passages=are_passages)
+    return replace(found, notes=(*notes, *found.notes), are_passages=are_documents(sources))
 
 
 def all_sources(config: TrainConfig, to_train: bool = True) -> list[Source]:
@@ -130,8 +128,18 @@ def source_files(config: TrainConfig) -> list[Path]:
     """The files that --data and --valid name, as they are named, before they are converted."""
     if config.data in DEMO_DATA:  # installed with your_ai
         return []
-    named = [path for s in all_sources(config) for files in s.splits.values() for path in files]
-    return list(dict.fromkeys(named))
+    return files_in(all_sources(config))
+
+
+def files_in(sources: Iterable[Source]) -> list[Path]:
+    """The files of sources, each once."""
+    found = [path for s in sources for files in s.splits.values() for path in files]
+    return list(dict.fromkeys(found))
+
+
+def are_documents(sources: Iterable[Source]) -> bool:
+    """Return whether all rows are passages of documents."""
+    return all(form_of(path) in DOCUMENTS for path in files_in(sources))
 
 
 def checked_settings(
@@ -161,9 +169,9 @@ def decided_by_rows(config: TrainConfig, splits: Splits) -> TrainConfig:
     """The settings with those that depend on what the rows are. Raises UserError if they differ
     from what was chosen."""
     if config.too_long == AUTO:
-        answers = config.samples_completions or config.answers_from_teacher or config.teacher_prompt
-        splits_rows = splits.are_passages and not answers
-        config = replace(config, too_long="split" if splits_rows else "error")
+        asks = config.samples_completions or config.answers_from_teacher or config.teacher_prompt
+        can_split = splits.are_passages and not asks  # rows that ask stay whole
+        config = replace(config, too_long="split" if can_split else "error")
     return with_reward_loss(config, splits)
 
 

@@ -130,7 +130,8 @@ def make_rows(request: MakeDataRequest) -> MadeData:
 
 
 def chunk_tokens_for(context: int | None, tokenizer: Any, request: MakeDataRequest) -> int:
-    """The tokens of chunks that fit into the context of a model, at most CHUNK_TOKENS."""
+    """The tokens of chunks that fit into the context of a model, at most CHUNK_TOKENS; as many if
+    hardly any do: `loaded` refuses them."""
     if context is None:
         return CHUNK_TOKENS
     asked = ask_for_questions(Chunk("", str(request.documents[0]), "", 0, 0), request.questions)

@@ -28,9 +28,17 @@ from your_ai.data.lines import Fields, RowLimit
 from your_ai.data.look import BY_ROWS, parsed_for
 from your_ai.data.notes import Notes, not_used
 from your_ai.data.preferences import parser_of
-from your_ai.data.records import DOCUMENTS, form_of, records_and_faults
+from your_ai.data.records import form_of, records_and_faults
 from your_ai.data.rows import Row
-from your_ai.data.sources import Source, Splits, asked_in, decided_by_rows, sources_of
+from your_ai.data.sources import (
+    Source,
+    Splits,
+    are_documents,
+    asked_in,
+    decided_by_rows,
+    files_in,
+    sources_of,
+)
 from your_ai.data.survey import BAD, QUANTILES, REJECTED, SplitSurvey, count, draw_row
 from your_ai.errors import UserError
 from your_ai.files import atomic_folder
@@ -117,14 +125,9 @@ def plain_sources(data: str) -> list[Source]:
     return sources
 
 
-def files_of(sources: Sequence[Source]) -> list[Path]:
-    found = [path for s in sources for files in s.splits.values() for path in files]
-    return list(dict.fromkeys(found))
-
-
 def state_of(sources: Sequence[Source]) -> str:
     """A text that changes when one of the files does."""
-    found = ((path, path.stat()) for path in files_of(sources))
+    found = ((path, path.stat()) for path in files_in(sources))
     return repr(hash(tuple((str(p), s.st_size, s.st_mtime_ns, s.st_ino) for p, s in found)))
 
 
@@ -223,8 +226,7 @@ def looked(
     sources = plain_sources(data)
     given = coerce("columns", columns, "--columns") if columns else ()
     objective, roles, is_unknown = chosen(sources, tuple(given), objective)
-    files = files_of(sources)
-    is_document = all(form_of(path) in DOCUMENTS for path in files)
+    files, is_document = files_in(sources), are_documents(sources)
     config = TrainConfig(data=data, objective=cast("Any", objective), columns=roles)
     config = decided_by_rows(config, Splits({}, are_passages=is_document))
     here = [*(m.alias or m.name for m in local_models() if m.fault is None), DEMO]

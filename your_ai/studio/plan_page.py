@@ -120,15 +120,20 @@ def memory_slider(asked: str) -> dict[str, Any]:
     return {"value": value, "least": min(LEAST_GB, value), "most": most, "step": step}
 
 
+def as_field(value: Any) -> str:
+    """The value of a setting as a field of the form, or an option, has it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return joined_parts(value) if isinstance(value, list | tuple) else str(value)
+
+
 def address_of(config: TrainConfig) -> str:
     """The address of the page, below the root, with the settings of a run that are no defaults."""
     given = {}
     for name in TYPES:
         value = getattr(config, name)
         if name not in ("run", "wait") and value != FIELDS[name].default:
-            is_list = isinstance(value, list | tuple)
-            text = joined_parts(value) if is_list else str(value)
-            given[name] = text.lower() if isinstance(value, bool) else text
+            given[name] = as_field(value)
     return f"plan?{urlencode(given)}"
 
 
@@ -139,8 +144,7 @@ def command_of(given: Mapping[str, Any]) -> str:
         if isinstance(value, bool):
             words.append(flag(name) if value else negated(name))
         else:
-            text = joined_parts(value) if isinstance(value, list | tuple) else str(value)
-            words += [flag(name), shlex.quote(text)]
+            words += [flag(name), shlex.quote(as_field(value))]
     return " ".join(["your_ai train", *words])
 
 

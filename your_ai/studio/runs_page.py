@@ -11,7 +11,6 @@ from your_ai.gates.text import size_text
 from your_ai.run import folder as folders
 from your_ai.run import requests
 from your_ai.session import run_list
-from your_ai.session.run_list import RunRow
 from your_ai.studio.pages import READ_S, PageRequest, do, run_rows, show
 from your_ai.studio.plan_page import address_of, settings_of_form
 
@@ -29,18 +28,13 @@ def home(asked: PageRequest) -> Response:
     return asked.go("runs" if run_list.folders(folders.RUNS) else "data")
 
 
-def row_named(name: str) -> RunRow:
-    row = run_list.row_of(folders.find(name), time.monotonic() + READ_S)
-    if row is None:
-        raise UserError(f"{name}: is no longer there")
-    return row
-
-
 def run_page(asked: PageRequest) -> Response:
-    run = row_named(asked.names["name"])
+    folder = folders.find(asked.names["name"])
+    run = run_list.row_of(folder, time.monotonic() + READ_S)
+    if run is None:
+        raise UserError(f"{folder.name}: is no longer there")
     if not asked.is_part:
         asked.studio.boards.of(run.name)  # is drawn while the browser reads this page
-    folder = folders.find(run.name)
     config = folder.settings()
     again = "" if config is None else address_of(config)
     trained = run_list.is_trained(folder)
