@@ -15,7 +15,7 @@ from your_ai.errors import UserError
 from your_ai.memory.corrections import Corrections
 from your_ai.memory.costs import HEADS as HEAD_NAMES
 from your_ai.memory.costs import BlockCosts, CostCurve, Costs, HeadCosts, MeasuredCosts
-from your_ai.memory.estimate import Plan, Training, read_bytes
+from your_ai.memory.estimate import WORK, Plan, Training, read_bytes
 from your_ai.memory.estimate_generation import GOOD_WAVE, RolloutSizes
 from your_ai.memory.estimate_kept import at_rung, computed_again, highest, rung_of
 from your_ai.memory.facts import BlockFacts, ModelFacts
@@ -554,6 +554,28 @@ def test_there_is_always_at_least_one_row(data):
         found.learn(rows, tokens, data.draw(st.integers(0, 10**12)))
     for tokens in (*workload.lengths, data.draw(st.integers(1, 8192))):
         assert 1 <= found.rows(tokens) <= plan.rows(tokens, workload.batch_size)
+
+
+@given(st.data())
+def test_fewer_rows_never_need_more_unless_they_fit(data):
+    """Several micro-batches also need the sum of their gradients."""
+    workload = data.draw(workloads())
+    plan = data.draw(st.sampled_from(options(workload))).plan
+    found = Corrections(workload, plan, data.draw(st.integers(1, 10**11)))
+    found.learn(1, workload.lengths[0], data.draw(st.integers(0, 10**12)))
+    for tokens in workload.lengths:
+        needed = found.expected_bytes(found.rows(tokens), tokens)
+        whole = found.expected_bytes(rows_of(workload, plan, tokens), tokens)
+        assert needed <= max(found.most_bytes, whole)
+
+
+def test_a_peak_of_the_update_says_nothing_about_the_work(monkeypatch):
+    found = corrections()
+    whole = estimate_rows(WORKLOAD, found.plan, 1, 256)
+    update = replace(whole, components=whole.components | dict.fromkeys(WORK, 0))
+    monkeypatch.setattr(found, "_estimate", lambda *shape: update)
+    assert not found.learn(1, 256, whole.mlx_bytes + 10**7)
+    assert found.ratio(2048) == 1
 
 
 def kept_corrections(room: int = 0) -> Corrections:

@@ -40,10 +40,15 @@ class Corrections:
         return self.limit_bytes - headroom_bytes(self.limit_bytes)
 
     def learn(self, rows: int, tokens: int, measured_mlx_bytes: int) -> bool:
-        """Record a measured peak; return whether it raised the ratio of this bucket."""
+        """Record a measured peak; return whether it raised the ratio of this bucket.
+
+        Where another phase needs most, such as the update, the peak says nothing about the work.
+        """
         found = self._estimate(rows, tokens, self.kept(rows, tokens))
+        if not found.work_bytes:
+            return False
         held = found.mlx_bytes - found.work_bytes
-        ratio = (measured_mlx_bytes - held) / max(1, found.work_bytes)
+        ratio = (measured_mlx_bytes - held) / found.work_bytes
         more = ratio > self.ratios.get(tokens, -math.inf)
         if more:
             self.ratios[tokens] = ratio
@@ -53,14 +58,19 @@ class Corrections:
         return self.ratios.get(tokens, max([1.0, *self.ratios.values()]))
 
     def rows(self, tokens: int) -> int:
-        """The maximum number of rows of `tokens` tokens that fit; at least one.
+        """The maximum number of rows of `tokens` tokens that fit; if none do, the number that needs
+        least: several micro-batches also need the sum of their gradients.
 
         Whole groups, or less than a group if not even that fits.
         """
         rows, together = rows_of(self.workload, self.plan, tokens), self.workload.rows_together
-        while rows > 1 and self.expected_bytes(rows, tokens) > self.most_bytes:
+        tried: dict[int, int] = {}
+        while rows >= 1:
+            tried[rows] = self.expected_bytes(rows, tokens)
+            if tried[rows] <= self.most_bytes:
+                return rows
             rows -= together if rows > together else 1
-        return rows
+        return min(tried, key=tried.__getitem__)
 
     def kept(self, rows: int, tokens: int) -> Kept:
         """The arrays that blocks keep of such a micro-batch: as the plan says, or more if rows are

@@ -16,7 +16,6 @@ from your_ai.memory import costs
 from your_ai.memory.costs import BlockCosts, Costs, HeadCosts, bytes_of, on_tiles
 from your_ai.memory.estimate_adapters import (
     adapter_bytes,
-    embedding_work_bytes,
     float32_bytes,
     gradient_bytes,
     head_gradient_bytes,
@@ -365,10 +364,7 @@ def fused_phases(
             "activations": found.sum("saved", rows, tokens, trained, is_long=False),
             "block work": hidden + max(block, head),
         },
-        {
-            "gradients": gradients,
-            "block work": hidden + block + embedding_work_bytes(workload.training),
-        },
+        {"gradients": gradients, "block work": hidden + block},
     ]
     if trained < workload.facts.blocks:
         work = hidden + found.largest("evaluated", rows, tokens, workload.facts.blocks)

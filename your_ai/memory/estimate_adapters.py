@@ -244,17 +244,6 @@ def head_gradient_bytes(training: Training) -> int:
     return sum(size for size, array in every if array.is_tied or not array.is_embedding)
 
 
-def embedding_work_bytes(training: Training) -> int:
-    """Bytes of what a fused step with trained rows of an embedding needs beside its gradients.
-
-    Found from outside: with 33 MB of rows, steps took up to 40 MB more than all that is known of
-    them, which the peak of the gradients alone does not have (tests/budget.py, seed 7731).
-    """
-    sizes = bytes_outside(training, MATRIX_BYTES[training.adapter_dtype])
-    every = zip(sizes, training.vocabulary, strict=True)
-    return sum(size for size, array in every if array.is_embedding and not array.low_rank)
-
-
 @memoized
 def largest_array(facts: ModelFacts, training: Training) -> int:
     """Values of the largest trained array."""
