@@ -285,6 +285,16 @@ def test_loss_scale_grows_again_only_in_float16():
     assert optimizer.first_state(mx.bfloat16).loss_scale == 1.0
 
 
+@pytest.mark.memory
+def test_norm_of_large_gradients_needs_the_memory_of_one():
+    grads = HeldGradients([mx.ones((1024, 1024)) for _ in range(16)])
+    mx.eval(grads.arrays)
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    assert float(optimizer.global_norm(grads)) == 4096.0
+    assert mx.get_peak_memory() - held < 1.1 * 4 * 1024**2
+
+
 @pytest.mark.compiled
 @pytest.mark.memory
 @pytest.mark.parametrize(

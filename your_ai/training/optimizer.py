@@ -148,7 +148,13 @@ def learning_rate(config: Resolved, step: int, steps: int) -> float:
 
 def global_norm(grads: Gradients) -> mx.array:
     """The Euclidean norm of all gradients together, in float32."""
-    return mx.sqrt(sum(grads.squares(), mx.array(0.0)))
+    total, waiting = mx.array(0.0), 0
+    for size, square in zip(grads.sizes().values(), grads.squares(), strict=True):
+        total, waiting = total + square, waiting + size
+        if waiting >= UPDATE_BYTES_ROUNDED:  # MLX would square ten arrays at the same time
+            mx.eval(total)
+            waiting = 0
+    return mx.sqrt(total)
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
