@@ -11,28 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import mlx.core as mx
 
 from your_ai.config.divergences import DivergenceKind
 from your_ai.data.batches import Batch
 from your_ai.nets.numerics import sum_in_blocks
-from your_ai.objectives.objective import Phase, Scores, Targets, Weighed
+from your_ai.objectives.objective import Scores, Targets, TokenLoss, Weighed
 from your_ai.objectives.sft import SUPERVISED
 
 
 @dataclass(frozen=True, kw_only=True)
-class Distillation:
+class Distillation(TokenLoss):
     """The mean divergence of the student from the teacher at the trained tokens, weighted by the
     weights of their rows."""
 
     divergence: DivergenceKind
     temperature: float = 1.0
     sft_weight: float = 0.0
-    rows_together: ClassVar[int] = 1
-    token_local: ClassVar[bool] = True
-    phases: ClassVar[tuple[Phase, ...]] = ("gradients",)
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
         return SUPERVISED.weigh(scores, targets)  # of negative losses
@@ -43,15 +39,11 @@ class Distillation:
 
 
 @dataclass(frozen=True)
-class SampledDivergence:
+class SampledDivergence(TokenLoss):
     """The reverse KL divergence, estimated from the tokens that the student sampled.
 
     The log-probabilities of the teacher are in the column `reference`.
     """
-
-    rows_together: ClassVar[int] = 1
-    token_local: ClassVar[bool] = True
-    phases: ClassVar[tuple[Phase, ...]] = ("gradients",)
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
         real = targets.is_real

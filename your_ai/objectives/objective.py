@@ -222,13 +222,18 @@ class ObjectiveWithTeacher(Objective, Protocol):
     def sft_weight(self) -> float: ...
 
 
-@dataclass(frozen=True)
-class GivenWeights:
-    """The gradients of targets whose weights are known from a pass that scored them."""
+@dataclass(frozen=True, kw_only=True)
+class TokenLoss:
+    """What objectives share whose loss is a sum over tokens, each weighed by itself."""
 
     rows_together: ClassVar[int] = 1
     token_local: ClassVar[bool] = True
     phases: ClassVar[tuple[Phase, ...]] = ("gradients",)
+
+
+@dataclass(frozen=True)
+class GivenWeights(TokenLoss):
+    """The gradients of targets whose weights are known from a pass that scored them."""
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
         given = targets.columns["given"]

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import mlx.core as mx
 import numpy as np
@@ -27,7 +26,7 @@ import numpy as np
 from your_ai.data.batches import Batch
 from your_ai.data.target_columns import Columns
 from your_ai.objectives.grpo import exp
-from your_ai.objectives.objective import Phase, Scores, Targets, Weighed
+from your_ai.objectives.objective import Scores, Targets, TokenLoss, Weighed
 
 TOKEN_LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
 GSPO = "gspo"  # of whole texts: weighed once their log-probabilities are known
@@ -37,12 +36,8 @@ LOGPROBS = "logprobs"  # the metric with the log-probabilities of the targets, a
 
 
 @dataclass(frozen=True)
-class OutsideLosses:
+class OutsideLosses(TokenLoss):
     """The sum of the losses that the columns of the targets name."""
-
-    rows_together: ClassVar[int] = 1
-    token_local: ClassVar[bool] = True
-    phases: ClassVar[tuple[Phase, ...]] = ("gradients",)
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
         real, columns = targets.is_real, targets.columns

@@ -13,7 +13,7 @@ from typing import ClassVar
 import mlx.core as mx
 
 from your_ai.data.batches import Batch
-from your_ai.objectives.objective import Metrics, Phase, Scores, Targets, Weighed
+from your_ai.objectives.objective import Metrics, Phase, Scores, Targets, TokenLoss, Weighed
 from your_ai.objectives.pairs import (
     by_pair,
     comparison,
@@ -57,12 +57,8 @@ class BradleyTerry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreRegression:
+class ScoreRegression(TokenLoss):
     """(r - s)^2 for a text with the score s."""
-
-    rows_together: ClassVar[int] = 1
-    token_local: ClassVar[bool] = True
-    phases: ClassVar[tuple[Phase, ...]] = ("gradients",)
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
         real = targets.is_real

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from your_ai.data.batches import Batch
 from your_ai.nets.numerics import sum_in_blocks
-from your_ai.objectives.objective import Phase, Scores, Targets, Weighed
+from your_ai.objectives.objective import Scores, Targets, TokenLoss, Weighed
 
 
 @dataclass(frozen=True)
-class SFT:
+class SFT(TokenLoss):
     """The mean cross-entropy of the trained tokens, weighted by the weights of their rows."""
-
-    rows_together: ClassVar[int] = 1
-    token_local: ClassVar[bool] = True
-    phases: ClassVar[tuple[Phase, ...]] = ("gradients",)
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
         return Weighed(sum_in_blocks(-scores.current * targets.weights), targets.weights)

@@ -7,20 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from your_ai.data.batches import Batch
-from your_ai.objectives.objective import Phase, Scores, Targets, Weighed
+from your_ai.objectives.objective import Scores, Targets, TokenLoss, Weighed
 from your_ai.objectives.pairs import weight_of_texts
 
 
 @dataclass(frozen=True)
-class SoftTokens:
+class SoftTokens(TokenLoss):
     """-reward + kl_beta * KL of each completion; see `your_ai.soft.engine`."""
-
-    rows_together: ClassVar[int] = 1
-    token_local: ClassVar[bool] = True
-    phases: ClassVar[tuple[Phase, ...]] = ("gradients",)
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
         raise TypeError("the loss is no function of log-probabilities")
