@@ -208,10 +208,6 @@ def test_the_last_blocks_are_counted(count, largest, summed):
     assert COSTS.sum("forward", 1, 1, count, is_long=False) == summed
 
 
-def test_the_largest_of_all_blocks_is_the_default():
-    assert COSTS.largest("forward", 1, 1, 3) == 30
-
-
 def test_the_kinds_of_the_last_blocks_are_given_once():
     assert COSTS.last(2) == [SMALL]
     assert COSTS.last(3) == [SMALL, WIDE]
@@ -296,41 +292,23 @@ CURVE = ("kinds", 0, "forward")
 HEAD = ("heads", TRAINED)
 # Places in a file, and what is there.
 HOSTILE: list[tuple[tuple[Any, ...], Any]] = [
-    *(((name,), ABSENT) for name in ("kinds", "order", "heads")),
-    *(((name,), None) for name in ("kinds", "order", "heads")),
-    *(((name,), "a") for name in ("kinds", "order", "heads")),
-    *(((name,), 1) for name in ("kinds", "order", "heads")),
-    (("kinds",), []),
-    (("kinds",), {}),
-    (("kinds", 0), []),
-    (("kinds", 0), None),
+    *(((n,), value) for n in ("kinds", "order", "heads") for value in (ABSENT, None, "a", 1)),
+    *((("kinds",), value) for value in ([], {})),
+    *((("kinds", 0), value) for value in ([], None)),
     *((("kinds", 0, name), ABSENT) for name in ("forward", "saved", "tile_tokens")),
     (("kinds", 0, "more"), None),
-    (("kinds", 0, "tile_tokens"), -1),
-    (("kinds", 0, "tile_tokens"), None),
-    (CURVE, {}),
+    *((("kinds", 0, "tile_tokens"), value) for value in (-1, None)),
+    *((CURVE, value) for value in ({}, [], 5.0, "fixed")),
     *(((*CURVE, name), ABSENT) for name in ("fixed", "of_token", "of_pair")),
-    (CURVE, []),
-    (CURVE, 5.0),
-    (CURVE, "fixed"),
     *(((*CURVE, "fixed"), value) for value in (-1, -1e-9, True, None, "1", [], {}, 1e300, 10**30)),
     *(((*CURVE, "fixed"), float(value)) for value in ("nan", "inf", "-inf")),
     ((*CURVE, "more"), 1.0),
-    (("order",), []),
-    (("order",), [0, 1, 2]),
-    (("order",), [-1, 0, 1]),
-    (("order",), [True, 0, 1]),
-    (("order",), [0.0, 0, 1]),
-    (("order",), ["0", 0, 1]),
-    (("order",), [[0], 0, 1]),
-    (("order",), [0] * (MOST_BLOCKS + 1)),
-    (("order",), "000"),
+    *((("order",), order) for order in ([], [0, 1, 2], [0] * (MOST_BLOCKS + 1), "000")),
+    *((("order",), [first, 0, 1]) for first in (-1, True, 0.0, "0", [0])),
     (("heads",), []),
     (("heads", "another"), {"sizes": [1, 2], "costs": [1, 2]}),
-    (HEAD, None),
-    (HEAD, []),
-    ((*HEAD, "sizes"), ABSENT),
-    ((*HEAD, "costs"), ABSENT),
+    *((HEAD, value) for value in (None, [])),
+    *(((*HEAD, name), ABSENT) for name in ("sizes", "costs")),
     *(((*HEAD, "sizes"), sizes) for sizes in ([2, 1], [1, 1], [0, 1], [-1, 1], [1], [1, 2, 3])),
     *(((*HEAD, "sizes"), sizes) for sizes in ([True, 2], [1.0, 2], ["1", 2], [[1], 2], None, 5)),
     *(((*HEAD, "costs"), costs) for costs in ([1, -1], [1, True], [1, None], [1, "2"], [1, [2]])),

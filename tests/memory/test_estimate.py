@@ -442,6 +442,14 @@ def measured_workload(
     return with_measured_costs(folder, config, workload)
 
 
+def contest_on(folder: Path, tokens: int, rows: int, adapted: tuple[str, str], **more) -> Contest:
+    layers, targets = adapted
+    return Contest(
+        folder=str(folder), dtype="float32", seq_len=tokens, batch_size=rows, lora_rank=16,
+        lora_layers=layers, lora_targets=targets, supervised=1.0, **more,
+    )  # fmt: skip
+
+
 @pytest.mark.compiled
 @pytest.mark.memory
 @pytest.mark.parametrize(("tokens", "rows", "layers", "targets", "contender"), CHEAP)
@@ -449,17 +457,8 @@ def test_peaks_measured_here_are_estimated(
     tiny_shape, tmp_path, monkeypatch, tokens, rows, layers, targets, contender
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where block inputs are spilled
-    contest = Contest(
-        folder=str(tiny_shape),
-        dtype="float32",
-        seq_len=tokens,
-        batch_size=rows,
-        lora_rank=16,
-        lora_layers=layers,
-        lora_targets=targets,
-        supervised=1.0,
-        steps=5,  # a step peaks lower now and then, as MLX frees buffers when it gets to it
-    )
+    # A step peaks lower now and then, as MLX frees buffers when it gets to it.
+    contest = contest_on(tiny_shape, tokens, rows, (layers, targets), steps=5)
     plan = Plan(contender, rows * tokens)
     if our_plans.ENGINES.get(contender) == "streamed":
         resident = 2 if contender == "resident" else 0  # of 4 blocks
@@ -497,11 +496,7 @@ def test_peaks_measured_here_are_estimated(
 def test_peaks_of_an_evaluation_measured_here_are_estimated(
     tiny_shape, engine, tokens, rows, adapted
 ):
-    layers, targets = adapted
-    contest = Contest(
-        folder=str(tiny_shape), dtype="float32", seq_len=tokens, batch_size=rows, lora_rank=16,
-        lora_layers=layers, lora_targets=targets, supervised=1.0, steps=1,
-    )  # fmt: skip
+    contest = contest_on(tiny_shape, tokens, rows, adapted, steps=1)
     gc.collect()
     before = mx.get_active_memory()  # of other tests
     network, config = model.load_network(tiny_shape, mx.float32)
@@ -521,7 +516,7 @@ def test_peaks_of_an_evaluation_measured_here_are_estimated(
 
     for _ in range(3):  # how far MLX runs ahead, in both, depends on who else computes
         peak = measured()
-        workload = measured_workload(tiny_shape, tokens, rows, layers, targets, forward=True)
+        workload = measured_workload(tiny_shape, tokens, rows, *adapted, forward=True)
         found = estimate(workload, Plan(engine, rows * tokens), rows, tokens).mlx_bytes
         if found == (close := pytest.approx(peak, rel=CLOSE[engine])):
             return

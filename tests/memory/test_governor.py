@@ -388,31 +388,20 @@ def lengths(n: int) -> float:
     return 20.0 if n % 13 == 0 else 1.0
 
 
-@pytest.mark.parametrize(
-    "process",
-    [
-        Process(noise=100 * MB),
-        Process(peak=lambda n: 0.1 * GB * lengths(n), noise=20 * MB),
-        Process(held=lambda n: 3 * GB + 20 * MB * lengths(n), noise=20 * MB),
-        Process(held=lambda n: 3 * GB + (200 * MB if n % 2 else 0)),
-        Process(held=lambda n: 3 * GB - 1.5 * GB * 0.7**n),
-        Process(held=lambda n: 3 * GB + 150 * MB * min(12, n // 3), noise=10 * MB),
-        Process(held=lambda n: 3 * GB + 300 * MB * sum(n >= s for s in FIRST_SEEN)),
-        Process(cache_a_step=20 * MB),
-        Process(leak=40 * MB, noise=10 * MB),
-    ],
-    ids=[
-        "noise",
-        "peaks",
-        "sawtooth",
-        "alternating",
-        "start",
-        "shapes",
-        "many shapes",
-        "cache",
-        "slow",
-    ],
-)
+HARMLESS = {
+    "noise": Process(noise=100 * MB),
+    "peaks": Process(peak=lambda n: 0.1 * GB * lengths(n), noise=20 * MB),
+    "sawtooth": Process(held=lambda n: 3 * GB + 20 * MB * lengths(n), noise=20 * MB),
+    "alternating": Process(held=lambda n: 3 * GB + (200 * MB if n % 2 else 0)),
+    "start": Process(held=lambda n: 3 * GB - 1.5 * GB * 0.7**n),
+    "shapes": Process(held=lambda n: 3 * GB + 150 * MB * min(12, n // 3), noise=10 * MB),
+    "many shapes": Process(held=lambda n: 3 * GB + 300 * MB * sum(n >= s for s in FIRST_SEEN)),
+    "cache": Process(cache_a_step=20 * MB),
+    "slow": Process(leak=40 * MB, noise=10 * MB),
+}
+
+
+@pytest.mark.parametrize("process", HARMLESS.values(), ids=HARMLESS)
 def test_harmless_patterns_are_not_reported_as_leaks(process):
     policy = Policy(limit_bytes=100 * GB)
     story = play(policy, process, 1000)
@@ -540,21 +529,20 @@ def test_low_memory_for_many_steps_restores_a_larger_plan_once():
     assert later == []
 
 
-@pytest.mark.parametrize(
-    "process",
-    [
-        Process(can_grow=False),
-        Process(can_grow=True, peak=lambda n: 3 * GB if n % 40 == 0 else GB),
-        Process(can_grow=True, seen=False),
-        Process(can_grow=True, change=lambda s: replace(s, process_bytes=None)),
-        Process(can_grow=True, change=lambda s: replace(s, active_bytes=0)),
-        Process(can_grow=True, pressure=lambda n: 2 if n % 40 == 0 else 1),
-        Process(can_grow=True, held=lambda n: 0.5 * GB + 55 * MB * min(n, 60), noise=MB),
-    ],
-    ids=["no larger plan", "peaks", "unseen", "unread", "lie", "pressure", "leak"],
-)
-def test_no_larger_plan_if_headroom_is_uncertain(process):
-    assert "larger_plan" not in play(QUIET, process, 60).kinds
+UNCERTAIN = {
+    "no larger plan": {"can_grow": False},
+    "peaks": {"peak": lambda n: 3 * GB if n % 40 == 0 else GB},
+    "unseen": {"seen": False},
+    "unread": {"change": lambda s: replace(s, process_bytes=None)},
+    "lie": {"change": lambda s: replace(s, active_bytes=0)},
+    "pressure": {"pressure": lambda n: 2 if n % 40 == 0 else 1},
+    "leak": {"held": lambda n: 0.5 * GB + 55 * MB * min(n, 60), "noise": MB},
+}
+
+
+@pytest.mark.parametrize("changes", UNCERTAIN.values(), ids=UNCERTAIN)
+def test_no_larger_plan_if_headroom_is_uncertain(changes):
+    assert "larger_plan" not in play(QUIET, Process(**{"can_grow": True, **changes}), 60).kinds
 
 
 def test_large_action_gives_a_new_watch_that_repeats_no_notice():

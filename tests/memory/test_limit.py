@@ -126,24 +126,19 @@ def test_reason_of_a_requested_limit_is_the_option():
     assert text(requested(MAC, 7, force=False)) == "limit 7.0 GB: --max-memory 7"
 
 
-def test_request_above_free_memory_gives_a_notice():
-    found = requested(MAC, 14, force=False)
-    assert found.limit_bytes == 14 * GB
-    (notice,) = found.notices
-    assert notice == (
-        "--max-memory 14 is more than 12.0 GB free now; the machine may swap or kill the run"
-    )
-
-
-def test_request_above_the_working_set_gives_a_notice():
-    found = requested(replace(MAC, available_bytes=22 * GB), 20, force=False)
-    assert found.limit_bytes == 20 * GB
-    assert "more than 16.0 GB recommended working set;" in found.notices[0]
-
-
-def test_notice_names_all_exceeded_bounds():
-    (notice,) = requested(MAC, 20, force=False).notices
-    assert "16.0 GB recommended working set and 12.0 GB free now" in notice
+@pytest.mark.parametrize(
+    ("available_gb", "asked_gb", "exceeded"),
+    [
+        (12, 14, "12.0 GB free now"),
+        (22, 20, "16.0 GB recommended working set"),
+        (12, 20, "16.0 GB recommended working set and 12.0 GB free now"),
+    ],
+)
+def test_request_above_what_is_free_gives_a_notice_of_all_bounds(available_gb, asked_gb, exceeded):
+    found = requested(replace(MAC, available_bytes=available_gb * GB), asked_gb, force=False)
+    assert found.limit_bytes == asked_gb * GB
+    more = f"--max-memory {asked_gb} is more than {exceeded}"
+    assert found.notices == (f"{more}; the machine may swap or kill the run",)
 
 
 @pytest.mark.parametrize(
