@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
 from tests.conftest import TINY, load_base, make_model
-from tests.engine.test_fused import assert_gradients, encode, load, plain_loss
+from tests.engine.test_fused import assert_step, encode, load, plain_loss, weight_of
 from tests.engine.test_plans import by_plan, small_pieces
 from your_ai.config import TrainConfig
 from your_ai.errors import UserError
@@ -16,7 +18,6 @@ from your_ai.memory.estimate_adapters import adapter_bytes
 from your_ai.memory.facts import facts_of
 from your_ai.memory.workload import DataSizes, ProcessFacts, workload_of
 from your_ai.nets.model import adapter_arrays, add_adapters
-from your_ai.nets.rounding import MLX_PARTS, float32_weight, quantization_of
 
 __all__ = ["small_pieces"]  # a fixture
 MIXED = {
@@ -49,9 +50,7 @@ class Plain(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         (linear,) = self._linear
-        parts = {name: linear[name] for name in MLX_PARTS if linear.get(name) is not None}
-        weight = float32_weight(parts, quantization_of(linear))
-        weight = weight + self._scale * (self.lora_a @ self.lora_b).T
+        weight = weight_of(linear) + self._scale * (self.lora_a @ self.lora_b).T
         if "m" in self:
             norms = mx.stop_gradient(mx.linalg.norm(weight, axis=1))
             weight = (self.m / norms)[:, None] * weight
@@ -62,21 +61,18 @@ class Plain(nn.Module):
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """Makes a model, and the loss and gradients of `Plain` layers; once for each case."""
-    made = {}
 
+    @functools.cache
     def make(architecture: str, bits: int | None, dora: bool):
-        case = (architecture, bits, dora)
-        if case not in made:
-            place = tmp_path_factory.mktemp("case")
-            folder = make_model(place / "m", architecture, bits, **TINY)
-            network, tokenizer, _ = load(folder, use_dora=dora, **MIXED)
-            layers = {n: m for n, m in network.named_modules() if "lora_a" in m}
-            plain = [(name, Plain(layer, size_of(name)[1])) for name, layer in layers.items()]
-            network.update_modules(tree_unflatten(plain))
-            examples = encode(tokenizer, place)
-            loss, grads = nn.value_and_grad(network, plain_loss)(network, examples)
-            made[case] = folder, loss.item(), dict(tree_flatten(grads))
-        return made[case]
+        place = tmp_path_factory.mktemp("case")
+        folder = make_model(place / "m", architecture, bits, **TINY)
+        network, tokenizer, _ = load(folder, use_dora=dora, **MIXED)
+        layers = {n: m for n, m in network.named_modules() if "lora_a" in m}
+        plain = [(name, Plain(layer, size_of(name)[1])) for name, layer in layers.items()]
+        network.update_modules(tree_unflatten(plain))
+        examples = encode(tokenizer, place)
+        loss, grads = nn.value_and_grad(network, plain_loss)(network, examples)
+        return folder, loss.item(), dict(tree_flatten(grads))
 
     return make
 
@@ -85,11 +81,8 @@ def reference(tmp_path_factory):
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize(("architecture", "bits"), [("llama", 4), ("qwen2", None)])
 def test_gradients_are_those_of_plain_layers(tmp_path, reference, architecture, bits, dora, plan):
-    folder, expected, expected_grads = reference(architecture, bits, dora)
-    loss, grads, alone = by_plan(folder, tmp_path, plan, use_dora=dora, **MIXED)
-    assert loss == pytest.approx(expected, rel=1e-5)
-    assert alone == pytest.approx(expected, rel=1e-5)
-    assert_gradients(grads, expected_grads)
+    folder, *expected = reference(architecture, bits, dora)
+    assert_step(by_plan(folder, tmp_path, plan, use_dora=dora, **MIXED), *expected)
 
 
 def test_layers_get_their_ranks_and_scales(tmp_path):

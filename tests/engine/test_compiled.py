@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten, tree_map
 
 from tests.conftest import TINY, chat, make_model, write_rows
-from tests.engine.test_fused import load, relative_error
+from tests.engine.test_fused import load, prepared, relative_error
 from tests.kernels import fuse
 from your_ai.data.batches import Batch, make_schedule
 from your_ai.data.encode import Encoder
@@ -25,10 +25,8 @@ from your_ai.engine.build import build_engine
 from your_ai.engine.compiled import Graphs, GraphShape
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.protocol import Engine
-from your_ai.engine.weights import tensors_of
 from your_ai.memory import facts
 from your_ai.memory.workload import Kept
-from your_ai.nets import model
 
 KERNELS = True  # which are what is tested
 PLANS = [("fused", False), ("fused", True), ("staged", True), ("streamed", False)]  # and cached
@@ -133,12 +131,9 @@ def made(tiny_model: Path, tmp_path: Path) -> Callable[..., Made]:
         folder = tmp_path / architecture if architecture else tiny_model
         if not folder.exists():
             make_model(folder, architecture, **TINY)
-        network, tokenizer, adapters = load(folder, **settings)
-        tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
         make_store = (lambda _: MemoryStore()) if cached else None
-        keys = adapters.dropout_keys
-        built = build_engine(network, keys, plan, tensors=tensors, make_store=make_store)
-        return Made(built.engine, short_batches(tokenizer, tmp_path))
+        found = prepared(folder, plan, settings, make_store=make_store)
+        return Made(found.engine, short_batches(found.tokenizer, tmp_path))
 
     return make
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,8 +16,12 @@ from your_ai.config import TrainConfig
 from your_ai.data.batches import make_schedule
 from your_ai.data.encode import Encoder
 from your_ai.data.examples import Examples, load_examples
+from your_ai.engine.build import build_engine
 from your_ai.engine.fused import fused_engine
+from your_ai.engine.protocol import Engine
+from your_ai.engine.weights import FileTensor, tensors_of
 from your_ai.nets import model
+from your_ai.nets.rounding import MLX_PARTS, float32_weight, quantization_of
 from your_ai.nets.split import Split
 from your_ai.nets.split import split as split_in_two
 from your_ai.objectives.sft import SUPERVISED
@@ -46,6 +50,30 @@ def load(folder: Path, **settings: Any) -> tuple[nn.Module, Any, model.Adapters]
     )
     mx.eval(network.parameters())
     return network, tokenizer, adapters
+
+
+class Prepared(NamedTuple):
+    """A model with adapters, and the engine of a plan."""
+
+    network: nn.Module
+    tokenizer: Any
+    tensors: dict[str, FileTensor]
+    engine: Engine
+
+
+def prepared(folder: Path, plan: str, settings: dict[str, Any], **options: Any) -> Prepared:
+    """As in a run. settings: of the adapters; options: of `build_engine`."""
+    network, tokenizer, adapters = load(folder, **settings)
+    tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
+    built = build_engine(network, adapters.dropout_keys, plan, tensors=tensors, **options)
+    assert built.plan == plan
+    return Prepared(network, tokenizer, tensors, built.engine)
+
+
+def weight_of(linear: nn.Module) -> mx.array:
+    """The frozen weight of a layer as one matrix."""
+    parts = {name: linear[name] for name in MLX_PARTS if linear.get(name) is not None}
+    return float32_weight(parts, quantization_of(linear))
 
 
 def encode(tokenizer: Any, folder: Path) -> Examples:
@@ -92,10 +120,19 @@ def relative_error(ours: mx.array, theirs: mx.array) -> float:
     return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-12))
 
 
-def assert_gradients(found: dict[str, mx.array], expected: dict[str, mx.array]) -> None:
+def assert_gradients(
+    found: dict[str, mx.array], expected: dict[str, mx.array], most: float = 1e-5
+) -> None:
     assert found.keys() == expected.keys()
     for name, grad in found.items():
-        assert relative_error(grad, expected[name]) < 1e-5, name
+        assert relative_error(grad, expected[name]) < most, name
+
+
+def assert_step(found: Any, loss: float, grads: dict[str, mx.array], most: float = 1e-5) -> None:
+    """found: a loss and gradients, and perhaps the loss without gradients."""
+    found_loss, found_grads, *alone = found
+    assert [found_loss, *alone] == pytest.approx([loss] * (1 + len(alone)), rel=1e-5)
+    assert_gradients(found_grads, grads, most)
 
 
 @pytest.mark.parametrize(
@@ -106,10 +143,8 @@ def test_splitting_into_micro_batches_changes_nothing(
 ):
     network, tokenizer, adapters = load(tiny_model, lora_dropout=dropout)
     examples = encode(tokenizer, tmp_path)
-    loss, grads = engine_loss(network, adapters, examples)
-    split_loss, split_grads = engine_loss(network, adapters, examples, batch_size, accumulation)
-    assert split_loss == pytest.approx(loss, rel=1e-5)
-    assert_gradients(split_grads, grads)
+    whole = engine_loss(network, adapters, examples)
+    assert_step(engine_loss(network, adapters, examples, batch_size, accumulation), *whole)
 
 
 def test_dropout_depends_only_on_the_step_seed(tmp_path, tiny_model):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -11,9 +13,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from tests.conftest import TINY, make_model
-from tests.engine.test_fused import assert_gradients, encode, engine_loss, load, step_of
+from tests.engine.test_fused import assert_step, encode, engine_loss, load, prepared, step_of
 from your_ai.config import TrainConfig
-from your_ai.data.batches import make_schedule
+from your_ai.data.batches import Batch, make_schedule
 from your_ai.engine import weights
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
@@ -57,43 +59,54 @@ def small_pieces(monkeypatch):
 
 def by_plan(
     folder: Path, tmp_path: Path, plan: str, packed=None, batch_size=5, spill=None,
-    neftune_alpha=0.0, **settings,
+    neftune_alpha=0.0, make_store=None, **settings,
 ):  # fmt: skip
     """(loss, gradients, loss without gradients) of the same step, through `build_engine`.
 
     plan: an engine, or a name in VARIANTS.
     """
     plan, more = VARIANTS.get(plan, (plan, {}))
-    network, tokenizer, adapters = load(folder, **settings)
-    tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
-    built = build_engine(
-        network, adapters.dropout_keys, plan, packing=packed is not None, tensors=tensors,
-        spill=spill, neftune_alpha=neftune_alpha, **more,
+    made = prepared(
+        folder, plan, settings, packing=packed is not None, make_store=make_store, spill=spill,
+        neftune_alpha=neftune_alpha, **more,
     )  # fmt: skip
-    assert built.plan == plan
-    examples = encode(tokenizer, tmp_path)
-    batches = make_schedule(examples, batch_size, 5, seed=0, packed_tokens=packed).batches_of(0)
-    loss, grads = step_of(built.engine, batches, 3)
-    alone = sum(built.engine.loss(batch).loss.item() for batch in batches)
+    batches = batches_of(made.tokenizer, tmp_path, batch_size, packed)
+    loss, grads = step_of(made.engine, batches, 3)
+    alone = sum(made.engine.loss(batch).loss.item() for batch in batches)
     return loss, grads, alone / sum(batch.weight for batch in batches)
+
+
+def batches_of(tokenizer: Any, place: Path, batch_size=5, packed=None) -> list[Batch]:
+    """The micro-batches of the step."""
+    examples = encode(tokenizer, place)
+    return make_schedule(examples, batch_size, 5, seed=0, packed_tokens=packed).batches_of(0)
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """Makes a model, and the loss and gradients of the fused engine; once for each case."""
-    made = {}
 
+    @functools.cache
     def make(architecture: str, bits: int | None, dora: bool, dropout: float):
-        case = (architecture, bits, dora, dropout)
-        if case not in made:
-            place = tmp_path_factory.mktemp("case")
-            folder = make_model(place / "m", architecture, bits, **TINY)
-            network, tokenizer, adapters = load(folder, use_dora=dora, lora_dropout=dropout)
-            dequantize_on_the_cpu(network)  # as `build_engine` does
-            made[case] = folder, *engine_loss(network, adapters, encode(tokenizer, place), seed=3)
-        return made[case]
+        place = tmp_path_factory.mktemp("case")
+        folder = make_model(place / "m", architecture, bits, **TINY)
+        network, tokenizer, adapters = load(folder, use_dora=dora, lora_dropout=dropout)
+        dequantize_on_the_cpu(network)  # as `build_engine` does
+        return folder, *engine_loss(network, adapters, encode(tokenizer, place), seed=3)
 
     return make
+
+
+@pytest.fixture
+def check(tmp_path, reference):
+    """Asserts that a step is that of the fused engine."""
+
+    def compare(plan, architecture="llama", bits=4, dora=False, dropout=0.2, **more) -> None:
+        folder, *expected = reference(architecture, bits, dora, dropout)
+        found = by_plan(folder, tmp_path, plan, use_dora=dora, lora_dropout=dropout, **more)
+        assert_step(found[:2] if dropout else found, *expected)
+
+    return compare
 
 
 # The fused engine of a case with dropout would be compared with itself.
@@ -110,15 +123,9 @@ def reference(tmp_path_factory):
     ],
 )
 def test_every_plan_gives_the_loss_and_gradients_of_the_fused_engine(
-    tmp_path, reference, architecture, bits, dora, dropout, plan
+    check, architecture, bits, dora, dropout, plan
 ):
-    folder, expected, expected_grads = reference(architecture, bits, dora, dropout)
-    settings = {"use_dora": dora, "lora_dropout": dropout}
-    loss, grads, alone = by_plan(folder, tmp_path, plan, **settings)
-    assert loss == pytest.approx(expected, rel=1e-5)
-    assert_gradients(grads, expected_grads)
-    if dropout == 0:
-        assert alone == pytest.approx(expected, rel=1e-5)
+    check(plan, architecture, bits, dora, dropout)
 
 
 @pytest.mark.parametrize(
@@ -130,21 +137,14 @@ def test_every_plan_gives_the_loss_and_gradients_of_the_fused_engine(
     ],
 )  # fmt: skip
 def test_packed_texts_give_the_same_gradients_as_separate_rows(
-    tmp_path, reference, architecture, bits, dora, dropout, plan
+    check, architecture, bits, dora, dropout, plan
 ):
-    folder, expected, expected_grads = reference(architecture, bits, dora, dropout)
-    settings = {"use_dora": dora, "lora_dropout": dropout}
-    loss, grads, _ = by_plan(folder, tmp_path, plan, packed=128, **settings)
-    assert loss == pytest.approx(expected, rel=1e-5)
-    assert_gradients(grads, expected_grads)
+    check(plan, architecture, bits, dora, dropout, packed=128)
 
 
 @pytest.mark.parametrize("plan", ["staged", "streamed", "kept"])
-def test_micro_batches_give_the_same_gradients_in_each_plan(tmp_path, reference, plan):
-    folder, expected, expected_grads = reference("llama", 4, False, 0.2)
-    loss, grads, _ = by_plan(folder, tmp_path, plan, batch_size=2, lora_dropout=0.2)
-    assert loss == pytest.approx(expected, rel=1e-5)
-    assert_gradients(grads, expected_grads)
+def test_micro_batches_give_the_same_gradients_in_each_plan(check, plan):
+    check(plan, batch_size=2)
 
 
 @pytest.mark.parametrize("plan", ["staged", "streamed"])
@@ -164,32 +164,34 @@ def test_inputs_of_blocks_that_keep_something_stay_in_memory(tmp_path, tiny_mode
     assert not (tmp_path / "spill").exists()
 
 
-def test_streamed_prefix_cache_is_filled_block_by_block(tmp_path, tiny_model, monkeypatch):
-    settings = {"lora_layers": 1, "lora_dropout": 0.2}
-    expected, expected_grads, _ = by_plan(tiny_model, tmp_path, "fused", batch_size=1, **settings)
-    network, tokenizer, adapters = load(tiny_model, **settings)
-    tensors = tensors_of(model.load_network(tiny_model, mx.float32)[0], tiny_model)
+def noted_reads(monkeypatch) -> list[int]:
+    """The blocks that are read from now on."""
     reads: list[int] = []
     load_block = Streamed.load
     monkeypatch.setattr(
         Streamed, "load", lambda self, index: reads.append(index) or load_block(self, index)
     )
-    store = MemoryStore()
-    engine = build_engine(
-        network, adapters.dropout_keys, "streamed", False, tensors, lambda _: store
-    ).engine
+    return reads
+
+
+def test_streamed_prefix_cache_is_filled_block_by_block(tmp_path, tiny_model, monkeypatch):
+    settings = {"lora_layers": 1, "lora_dropout": 0.2}
+    expected = by_plan(tiny_model, tmp_path, "fused", batch_size=1, **settings)[:2]
+    store, reads = MemoryStore(), noted_reads(monkeypatch)
+    network, tokenizer, _, engine = prepared(
+        tiny_model, "streamed", settings, make_store=lambda _: store
+    )
     reads.clear()
-    batches = make_schedule(encode(tokenizer, tmp_path), 1, 5, seed=0).batches_of(0)
+    batches = batches_of(tokenizer, tmp_path, batch_size=1)
     assert len(batches) == 5
     engine.fill(batches)
     frozen = len(network.layers) - 1
     assert len(reads) == 1 + frozen  # one read for the size of a block
     engine.fill(batches)
     assert len(reads) == 2 + frozen  # nothing is missing
-    loss, grads = step_of(engine, batches, 3)
+    found = step_of(engine, batches, 3)
     assert set(reads[2 + frozen :]) == {frozen}  # the frozen blocks are not read again
-    assert loss == pytest.approx(expected, rel=1e-5)
-    assert_gradients(grads, expected_grads)
+    assert_step(found, *expected)
 
 
 @pytest.mark.parametrize(
@@ -197,20 +199,14 @@ def test_streamed_prefix_cache_is_filled_block_by_block(tmp_path, tiny_model, mo
     [("fused", None), ("fused", 128), ("staged", 128), ("streamed", None), ("kept", None)],
 )
 def test_prefix_cache_does_not_change_gradients(tmp_path, reference, plan, packed):
-    folder, expected, expected_grads = reference("llama", 4, False, 0.2)
-    network, tokenizer, adapters = load(folder, lora_dropout=0.2)
-    tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
+    folder, *expected = reference("llama", 4, False, 0.2)
     store = MemoryStore()
     plan, more = VARIANTS.get(plan, (plan, {}))
-    engine = build_engine(
-        network, adapters.dropout_keys, plan, packed is not None, tensors, lambda _: store, **more
-    ).engine
-    examples = encode(tokenizer, tmp_path)
-    batches = make_schedule(examples, 5, 5, seed=0, packed_tokens=packed).batches_of(0)
+    more |= {"packing": packed is not None, "make_store": lambda _: store}
+    made = prepared(folder, plan, {"lora_dropout": 0.2}, **more)
+    batches = batches_of(made.tokenizer, tmp_path, packed=packed)
     for _ in range(2):  # the first pass fills the cache, the second reads it
-        loss, grads = step_of(engine, batches, 3)
-        assert loss == pytest.approx(expected, rel=1e-5)
-        assert_gradients(grads, expected_grads)
+        assert_step(step_of(made.engine, batches, 3), *expected)
         assert store.bytes_held > 0
 
 
@@ -219,20 +215,12 @@ def test_cached_hidden_states_depend_only_on_their_text(tmp_path, tiny_model, pl
     """So a resumed run fills its cache again with the same numbers."""
     found = []
     for batch_size, packed in ((5, None), (2, None), (5, 128)):
-        network, tokenizer, adapters = load(tiny_model, lora_layers=2)
-        tensors = tensors_of(model.load_network(tiny_model, mx.float32)[0], tiny_model)
         store = MemoryStore()
-        engine = build_engine(
-            network,
-            adapters.dropout_keys,
-            plan,
-            packed is not None,
-            tensors,
-            lambda _, store=store: store,
-        ).engine
-        examples = encode(tokenizer, tmp_path)
-        for batch in make_schedule(examples, batch_size, 5, 0, packed).batches_of(0):
-            engine.loss(batch)
+        more = {"packing": packed is not None, "make_store": lambda _, store=store: store}
+        made = prepared(tiny_model, plan, {"lora_layers": 2}, **more)
+        for batch in batches_of(made.tokenizer, tmp_path, batch_size, packed):
+            made.engine.loss(batch)
+        examples = encode(made.tokenizer, tmp_path)
         texts = [example.tokens[:-1].astype(np.int32) for example in examples]
         found.append([store.get(text).tolist() for text in texts])
     assert len(found[0]) == 5
@@ -242,10 +230,8 @@ def test_cached_hidden_states_depend_only_on_their_text(tmp_path, tiny_model, pl
 @pytest.mark.parametrize("plan", ["staged", "streamed"])
 def test_one_adapted_block_gives_the_gradients_of_the_fused_engine(tmp_path, tiny_model, plan):
     settings = {"lora_layers": 1, "lora_targets": ("q_proj",)}
-    expected, expected_grads, _ = by_plan(tiny_model, tmp_path, "fused", **settings)
-    loss, grads, _ = by_plan(tiny_model, tmp_path, plan, **settings)
-    assert loss == pytest.approx(expected, rel=1e-5)
-    assert_gradients(grads, expected_grads)
+    expected = by_plan(tiny_model, tmp_path, "fused", **settings)[:2]
+    assert_step(by_plan(tiny_model, tmp_path, plan, **settings), *expected)
 
 
 def test_streamed_model_gives_the_same_logits(tmp_path, tiny_model):
@@ -303,17 +289,10 @@ def test_a_step_reads_no_block_twice_in_a_row_and_resident_ones_only_once(
     tmp_path, tiny_model, monkeypatch, blocks_ahead
 ):
     """Of 3 blocks, the last 2 have adapters. The backward pass begins with the last as it is."""
-    network, tokenizer, adapters = load(tiny_model, lora_layers=2)
-    tensors = tensors_of(model.load_network(tiny_model, mx.float32)[0], tiny_model)
-    keys = adapters.dropout_keys
-    built = build_engine(network, keys, "streamed", tensors=tensors, blocks_ahead=blocks_ahead)
-    engine = built.engine
-    batch = make_schedule(encode(tokenizer, tmp_path), 5, 5, seed=0).batches_of(0)[0]
-    read: list[int] = []
-    real = Streamed.load
-    monkeypatch.setattr(
-        Streamed, "load", lambda self, index: read.append(index) or real(self, index)
-    )
+    settings = {"lora_layers": 2}
+    made = prepared(tiny_model, "streamed", settings, blocks_ahead=blocks_ahead)
+    engine, batch = made.engine, batches_of(made.tokenizer, tmp_path)[0]
+    read = noted_reads(monkeypatch)
 
     def step() -> tuple[list[int], dict[str, mx.array]]:
         read.clear()
@@ -329,7 +308,7 @@ def test_a_step_reads_no_block_twice_in_a_row_and_resident_ones_only_once(
         blocks, grads = step()
         assert blocks == after_forgetting
         assert all(mx.array_equal(grads[name], expected[name]) for name in expected)
-        last = [tensor for name, tensor in tensors.items() if ".layers.2." in name]
+        last = [tensor for name, tensor in made.tensors.items() if ".layers.2." in name]
         assert engine.forget() == sum(math.prod(t.shape) * t.dtype.size for t in last)
     engine.hold(0, blocks_ahead)
     assert step()[0] == [0, 1, 2, 1]

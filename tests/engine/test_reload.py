@@ -12,15 +12,13 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 
 from tests.conftest import TINY, chat, events_of, losses_of, make_model, resume, train, write_rows
 from tests.engine.test_compiled import short_batches
-from tests.engine.test_fused import load
+from tests.engine.test_fused import prepared, step_of
 from tests.fault.processes import final_files
 from your_ai.data.batches import Batch
-from your_ai.engine.build import build_engine
-from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.protocol import Engine
 from your_ai.engine.reload import reload_adapted
@@ -55,24 +53,13 @@ def loaded(tmp_path: Path) -> Callable[..., Loaded]:
 
 def loaded_with(place: Path, path: Path, plan: str, cached: bool, **settings: Any) -> Loaded:
     """place: where rows are written. path: of the model."""
-    network, tokenizer, adapters = load(path, **settings)
-    tensors = tensors_of(model.load_network(path, mx.float32)[0], path)
-    dequantize_on_the_cpu(network)
     make_store = (lambda _: MemoryStore()) if cached else None
-    keys = adapters.dropout_keys
-    built = build_engine(network, keys, plan, tensors=tensors, make_store=make_store)
-    assert built.plan == plan
-    return Loaded(network, built.engine, tensors, short_batches(tokenizer, place))
+    made = prepared(path, plan, settings, make_store=make_store)
+    return Loaded(made.network, made.engine, made.tensors, short_batches(made.tokenizer, place))
 
 
 def step(loaded: Loaded) -> tuple[float, dict[str, mx.array]]:
-    """The loss and the gradients over all batches."""
-    loss, total = 0.0, None
-    for batch in loaded.batches:
-        part, grads = loaded.engine.gradients(batch, 1.0, 3)
-        loss += part.loss.item()
-        total = grads if total is None else tree_map(mx.add, total, grads)
-    return loss, dict(tree_flatten(total))
+    return step_of(loaded.engine, loaded.batches, 3)
 
 
 def frozen_below(network: nn.Module) -> dict[str, mx.array]:

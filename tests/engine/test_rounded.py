@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_unflatten
 
 from tests.conftest import TINY, load_base, make_model
-from tests.engine.test_fused import assert_gradients, encode, engine_loss, load
+from tests.engine.test_fused import assert_step, encode, engine_loss, load, weight_of
 from tests.engine.test_plans import by_plan, small_pieces
 from your_ai.config import TrainConfig
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.errors import UserError
 from your_ai.nets import lora
 from your_ai.nets.model import add_adapters
-from your_ai.nets.rounding import MLX_PARTS, float32_weight, quantization_of, rounded
+from your_ai.nets.rounding import rounded
 
 __all__ = ["small_pieces"]  # a fixture
 ALL = {"lora_targets": ("all-linear",), "lora_layers": "all"}
@@ -30,10 +32,8 @@ class Whole(nn.Module):
         self.scale, self.rounding = layer.scale, layer.rounding
 
     def __call__(self, x: mx.array) -> mx.array:
-        parts = {name: self.linear[name] for name in MLX_PARTS if self.linear.get(name) is not None}
-        weight = float32_weight(parts, quantization_of(self.linear))
         parts = {"lora_a": self.lora_a, "lora_b": self.lora_b}
-        weight = lora.fused_rows(weight, parts, self.scale, slice(None))
+        weight = lora.fused_rows(weight_of(self.linear), parts, self.scale, slice(None))
         weight = weight + mx.stop_gradient(rounded(weight, self.rounding, mx.float32) - weight)
         y = x @ weight.T
         return y + self.linear.bias if "bias" in self.linear else y
@@ -42,21 +42,17 @@ class Whole(nn.Module):
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """Makes a model, and the loss and gradients of `Whole` layers; once for each case."""
-    made = {}
 
+    @functools.cache
     def make(architecture: str, bits: int | None, qat: str):
-        case = (architecture, bits, qat)
-        if case not in made:
-            place = tmp_path_factory.mktemp("case")
-            folder = make_model(place / "m", architecture, bits, **TINY)
-            network, tokenizer, adapters = load(folder, qat=qat, **ALL)
-            dequantize_on_the_cpu(network)
-            layers = {n: m for n, m in network.named_modules() if isinstance(m, lora.RoundedLayer)}
-            assert layers
-            network.update_modules(tree_unflatten([(n, Whole(m)) for n, m in layers.items()]))
-            loss, grads = engine_loss(network, adapters, encode(tokenizer, place), seed=3)
-            made[case] = folder, loss, grads
-        return made[case]
+        place = tmp_path_factory.mktemp("case")
+        folder = make_model(place / "m", architecture, bits, **TINY)
+        network, tokenizer, adapters = load(folder, qat=qat, **ALL)
+        dequantize_on_the_cpu(network)
+        layers = {n: m for n, m in network.named_modules() if isinstance(m, lora.RoundedLayer)}
+        assert layers
+        network.update_modules(tree_unflatten([(n, Whole(m)) for n, m in layers.items()]))
+        return folder, *engine_loss(network, adapters, encode(tokenizer, place), seed=3)
 
     return make
 
@@ -69,11 +65,8 @@ def reference(tmp_path_factory):
 def test_gradients_are_those_of_lora_at_the_rounded_weights(
     tmp_path, reference, architecture, bits, qat, plan
 ):
-    folder, expected, expected_grads = reference(architecture, bits, qat)
-    loss, grads, alone = by_plan(folder, tmp_path, plan, qat=qat, **ALL)
-    assert loss == pytest.approx(expected, rel=1e-5)
-    assert alone == pytest.approx(expected, rel=1e-5)
-    assert_gradients(grads, expected_grads)
+    folder, *expected = reference(architecture, bits, qat)
+    assert_step(by_plan(folder, tmp_path, plan, qat=qat, **ALL), *expected)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from tests.conftest import TINY, load_base, make_model
-from tests.engine.test_fused import assert_gradients, encode, plain_loss, step_of
+from tests.engine.test_fused import assert_step, encode, plain_loss, step_of, weight_of
 from tests.engine.test_plans import VARIANTS, small_pieces
 from your_ai.config import TrainConfig
 from your_ai.data.batches import make_schedule
@@ -21,7 +22,6 @@ from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.weights import tensors_of
 from your_ai.errors import UserError
 from your_ai.nets import model
-from your_ai.nets.rounding import MLX_PARTS, float32_weight, quantization_of
 from your_ai.nets.vocabulary import (
     TrainedLayer,
     VocabularyLayer,
@@ -66,12 +66,6 @@ def load(folder: Path, kind: str) -> tuple[nn.Module, Any, model.Adapters]:
     return network, tokenizer, adapters
 
 
-def weight_of(linear: nn.Module) -> mx.array:
-    """The frozen weight of a layer as one matrix."""
-    parts = {name: linear[name] for name in MLX_PARTS if linear.get(name) is not None}
-    return float32_weight(parts, quantization_of(linear))
-
-
 class DenseLowRank(nn.Module):
     """A layer with LoRA as one matrix, differentiated by MLX."""
 
@@ -109,23 +103,20 @@ class Dense(nn.Module):
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """Makes a model, and the loss and gradients of `Dense` layers; once for each case."""
-    made = {}
 
+    @functools.cache
     def make(architecture: str, bits: int | None, kind: str):
-        case = (architecture, bits, kind)
-        if case not in made:
-            place = tmp_path_factory.mktemp("case")
-            folder = make_model(place / "m", architecture, bits, **TINY)
-            network, tokenizer, _ = load(folder, kind)
-            dequantize_on_the_cpu(network)
-            dense = DenseLowRank if kind in TARGETS else Dense
-            replaced = [(layer.path, dense(layer)) for layer in vocabulary_trained(network)]
-            assert replaced
-            network.update_modules(tree_unflatten(replaced))
-            examples = encode(tokenizer, place)
-            loss, grads = nn.value_and_grad(network, lambda: plain_loss(network, examples))()
-            made[case] = folder, loss.item(), dict(tree_flatten(grads))
-        return made[case]
+        place = tmp_path_factory.mktemp("case")
+        folder = make_model(place / "m", architecture, bits, **TINY)
+        network, tokenizer, _ = load(folder, kind)
+        dequantize_on_the_cpu(network)
+        dense = DenseLowRank if kind in TARGETS else Dense
+        replaced = [(layer.path, dense(layer)) for layer in vocabulary_trained(network)]
+        assert replaced
+        network.update_modules(tree_unflatten(replaced))
+        examples = encode(tokenizer, place)
+        loss, grads = nn.value_and_grad(network, lambda: plain_loss(network, examples))()
+        return folder, loss.item(), dict(tree_flatten(grads))
 
     return make
 
@@ -143,18 +134,16 @@ CASES = [
 @pytest.mark.parametrize("plan", ["fused", "staged", "streamed", "kept"])
 @pytest.mark.parametrize(("architecture", "bits", "kind"), CASES)
 def test_gradients_are_those_of_whole_matrices(tmp_path, reference, architecture, bits, kind, plan):
-    folder, expected, expected_grads = reference(architecture, bits, kind)
+    folder, *expected = reference(architecture, bits, kind)
     plan, more = VARIANTS.get(plan, (plan, {}))
     network, tokenizer, adapters = load(folder, kind)
     tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
     built = build_engine(network, adapters.dropout_keys, plan, tensors=tensors, **more)
     assert built.plan == plan
     batches = make_schedule(encode(tokenizer, tmp_path), 5, 5, seed=0).batches_of(0)
-    loss, grads = step_of(built.engine, batches, 3)
-    assert loss == pytest.approx(expected, rel=1e-5)
-    assert_gradients(grads, expected_grads)
+    found = step_of(built.engine, batches, 3)
     alone = sum(built.engine.loss(batch).loss.item() for batch in batches)
-    assert alone / sum(batch.weight for batch in batches) == pytest.approx(expected, rel=1e-5)
+    assert_step((*found, alone / sum(batch.weight for batch in batches)), *expected)
 
 
 @pytest.mark.parametrize("plan", ["fused", "staged", "streamed"])
@@ -174,9 +163,7 @@ def test_trained_embeddings_get_the_noise_of_neftune(tmp_path, reference, plan):
     dequantize_on_the_cpu(network)
     network.update_modules(tree_unflatten(replaced))
     whole = build_engine(network, adapters.dropout_keys, "fused", neftune_alpha=20.0)
-    expected, expected_grads = step_of(whole.engine, batches, 3)
-    assert loss == pytest.approx(expected, rel=1e-5)
-    assert_gradients(grads, expected_grads)
+    assert_step((loss, grads), *step_of(whole.engine, batches, 3))
     assert loss != pytest.approx(plain, rel=1e-3)
 
 
