@@ -200,7 +200,7 @@ class Group(NamedTuple):
 
 
 def log_sigmoid(x: mx.array) -> mx.array:
-    return mx.log(sigmoid(x))
+    return mx.minimum(x, 0) - mx.log(1 + exp(-mx.abs(x)))
 
 
 def log_odds(x: mx.array) -> mx.array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,8 @@ from mlx.utils import tree_flatten
 
 from tests.conftest import TINY, make_model
 from tests.engine.test_fused import assert_gradients
+from tests.engine.test_tiles import cut
+from tests.objectives import test_gradients
 from tests.objectives.plain import (
     Arrays,
     PlainModel,
@@ -25,23 +28,22 @@ from tests.objectives.plain import (
     plain_model,
     with_adapters,
 )
-from tests.objectives.test_gradients import LENGTHS, TOLERANCE, WAYS, WEIGHTS, Way, load
+from tests.objectives.test_gradients import TOLERANCE, VOCABULARY, WAYS, Way, load
 from your_ai.config.divergences import divergence_of
 from your_ai.data.batches import make_schedule
-from your_ai.data.examples import Examples, RowCounts
+from your_ai.data.examples import Examples
 from your_ai.engine.build import build_engine
 from your_ai.engine.gradients import HeldGradients
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.weights import open_model
 from your_ai.evaluation.teacher import TeacherModel, build_teacher, taught
-from your_ai.memory import sizes
 from your_ai.memory.workload import Plan
 from your_ai.nets.head import LinearHead
 from your_ai.objectives.distill import Distillation, SampledDivergence
 from your_ai.objectives.objective import Totals
 from your_ai.training.steps import accumulate
 
-VOCABULARY, PADDED = 160, 200
+PADDED = 200  # of a vocabulary of 160
 
 
 def distillation(divergence: str, temperature: float = 1.0, sft_weight: float = 0.0):
@@ -131,20 +133,7 @@ def plain_of(folder: Path) -> PlainModel:
 
 def make_examples() -> Examples:
     """Texts with random tokens; some have a weight of 0."""
-    rng = np.random.default_rng(5)
-    texts, trained = [], []
-    for asked, *answers in LENGTHS:
-        prompt = rng.integers(0, VOCABULARY, asked)
-        for count in answers:
-            texts.append(np.append(prompt, rng.integers(0, VOCABULARY, count)))
-            trained.append(np.arange(asked + count) >= asked)
-    return Examples(
-        np.concatenate(texts).astype(np.uint32),
-        np.concatenate(trained),
-        np.cumsum([0, *map(len, texts)]),
-        np.repeat(WEIGHTS, 2).astype(np.float32),
-        RowCounts(),
-    )
+    return replace(test_gradients.make_examples("sft"), columns={})
 
 
 class Expected(NamedTuple):
@@ -253,8 +242,7 @@ def test_loss_gradients_and_metrics_are_those_of_a_plain_reading(
     folder_of, expectation, monkeypatch, objective, way, student, teacher
 ):
     if WAYS[way].tiled:
-        for size in ("TILED_FROM", "TILE_TOKENS", "FEWEST_TILE_TOKENS"):
-            monkeypatch.setattr(sizes, size, 16)
+        cut(monkeypatch, 16)
     folders = folder_of(student), STUDENTS[student][2], folder_of(teacher)
     losses, grads, sums = computed(OBJECTIVES[objective], *folders, WAYS[way])
     plain = expectation(objective, student, teacher)

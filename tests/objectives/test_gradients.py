@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from tests.conftest import TINY, make_model
 from tests.engine.test_fused import assert_gradients
+from tests.engine.test_tiles import cut
 from tests.objectives.plain import Arrays, plain_gradients, plain_model
 from your_ai.config import TrainConfig
 from your_ai.data.batches import make_schedule
@@ -25,7 +26,7 @@ from your_ai.engine.gradients import HeldGradients
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.scoring import with_baseline, with_weights
 from your_ai.engine.weights import FileTensor, tensors_of
-from your_ai.memory import facts, sizes
+from your_ai.memory import facts
 from your_ai.memory.estimate_kept import everything
 from your_ai.memory.workload import NOTHING, Kept
 from your_ai.nets import model
@@ -282,6 +283,17 @@ def computed(name: str, made: Made, way: Way) -> tuple[list[float], Arrays]:
     return [loss / denominator for loss in losses], total.arrays
 
 
+def compared(name: str, made: Made, way: Way, monkeypatch: pytest.MonkeyPatch) -> Arrays:
+    """Assert that a step has the loss and gradients of the plain reading; the latter."""
+    if way.tiled:
+        cut(monkeypatch, 16)
+    losses, grads = computed(name, made, way)
+    expected_loss, expected_grads = made.expected(name)
+    assert losses == pytest.approx([expected_loss] * len(losses), rel=TOLERANCE)
+    assert_gradients(grads, expected_grads)
+    return grads
+
+
 WHOLE_WAYS = {
     **{way: WAYS[way] for way in ("fused", "tiled", "streamed", "packed", "split")},
     "kept": Way(plan="staged", kept=everything(99)),
@@ -298,22 +310,10 @@ def test_gradients_of_whole_weights_are_those_of_a_plain_reading(
     """Of linear weights, biases and norms; with MLPs cut into slices."""
     monkeypatch.setattr(facts, "FEWEST_FEATURES", 32)
     monkeypatch.setattr(facts, "SLICE_STEP", 32)
-    if WHOLE_WAYS[way].tiled:
-        for size in ("TILED_FROM", "TILE_TOKENS", "FEWEST_TILE_TOKENS"):
-            monkeypatch.setattr(sizes, size, 16)
-    losses, grads = computed(objective, made(name), WHOLE_WAYS[way])
-    expected_loss, expected_grads = made(name).expected(objective)
-    assert losses == pytest.approx([expected_loss] * len(losses), rel=TOLERANCE)
+    grads = compared(objective, made(name), WHOLE_WAYS[way], monkeypatch)
     assert any(path.endswith("norm.weight") for path in grads)
-    assert_gradients(grads, expected_grads)
 
 
 @pytest.mark.parametrize(("objective", "way", "name"), cases())
 def test_loss_and_gradients_are_those_of_a_plain_reading(made, monkeypatch, objective, way, name):
-    if WAYS[way].tiled:
-        for size in ("TILED_FROM", "TILE_TOKENS", "FEWEST_TILE_TOKENS"):
-            monkeypatch.setattr(sizes, size, 16)
-    losses, grads = computed(objective, made(name), WAYS[way])
-    expected_loss, expected_grads = made(name).expected(objective)
-    assert losses == pytest.approx([expected_loss] * len(losses), rel=TOLERANCE)
-    assert_gradients(grads, expected_grads)
+    compared(objective, made(name), WAYS[way], monkeypatch)

@@ -295,21 +295,19 @@ def test_kl_has_no_slope_at_the_reference(kl, on_policy, thetas):
     np.testing.assert_allclose(found, 0, atol=1e-6)
 
 
-@pytest.mark.parametrize("on_policy", [True, False])
-def test_reverse_kl_has_the_slope_of_the_divergence_from_the_reference(on_policy, thetas):
+@pytest.mark.parametrize(("kl", "on_policy"), [("reverse", True), ("reverse", False), ("k3", True)])
+def test_reverse_has_the_slope_of_the_divergence_from_the_reference_and_k3_of_its(
+    kl, on_policy, thetas
+):
     policy, other, reference = thetas
+
+    def value(theta: np.ndarray) -> float:
+        distributions = softmax(theta), softmax(reference)
+        return 0.7 * divergence(*distributions[:: 1 if kl == "reverse" else -1])
+
     sampled = softmax(policy if on_policy else other)
-    expected = numeric_slope(lambda t: 0.7 * divergence(softmax(t), softmax(reference)), policy)
-    found = expected_slope(GRPO(kl_beta=0.7), policy, sampled, softmax(reference))
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_k3_has_the_slope_of_the_divergence_of_the_reference(thetas):
-    policy, _, reference = thetas
-    expected = numeric_slope(lambda t: 0.7 * divergence(softmax(reference), softmax(t)), policy)
-    objective = GRPO(kl_beta=0.7, kl="k3")
-    found = expected_slope(objective, policy, softmax(policy), softmax(reference))
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    found = expected_slope(GRPO(kl_beta=0.7, kl=kl), policy, sampled, softmax(reference))
+    np.testing.assert_allclose(found, numeric_slope(value, policy), rtol=1e-4, atol=1e-6)
 
 
 def test_kl_is_measured_by_k3(thetas):

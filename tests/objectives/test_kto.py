@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.objectives.test_pairs import make
+from tests.objectives.plain import Answer, Group, kto_loss
+from tests.objectives.test_pairs import make, with_slopes
 from your_ai.objectives.kto import KTO
 from your_ai.objectives.objective import Sums, Targets, Totals
 
@@ -25,20 +26,6 @@ def baseline(current, reference, texts, weights) -> float:
     moved = [(current - reference)[texts == 2 * row + 1].sum() for row in range(len(weights))]
     total = sum(weights)
     return max(0.0, float(np.dot(weights, moved)) / total) if total else 0.0
-
-
-def plain_loss(objective: KTO, current, reference, texts, weights, good, z0: float) -> float:
-    """The sum over rows; z0 has no gradient."""
-    found = 0.0
-    for row, weight in enumerate(weights):
-        answer = texts == 2 * row
-        ratio = (current - reference)[answer].sum()
-        v = objective.beta * (ratio - z0) * (1 if good[row] else -1)
-        w = objective.desirable_weight if good[row] else objective.undesirable_weight
-        found += weight * w * (1 - 1 / (1 + np.exp(-v)))
-        if good[row]:
-            found -= weight * objective.sft_weight * current[answer].mean()
-    return found
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
@@ -61,16 +48,13 @@ def test_loss_and_weights_are_those_of_the_formula(objective, rows, seed, paddin
     labels = np.append(np.repeat(good, 2)[texts], np.zeros(padding, bool)).astype(bool)
     weighed = objective.weigh(scores, labeled(targets, labels))
     z0 = baseline(current, reference, texts, weights)
-    given_ = (reference, texts, weights, good, z0)
-    loss = plain_loss(objective, current, *given_)
+
+    def plain(answers: list[Answer]) -> mx.array:
+        groups = map(Group, zip(answers[::2], strict=True), weights, good)
+        return sum(group.weight * kto_loss(objective, group, z0) for group in groups)
+
+    loss, slopes = with_slopes(plain, current, reference, texts)
     assert weighed.loss.item() == pytest.approx(loss, rel=2e-5, abs=1e-5)
-    step, slopes = 1e-6, []
-    for index in range(len(current)):
-        up, down = current.copy(), current.copy()
-        up[index] += step
-        down[index] -= step
-        change = plain_loss(objective, up, *given_) - plain_loss(objective, down, *given_)
-        slopes.append(-change / (2 * step))
     expected = np.append(slopes, np.zeros(padding))
     np.testing.assert_allclose(np.array(weighed.weights), expected, rtol=2e-4, atol=2e-5)
     assert not np.array(weighed.weights)[: len(texts)][texts % 2 == 1].any()

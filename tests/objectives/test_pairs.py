@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.objectives.plain import Answer, pair_loss
 from your_ai.objectives.dpo import DPO, IPO
 from your_ai.objectives.objective import Scores, Targets
 from your_ai.objectives.orpo import ORPO
-from your_ai.objectives.pairs import PairObjective
 from your_ai.objectives.simpo import SimPO
 
 OBJECTIVES = [
     DPO(), DPO(beta=0.4, label_smoothing=0.2), DPO(sft_weight=0.7), IPO(beta=0.3), SimPO(),
     SimPO(beta=1.5, gamma=0.9, label_smoothing=0.1), ORPO(), ORPO(odds_weight=0.8, sft_weight=0.1),
 ]  # fmt: skip
-
-
-def log_sigmoid(x: float) -> float:
-    return -np.logaddexp(0, -x)
-
-
-def plain_loss(objective: PairObjective, chosen, rejected, references) -> float:
-    """The loss of one pair from the float64 log-probabilities of its tokens."""
-    s_w, s_l, a, b = chosen.sum(), rejected.sum(), chosen.mean(), rejected.mean()
-    ref_w, ref_l = references
-    smoothing = getattr(objective, "label_smoothing", 0.0)
-    if isinstance(objective, DPO):
-        h = objective.beta * ((s_w - ref_w.sum()) - (s_l - ref_l.sum()))
-        loss = -(1 - smoothing) * log_sigmoid(h) - smoothing * log_sigmoid(-h)
-    elif isinstance(objective, IPO):
-        loss = ((a - ref_w.mean()) - (b - ref_l.mean()) - 1 / (2 * objective.beta)) ** 2
-    elif isinstance(objective, SimPO):
-        u = objective.beta * (a - b) - objective.gamma
-        loss = -(1 - smoothing) * log_sigmoid(u) - smoothing * log_sigmoid(-u)
-    else:
-        odds = [np.log(np.exp(x) / (1 - np.exp(x))) for x in (a, b)]
-        loss = -a - objective.odds_weight * log_sigmoid(odds[0] - odds[1])
-    return loss - objective.sft_weight * a
 
 
 def make(lengths: list[tuple[int, int]], weights: list[float], seed: int, padding: int):
@@ -62,14 +41,23 @@ def make(lengths: list[tuple[int, int]], weights: list[float], seed: int, paddin
     return scores, targets, texts, current, reference
 
 
-def total(objective, current, reference, texts, weights) -> float:
-    found = 0.0
-    for pair, weight in enumerate(weights):
-        if weight:
-            chosen, rejected = texts == 2 * pair, texts == 2 * pair + 1
-            references = (reference[chosen], reference[rejected])
-            found += weight * plain_loss(objective, current[chosen], current[rejected], references)
-    return found
+def answers_of(current: mx.array, reference: np.ndarray, texts: np.ndarray) -> list[Answer]:
+    """The answers of the texts, for `plain`."""
+    places = [mx.array(np.flatnonzero(texts == text)) for text in range(texts.max() + 1)]
+    return [Answer(current[at], mx.array(reference, mx.float64)[at]) for at in places]
+
+
+def with_slopes(
+    loss: Callable[[list[Answer]], mx.array], current: np.ndarray, *known: np.ndarray
+) -> tuple[float, np.ndarray]:
+    """The value of a loss in float64, and what weighs each of its log-probabilities."""
+
+    def of(current: mx.array) -> mx.array:
+        return 0 * current.sum() + loss(answers_of(current, *known))
+
+    with mx.stream(mx.cpu):  # GPUs have no float64
+        found, slopes = mx.value_and_grad(of)(mx.array(current, mx.float64))
+        return found.item(), -np.array(slopes)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
@@ -85,16 +73,13 @@ def test_loss_and_weights_are_those_of_the_formula(objective, lengths, seed, pad
     )
     scores, targets, texts, current, reference = make(lengths, weights, seed, padding)
     weighed = objective.weigh(scores, targets)
-    loss = total(objective, current, reference, texts, weights)
+
+    def plain(answers: list[Answer]) -> mx.array:
+        pairs = zip(weights, answers[::2], answers[1::2], strict=True)
+        return sum(weight * pair_loss(objective, *pair) for weight, *pair in pairs)
+
+    loss, slopes = with_slopes(plain, current, reference, texts)
     assert weighed.loss.item() == pytest.approx(loss, rel=2e-5, abs=1e-5)
-    step = 1e-6
-    slopes = []
-    for index in range(len(current)):
-        moved = [current.copy(), current.copy()]
-        moved[0][index] += step
-        moved[1][index] -= step
-        up, down = (total(objective, m, reference, texts, weights) for m in moved)
-        slopes.append(-(up - down) / (2 * step))
     expected = np.append(slopes, np.zeros(padding))
     np.testing.assert_allclose(np.array(weighed.weights), expected, rtol=2e-4, atol=2e-5)
 
