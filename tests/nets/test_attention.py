@@ -370,25 +370,20 @@ def test_wanted_depends_on_device_version_length_and_mask(
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_sinks_take_their_share_of_attention(everywhere, window):
-    q, k, v = (mx.random.normal((2, heads, 20, 8), key=mx.random.key(heads)) for heads in (4, 2, 2))
-    sinks, weight = mx.array([0.5, -1.0, 2.0, 0.0]), mx.random.normal(q.shape, key=mx.random.key(9))
+    given, sinks = arrays(2, 4, 2, 20, size=8), mx.array([0.5, -1.0, 2.0, 0.0])
 
-    def ours(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        return (blockwise.attention(q, k, v, 0.35, window, None, 8, sinks) * weight).sum()
-
-    def theirs(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+    def mlx(q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
         mask = Mask(window).array(20)
-        y = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.35, mask=mask, sinks=sinks)
-        return (y * weight).sum()
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
 
-    found, expected = (mx.grad(f, argnums=(0, 1, 2))(q, k, v) for f in (ours, theirs))
-    for ours_, theirs_ in zip(found, expected, strict=True):
-        assert relative_error(ours_, theirs_) < 1e-5
+    found = with_gradients(attention, given, window=window, queries=8, sinks=sinks)
+    for ours, theirs in zip(found, with_gradients(mlx, given), strict=True):
+        assert relative_error(ours, theirs) < 1e-5
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradients_of_known_results_equal_those_of_the_forward_pass(packed):
-    q, k, v = (mx.random.normal((2, heads, 40, 8), key=mx.random.key(heads)) for heads in (4, 2, 2))
+    q, k, v = arrays(2, 4, 2, 40, size=8)
     segments = mx.arange(40)[None] // 25 * mx.ones((2, 1), mx.int32) if packed else None
     options = {"scale": 0.3, "segments": segments, "queries": 16}
     results = blockwise.attention_results(q, k, v, **options)

@@ -72,6 +72,11 @@ def quantized(made: Side) -> Side:
     return made._replace(layer=nn.QuantizedLinear.from_linear(made.layer, 32, 4))
 
 
+def in_dtype(made: Side, dtype: mx.Dtype) -> Side:
+    made.layer.set_dtype(dtype)
+    return made._replace(inputs=made.inputs.astype(dtype))
+
+
 def with_padding(made: Side, value: float) -> Side:
     """With large logits of the rows beyond the vocabulary."""
     made.layer.weight[V:] = value
@@ -143,6 +148,11 @@ def error_of(found: mx.array, expected: np.ndarray) -> float:
     return float(distance / np.linalg.norm(expected))
 
 
+def assert_close(found: Compared, expected: Compared | Whole, most: float = TOLERANCE) -> None:
+    assert error_of(found.divergences, np.array(expected.divergences)) < most
+    assert error_of(found.gradients, np.array(expected.gradients)) < most
+
+
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("heads", HEADS)
@@ -154,8 +164,7 @@ def test_walk_gives_divergences_gradients_and_metrics_of_whole_logits(
     kind = divergence_of(name)
     found = walked(student, teacher, kind, temperature)
     expected = whole(student, teacher, kind, temperature)
-    assert error_of(found.divergences, expected.divergences) < TOLERANCE
-    assert error_of(found.gradients, expected.gradients) < TOLERANCE
+    assert_close(found, expected)
     sums = found.metrics(mx.ones(S, mx.bool_))
     means = {name: (value / count).item() for name, (value, count) in sums.items()}
     assert means == pytest.approx(expected.metrics, rel=TOLERANCE)
@@ -173,10 +182,7 @@ def test_without_gradients_the_divergences_are_the_same(name):
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_a_softmax_beside_the_states_takes_the_place_of_a_walk(dtype):
     """And has no other parts in it, to the bit."""
-    student, teacher = two_sides("biases", "wider")
-    for made in (student, teacher):
-        made.layer.set_dtype(dtype)
-    student, teacher = (m._replace(inputs=m.inputs.astype(dtype)) for m in (student, teacher))
+    student, teacher = (in_dtype(made, dtype) for made in two_sides("biases", "wider"))
     target, states = TargetHead(teacher.head(64), V), teacher.inputs
     alone = [softmax_of([part], target, 2.0).beside(part) for part in (states[:7], states[7:])]
     together = softmax_of([states[:7], states[7:]], target, 2.0).beside(states)
@@ -199,9 +205,7 @@ def test_largest_logits_may_be_in_the_first_or_last_slice(name, rising):
     for made, up in zip((student, teacher), rising, strict=True):
         made.layer.bias = made.layer.bias + slope * mx.arange(V)[:: 1 if up else -1]
     kind = divergence_of(name)
-    found, expected = walked(student, teacher, kind), whole(student, teacher, kind)
-    assert error_of(found.divergences, expected.divergences) < TOLERANCE
-    assert error_of(found.gradients, expected.gradients) < TOLERANCE
+    assert_close(walked(student, teacher, kind), whole(student, teacher, kind))
 
 
 @pytest.mark.parametrize("shifts", [(4096.0, 0.0), (0.0, -4096.0), (-4096.0, 4096.0)])
@@ -217,17 +221,13 @@ def test_a_constant_added_to_all_logits_changes_nothing(name, shifts):
     before = walked(*sides, kind)
     for made, shift in zip(sides, shifts, strict=True):
         made.layer.bias = made.layer.bias + shift
-    after = walked(*sides, kind)
-    assert error_of(after.divergences, np.array(before.divergences)) < TOLERANCE
-    assert error_of(after.gradients, np.array(before.gradients)) < TOLERANCE
+    assert_close(walked(*sides, kind), before)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_student_that_equals_its_teacher_has_no_divergence(name, dtype):
-    student = side(64, 0, biased=True)
-    student.layer.set_dtype(dtype)
-    student = student._replace(inputs=student.inputs.astype(dtype))
+    student = in_dtype(side(64, 0, biased=True), dtype)
     found = walked(student, student, divergence_of(name), 2.0)
     assert mx.abs(found.divergences).max() < 1e-6
     assert mx.abs(found.gradients).max() < 1e-9
@@ -263,15 +263,10 @@ def test_gradients_of_nearly_equal_models_are_about_as_good_as_those_of_whole_fl
 @pytest.mark.parametrize(("dtype", "bound"), [(mx.float16, 4e-3), (mx.bfloat16, 3e-2)])
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_half_precision_stays_near_float32(name, dtype, bound):
-    student, teacher = two_sides("soft caps", "wider")
-    for made in (student, teacher):
-        made.layer.set_dtype(dtype)
-    student, teacher = (m._replace(inputs=m.inputs.astype(dtype)) for m in (student, teacher))
+    student, teacher = (in_dtype(made, dtype) for made in two_sides("soft caps", "wider"))
     found = walked(student, teacher, divergence_of(name))
-    expected = whole(student, teacher, divergence_of(name))
     assert found.gradients.dtype == found.divergences.dtype == mx.float32
-    assert error_of(found.divergences, expected.divergences) < bound
-    assert error_of(found.gradients, expected.gradients) < bound
+    assert_close(found, whole(student, teacher, divergence_of(name)), bound)
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -280,12 +275,12 @@ def test_float16_sums_of_large_rows_do_not_overflow(name):
     tokens = 2000
     student, teacher = side(8, 0, rows=tokens), side(8, 1, rows=tokens, scale=0.5)
     student.layer.weight = mx.full((tokens, 8), 300.0) + student.layer.weight
-    student, teacher = (m._replace(inputs=m.inputs / 1024) for m in (student, teacher))
-    for made in (student, teacher):
-        made.layer.set_dtype(mx.float16)
-    kind, halves = divergence_of(name), (m.inputs.astype(mx.float16) for m in (student, teacher))
-    target = TargetHead(teacher.head(1000), tokens)
-    found = compare(*halves, student.head(1000), target, kind)
+    student, teacher = (
+        in_dtype(made._replace(inputs=made.inputs / 1024), mx.float16)
+        for made in (student, teacher)
+    )
+    heads = student.head(1000), TargetHead(teacher.head(1000), tokens)
+    found = compare(student.inputs, teacher.inputs, *heads, divergence_of(name))
     assert mx.isfinite(found.gradients).all()
     assert mx.isfinite(found.divergences).all()
 
@@ -307,8 +302,7 @@ def test_tokens_that_both_models_exclude_add_nothing(name):
     target = TargetHead(fewer[1].head(64), len(kept))
     expected = compare(*(m.inputs for m in fewer), fewer[0].head(64), target, kind)
     found = walked(student, teacher, kind)
-    assert error_of(found.divergences, np.array(expected.divergences)) < TOLERANCE
-    assert error_of(found.gradients, np.array(expected.gradients)) < TOLERANCE
+    assert_close(found, expected)
     real = mx.ones(S, mx.bool_)
     for name, (value, _) in expected.metrics(real).items():
         assert found.metrics(real)[name][0].item() == pytest.approx(value.item(), rel=TOLERANCE)
@@ -352,12 +346,8 @@ def test_memory_does_not_grow_with_the_vocabulary(name, compiled):
     count, peaks = 256, {}
     for tokens in (10_000, 20_000):
         student, teacher = side(64, 0, rows=tokens), side(96, 1, rows=tokens)
-        inputs = mx.random.normal((count, 64))
-        states = mx.random.normal((count, 96))
-        heads = [
-            student._replace(inputs=inputs).head(200),
-            teacher._replace(inputs=inputs).head(200),
-        ]
+        inputs, states = (mx.random.normal((count, width)) for width in (64, 96))
+        heads = [made._replace(inputs=inputs).head(200) for made in (student, teacher)]
         mx.eval(inputs, states, student.layer.parameters(), teacher.layer.parameters())
 
         def walk(

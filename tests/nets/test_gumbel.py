@@ -54,11 +54,22 @@ def normal(seed: int, width: int = WIDTH) -> mx.array:
 
 
 def whole_logits(head: LinearHead, inputs: mx.array) -> mx.array:
-    return head.logits(inputs @ head.rows.layer.weight.T + head.rows.layer.bias)
+    layer = head.rows.layer
+    return head.logits(inputs @ layer.weight.T + layer.get("bias", 0))
 
 
 def whole_noise() -> mx.array:
     return gumbel(PLACES, mx.arange(VOCABULARY, dtype=mx.uint32))
+
+
+def whole_gradient(head: LinearHead, inputs: mx.array, layer: nn.Module, u: mx.array) -> mx.array:
+    """That of the mean embeddings under the softmax of all noisy logits, weighed by u."""
+
+    def total(inputs: mx.array) -> mx.array:
+        y = mx.softmax((whole_logits(head, inputs) + whole_noise()) / TAU, axis=-1)
+        return ((y @ layer.weight) * u).sum()
+
+    return mx.grad(total)(inputs)
 
 
 def close(found: mx.array, expected: mx.array, tolerance: float = 2e-6) -> None:
@@ -134,35 +145,21 @@ def test_sampled_tokens_have_the_largest_noisy_logit(head, sliced):
 def test_gradients_are_those_of_the_whole_softmax(head, sliced):
     inputs, reward, own = normal(0), table(1, 24), table(2)
     u, c = normal(3, 24), normal(4)
-
-    def of_reward(inputs: mx.array) -> mx.array:
-        y = mx.softmax((whole_logits(head, inputs) + whole_noise()) / TAU, axis=-1)
-        return ((y @ reward.weight) * u).sum()
-
-    def of_credit(inputs: mx.array) -> mx.array:
-        y = mx.softmax((whole_logits(head, inputs) + whole_noise()) / TAU, axis=-1)
-        return ((y @ own.weight) * c).sum()
-
     noisy = Noisy(head, TAU)
     relaxed = relax(noisy, inputs, PLACES, LayerRows(reward), u)
-    close(relaxed.grad, mx.grad(of_reward)(inputs))
+    close(relaxed.grad, whole_gradient(head, inputs, reward, u))
     assert isinstance(relaxed, Relaxed)
-    close(credit(noisy, inputs, PLACES, relaxed, LayerRows(own), c), mx.grad(of_credit)(inputs))
+    found = credit(noisy, inputs, PLACES, relaxed, LayerRows(own), c)
+    close(found, whole_gradient(head, inputs, own, c))
 
 
 def test_credit_of_a_tied_embedding(head, sliced):
     """The head and the embedding are one layer, whose rows are read once."""
     inputs, c, layer = normal(0), normal(4), head.rows.layer
     layer.pop("bias")
-
-    def whole(inputs: mx.array) -> mx.array:
-        logits = head.logits(inputs @ layer.weight.T)
-        y = mx.softmax((logits + whole_noise()) / TAU, axis=-1)
-        return ((y @ layer.weight) * c).sum()
-
     noisy, rows = Noisy(head, TAU), LayerRows(layer)
     relaxed = relax(noisy, inputs, PLACES, rows, c)
-    expected = mx.grad(whole)(inputs)
+    expected = whole_gradient(head, inputs, layer, c)
     close(relaxed.grad, expected)
     close(credit(noisy, inputs, PLACES, relaxed, rows, c), expected)
 

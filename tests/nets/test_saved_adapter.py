@@ -56,19 +56,14 @@ def test_uses_the_finished_adapter_by_default(run, tiny_model):
     assert found.adapter.step == 3
 
 
-def test_run_without_finished_adapter_lists_its_checkpoints(run):
-    shutil.rmtree(run.adapter)
-    with pytest.raises(UserError, match=r"no finished adapter; checkpoints: step-000003, step-00"):
-        open_trained("r")
-
-
-def test_run_without_adapter_and_checkpoint_says_how_to_finish(run):
-    shutil.rmtree(run.adapter)
-    shutil.rmtree(run.checkpoints)
-    with pytest.raises(
-        UserError, match="no checkpoint either; finish it: your_ai train --resume r"
+def test_run_without_finished_adapter_lists_its_checkpoints_or_says_how_to_finish(run):
+    for folder, said in (
+        (run.adapter, "no finished adapter; checkpoints: step-000003, step-00"),
+        (run.checkpoints, "no checkpoint either; finish it: your_ai train --resume r"),
     ):
-        open_trained("r")
+        shutil.rmtree(folder)
+        with pytest.raises(UserError, match=said):
+            open_trained("r")
 
 
 def test_damaged_adapter_is_refused(run):
