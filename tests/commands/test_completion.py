@@ -46,10 +46,8 @@ def test_names_of_runs_are_completed(shell, command, own_folder, capsys, monkeyp
 
 
 def test_the_words_of_a_setting_are_completed(capsys, monkeypatch):
-    assert completed(capsys, monkeypatch, "bash", "your_ai train --plan st").split() == [
-        "staged",
-        "streamed",
-    ]
+    found = completed(capsys, monkeypatch, "bash", "your_ai train --plan st")
+    assert found.split() == ["staged", "streamed"]
     found = completed(capsys, monkeypatch, "bash", "your_ai export --dtype q8")
     assert found.split() == ["q8_0"]
     assert "auto" in completed(capsys, monkeypatch, "bash", "your_ai plan --lora-rank ")

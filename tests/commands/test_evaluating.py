@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import chat, refused, write_rows
 from tests.evaluation.conftest import trained_run
 from tests.fault.processes import COMMAND, call
-from your_ai.evaluation import record
+from your_ai.evaluation import compare, record
 from your_ai.run import checkpoint
 from your_ai.run.folder import RunFolder
 
@@ -79,15 +79,11 @@ def test_json_output_equals_the_evaluation_saved_in_the_run(run, capsys):
     assert json.loads(other)["measures"] != json.loads(out)["measures"]
 
 
-def test_best_checkpoint_can_be_evaluated(run, capsys):
-    best = checkpoint.best_step(run.checkpoints)
-    found = json.loads(call(capsys, "eval", "r", "--json", "--checkpoint", "best")[1])
-    assert (found["step"], found["checkpoint"]) == (best, f"step-{best:06d}")
-
-
-def test_checkpoint_option_evaluates_that_checkpoint(run, capsys):
-    out = json.loads(call(capsys, "eval", "r", "--json", "--checkpoint", "20")[1])
-    assert (out["step"], out["checkpoint"]) == (20, "step-000020")
+@pytest.mark.parametrize("asked", ["best", "20"])
+def test_checkpoint_option_evaluates_that_checkpoint(run, capsys, asked):
+    step = checkpoint.best_step(run.checkpoints) if asked == "best" else int(asked)
+    out = json.loads(call(capsys, "eval", "r", "--json", "--checkpoint", asked)[1])
+    assert (out["step"], out["checkpoint"]) == (step, f"step-{step:06d}")
     assert record.read_evaluation(run) == out
 
 
@@ -168,8 +164,6 @@ def test_ctrl_c_keeps_the_previous_evaluation(run, capsys):
 
 
 def test_running_out_of_memory_is_reported(run, capsys, monkeypatch):
-    from your_ai.evaluation import compare
-
     def fail(*_):
         raise RuntimeError("[malloc] Unable to allocate 8 bytes.")
         yield

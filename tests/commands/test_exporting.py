@@ -116,12 +116,13 @@ def test_invalid_options_are_reported_and_nothing_is_written(run, tmp_path, caps
 )
 def test_gguf_export_writes_one_file(run, monkeypatch, capsys, options, name, kind):
     given = []
-    monkeypatch.setattr(gguf, "write_adapter", lambda _, target: given.append((target, None)))
-    monkeypatch.setattr(
-        gguf_quantize,
-        "write_model",
-        lambda _, target, kind, *__: given.append((target, kind)) or [],
-    )
+
+    def note(_, target, kind=None, *__):
+        given.append((target, kind))
+        return []
+
+    monkeypatch.setattr(gguf, "write_adapter", note)
+    monkeypatch.setattr(gguf_quantize, "write_model", note)
     assert call("export", "r", "--to", "gguf", *options) == 0
     assert given == [(Path(name), kind)]
     assert capsys.readouterr().out.split() == [name]

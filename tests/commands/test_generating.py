@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -190,15 +191,16 @@ def test_empty_standard_input_is_refused(run, capsys, stdin):
     assert "stdin: is empty" in refused(capsys, "generate", run.path)
 
 
+PROMPT = Prompt("p.txt:3", [{"role": "user", "content": "one two three"}])
+
+
 def test_too_long_prompt_is_named(demo_tokenizer):
-    prompt = Prompt("p.txt:3", [{"role": "user", "content": "one two three"}])
     with pytest.raises(UserError, match=r"p.txt:3: has \d+ tokens; the model's context is 4"):
-        generation.fit(demo_tokenizer, prompt, Sampling(), 4)
+        generation.fit(demo_tokenizer, PROMPT, Sampling(), 4)
 
 
 def test_answer_length_is_limited_by_the_context(demo_tokenizer):
-    prompt = Prompt("p.txt:3", [{"role": "user", "content": "one two three"}])
-    tokens, sampling = generation.fit(demo_tokenizer, prompt, Sampling(max_tokens=99), 30)
+    tokens, sampling = generation.fit(demo_tokenizer, PROMPT, Sampling(max_tokens=99), 30)
     assert len(tokens) + sampling.max_tokens == 30
 
 
@@ -225,12 +227,19 @@ def test_closed_output_pipe_ends_the_command_quietly(run):
 # Prompts have the form of the rows that the run trained
 
 
-def prompts_like(folder: Path, model: Path, rows: list[dict[str, str]], **settings: str) -> Path:
-    """A run that trained these rows."""
-    write_rows(folder / "rows.jsonl", rows)
-    given = {"max_steps": 1, "samples": 0, "eval_every": 0, "lora_layers": 1, "valid": "none"}
-    files = {"model": str(model), "data": str(folder / "rows.jsonl")}
-    return train(build({**files, **given, **settings}, "here")).path
+@pytest.fixture
+def trained_on(tiny_model, data_folder, capsys):
+    """Trains a run on rows; gives its folder and its tokenizer."""
+
+    def make(rows: list[dict[str, Any]], **settings: Any) -> tuple[Path, Any]:
+        data = write_rows(data_folder / "rows.jsonl", rows)
+        given = {"max_steps": 1, "samples": 0, "eval_every": 0, "lora_layers": 1, "valid": "none"}
+        files = {"model": str(tiny_model), "data": str(data)}
+        run = train(build({**files, **given, **settings}, "here")).path
+        capsys.readouterr()
+        return run, generation.load_run(open_trained(str(run)))[1]
+
+    return make
 
 
 def prompt_tokens_of(capsys, *arguments: object) -> tuple[int, str]:
@@ -239,11 +248,9 @@ def prompt_tokens_of(capsys, *arguments: object) -> tuple[int, str]:
     return json.loads(shown.out)["prompt_tokens"], shown.err
 
 
-def test_the_system_prompt_of_the_rows_is_put_before_prompts(tiny_model, data_folder, capsys):
+def test_the_system_prompt_of_the_rows_is_put_before_prompts(trained_on, data_folder, capsys):
     rows = [{"prompt": f"q{n}", "completion": "a", "system": "Be Bob."} for n in range(4)]
-    run = prompts_like(data_folder, tiny_model, rows)
-    capsys.readouterr()
-    tokenizer = generation.load_run(open_trained(str(run)))[1]
+    run, tokenizer = trained_on(rows)
     asked = [{"role": "user", "content": "q1"}]
     plain = len(generation.prompt_tokens(tokenizer, asked))
     whole = len(generation.prompt_tokens(tokenizer, generation.with_system(asked, "Be Bob.")))
@@ -257,12 +264,10 @@ def test_the_system_prompt_of_the_rows_is_put_before_prompts(tiny_model, data_fo
     assert "the training rows cannot be read again" in " ".join(said.split())
 
 
-def test_the_tools_of_the_rows_are_shown_to_the_model(tiny_model, data_folder, capsys):
+def test_the_tools_of_the_rows_are_shown_to_the_model(trained_on, capsys):
     tools = [{"name": "f", "description": "finds"}]
     rows = [{"prompt": f"q{n}", "completion": "a", "tools": tools} for n in range(4)]
-    run = prompts_like(data_folder, tiny_model, rows)
-    capsys.readouterr()
-    tokenizer = generation.load_run(open_trained(str(run)))[1]
+    run, tokenizer = trained_on(rows)
     whole = [{"type": "function", "function": tools[0]}]
     asked = generation.prompt_tokens(tokenizer, [{"role": "user", "content": "q1"}], tools=whole)
     count, said = prompt_tokens_of(capsys, run, "--prompt", "q1")
@@ -270,22 +275,19 @@ def test_the_tools_of_the_rows_are_shown_to_the_model(tiny_model, data_folder, c
     assert "prompts have the 1 tool of the training rows" in " ".join(said.split())
 
 
-def test_a_run_of_texts_continues_texts(tiny_model, data_folder, capsys):
-    run = prompts_like(data_folder, tiny_model, [{"text": f"Once upon {n}"} for n in range(4)])
-    capsys.readouterr()
-    tokenizer = generation.load_run(open_trained(str(run)))[1]
+def test_a_run_of_texts_continues_texts(trained_on, capsys):
+    run, tokenizer = trained_on([{"text": f"Once upon {n}"} for n in range(4)])
     count, said = prompt_tokens_of(capsys, run, "--prompt", "Once upon")
     assert count == len(tokenizer.encode("Once upon"))
     assert "the training rows are plain texts" in said
 
 
-def test_rows_of_prompts_are_read_as_the_rows_of_the_run_were(tiny_model, data_folder, capsys):
+def test_rows_of_prompts_are_read_as_the_rows_of_the_run_were(trained_on, data_folder, capsys):
     template = data_folder / "t.jinja"
     template.write_text("{{ topic }}: {{ asked }}")
     rows = [{"topic": "t", "asked": f"q{n}", "reply": "a"} for n in range(4)]
     columns = {"columns": ("completion=reply",), "prompt_template": str(template)}
-    run = prompts_like(data_folder, tiny_model, rows, **columns)
-    capsys.readouterr()
+    run, _ = trained_on(rows, **columns)
     write_rows(data_folder / "p.jsonl", [{"topic": "t", "asked": "q1"}])
     write_rows(data_folder / "ready.jsonl", [{"prompt": "t: q1"}])
     by_row, said = prompt_tokens_of(capsys, run, "--prompts", data_folder / "p.jsonl")

@@ -14,14 +14,11 @@ from your_ai.commands.options import PANELS
 from your_ai.config import FIELDS
 
 COMMANDS = typer.main.get_command(app).commands
-ALL = [
-    *((name,) for name in COMMANDS),
-    *(
-        (name, inner)
-        for name, group in COMMANDS.items()
-        for inner in getattr(group, "commands", {})
-    ),
-]
+ALL = {(name,): command for name, command in COMMANDS.items()} | {
+    (name, inner): command
+    for name, group in COMMANDS.items()
+    for inner, command in getattr(group, "commands", {}).items()
+}
 
 
 def help_of(capsys: pytest.CaptureFixture[str], monkeypatch, *command: str, width: int = 80) -> str:
@@ -35,9 +32,8 @@ def test_no_name_is_cut_at_80_columns(command, capsys, monkeypatch):
     page = help_of(capsys, monkeypatch, *command)
     assert max(map(len, page.splitlines())) <= 80
     shown = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", page))
-    found = COMMANDS[command[0]]
-    found = found if len(command) == 1 else found.commands[command[1]]
-    names = {n for each in found.params for n in (*each.opts, *each.secondary_opts) if n[0] == "-"}
+    params = ALL[command].params
+    names = {n for each in params for n in (*each.opts, *each.secondary_opts) if n[0] == "-"}
     assert names - shown == set()
 
 

@@ -73,9 +73,8 @@ def test_rm_takes_the_beginning_of_one_alias_and_removes_nothing_for_several(hub
         assert sorted(models_root().iterdir()) == before
     status, out, _ = call(capsys, "models", "rm", "qwen3-14", "--yes")
     assert (status, out.split(",")[0]) == (0, "removed Qwen3-14B-4bit")
-    assert [path.name for path in models_root().iterdir() if path.name[0] != "."] == [
-        "Qwen3-4B-4bit"
-    ]
+    left = [path.name for path in models_root().iterdir() if path.name[0] != "."]
+    assert left == ["Qwen3-4B-4bit"]
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.commands.test_help_page import ALL, COMMANDS
+from tests.commands.test_help_page import ALL
 from tests.conftest import call
 from your_ai.commands.options import given_settings, is_listed
 from your_ai.config import FIELDS, flag
@@ -17,9 +17,7 @@ def test_every_option_with_values_separated_by_commas_can_be_repeated():
         *("--reward", "--report-to", "--data", "--lora-targets", "--columns", "--hosts", "--tools")
     }
     lost = []
-    for command in ALL:
-        found = COMMANDS[command[0]]
-        found = found if len(command) == 1 else found.commands[command[1]]
+    for command, found in ALL.items():
         for each in found.params:
             is_list = "separated by commas" in (each.help or "") or lists & set(each.opts)
             is_one_set = command == ("eval",)  # of rows to measure

@@ -6,13 +6,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.conftest import call
+from tests.conftest import call, wait_until
 from tests.generation.test_tool_calls import train_caller
 from tests.terminal import on_terminal
 from your_ai.gates.text import printable
@@ -235,13 +234,6 @@ def test_unusable_tools_are_an_error_in_one_line(ask_caller, capsys, tools, mess
     assert message in errors[0]
 
 
-def wait_for(done) -> None:
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def started_by(process: subprocess.Popen) -> list[psutil.Process]:
     found = psutil.Process(process.pid).children(recursive=True)
     assert found
@@ -261,7 +253,7 @@ def test_ctrl_c_stops_a_tool_but_not_the_conversation(caller, own_folder):
         assert terminal.end() == 0
         assert terminal.is_as_it_was
         assert b"\x1b[2J" not in terminal.written
-    wait_for(lambda: not any(each.is_running() for each in others))
+    wait_until(lambda: not any(each.is_running() for each in others))
 
 
 @pytest.mark.parametrize("end", ["SIGTERM", "SIGINT", "SIGKILL"])
@@ -279,6 +271,6 @@ def test_no_process_outlives_a_chat(caller, own_folder, end):
             others = started_by(process)
             process.send_signal(getattr(signal, end))
             process.wait(60)
-            wait_for(lambda: not any(each.is_running() for each in others))
+            wait_until(lambda: not any(each.is_running() for each in others))
         finally:
             process.kill()

@@ -10,6 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.conftest import wait_until
 from tests.studio.client import Client
 from your_ai.config import FIELDS, TrainConfig, build
 from your_ai.config.reading import commented_yaml
@@ -114,8 +115,6 @@ def test_a_refused_start_keeps_what_was_typed(client: Client):
 def test_a_run_starts_and_ends_as_asked(client: Client):
     place = client.post("runs", run="r", max_steps="2").place
     assert place == "runs/r"
-    from tests.conftest import wait_until
-
     wait_until(lambda: "finished" in client.part("runs/r").text)
     (again,) = re.findall(r'href="[^"]*plan[?]([^"]*)"', client.get("runs/r").text)
     again = dict(parse_qsl(unescape(again)))

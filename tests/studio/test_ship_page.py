@@ -42,16 +42,16 @@ def test_each_form_begins_a_command_that_there_is(client: Client, begun):
         ), done.stderr
 
 
-@pytest.mark.parametrize("name", ["", "x", "../..", "a/b/c", "--dry-run", "a b/c", "a/b\n"])
-def test_names_that_no_hub_has(client: Client, begun, name):
-    run_named("r")
-    assert "OWNER/NAME" in client.post("ship/r/push", to=name).fault
-    assert not begun
+NO_NAMES = ("", "x", "../..", "a/b/c", "--dry-run", "a b/c", "a/b\n")
 
 
-def test_formats_that_are_none(client: Client, begun):
+@pytest.mark.parametrize(
+    ("what", "to", "fault"),
+    [*(("push", name, "OWNER/NAME") for name in NO_NAMES), ("export", "zip", "choose mlx")],
+)
+def test_names_that_no_hub_has_and_formats_that_are_none(client: Client, begun, what, to, fault):
     run_named("r")
-    assert "choose mlx" in client.post("ship/r/export", to="zip").fault
+    assert fault in client.post(f"ship/r/{what}", to=to).fault
     assert not begun
 
 
