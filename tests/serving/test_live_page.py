@@ -90,11 +90,8 @@ def test_only_parts_that_change_are_sent(folder):
     write(folder, LIMIT, started(), samples("before", "five"), step(1))
     with folders.locked(folder):
         shown = Shown(folder)
-        assert (
-            shown.changed()
-            == set(report.parts_of(shown.page.now.text))
-            > {"head", "now", "samples"}
-        )
+        everything = shown.changed()
+        assert everything == {*report.parts_of(shown.page.now.text)} > {"head", "now", "samples"}
         assert shown.changed() == set()
         write(folder, step(2))
         assert shown.changed() == {"now", "facts", "charts"}
@@ -129,12 +126,8 @@ def test_a_long_run_is_shown_from_a_part_of_its_events_and_then_whole(folder, mo
     assert "being read" not in whole
     assert "best running mean" in whole
     assert "Steps: 1,000." in whole
-    assert whole == Shown(folder_read_at_once(folder, monkeypatch)).text()
-
-
-def folder_read_at_once(folder: RunFolder, monkeypatch) -> RunFolder:
-    monkeypatch.setattr(live_run, "LONG_BYTES", 1 << 30)
-    return folder
+    monkeypatch.setattr(live_run, "LONG_BYTES", 1 << 30)  # so that it is read at once
+    assert whole == Shown(folder).text()
 
 
 def test_a_line_that_was_cut_is_not_waited_for(folder):
@@ -216,16 +209,7 @@ def test_text_of_a_run_is_escaped_in_every_part(folder):
         shown = Shown(folder)
         shown.text()
     parts = report.parts_of(shown.page.now.text)
-    assert sorted(parts) == [
-        "charts",
-        "events",
-        "facts",
-        "head",
-        "now",
-        "plan",
-        "samples",
-        "settings",
-    ]
+    assert sorted(parts) == "charts events facts head now plan samples settings".split()
     for part in parts.values():
         parsed = Parsed(part)
         assert not {"script", "img"} & {tag for tag, _ in parsed.elements}
@@ -438,12 +422,8 @@ def test_events_are_lines_of_ascii_whatever_the_text(server, page):
     page.publish(TEXT, "\n\ndata: x", {"head": "a\r\n\r\nid: 7\ndata: </script>\u2028\x00"})
     response = ask(server, "/events")
     lines = [response.readline() for _ in range(4)]
-    assert [line[:5] for line in lines] == [
-        b"retry",
-        b"\n",
-        b"id: " + page.token[:1].encode(),
-        b"data:",
-    ]
+    begin = [b"retry", b"\n", b"id: " + page.token[:1].encode(), b"data:"]
+    assert [line[:5] for line in lines] == begin
     assert lines[3].isascii()
     assert json.loads(lines[3][6:])["parts"]["head"].endswith("</script>\u2028\x00")
 

@@ -65,6 +65,18 @@ async def result_of(client: Client, tool: str, **arguments: Any) -> tuple[bool, 
     return bool(found.is_error), found.structured_content
 
 
+async def done_by(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
+    """The result of a call, which must not fail."""
+    failed, found = await result_of(client, tool, **arguments)
+    assert not failed, found
+    return found
+
+
+def done(tool: str, *permissions: str, **arguments: Any) -> dict[str, Any]:
+    """The same, of a client for this call."""
+    return in_process(lambda client, _: done_by(client, tool, **arguments), *permissions)
+
+
 def error(tool: str, *permissions: str, **arguments: Any) -> str:
     """The error of a call, which is one line."""
     failed, found = called(tool, *permissions, **arguments)
@@ -120,10 +132,7 @@ def test_tools_say_what_they_take_and_return():
 def test_training_is_started_with_the_settings(started, data_folder, tiny_model):
     shutil.copytree(tiny_model, "tiny")
     settings = {"lora_rank": 4, "max_steps": 3}
-    failed, found = called(
-        "train", model="tiny", data="data", run="r1", max_memory=1.5, settings=settings
-    )
-    assert not failed, found
+    found = done("train", model="tiny", data="data", run="r1", max_memory=1.5, settings=settings)
     assert found == {"run": "r1", "begun": True, "max_memory_gb": 1.5, "notes": []}
     ((folder, config, new),) = started
     assert (folder.path, new) == (RUNS / "r1", True)
@@ -132,8 +141,7 @@ def test_training_is_started_with_the_settings(started, data_folder, tiny_model)
 
 def test_training_from_a_file_of_settings(started, data_folder):
     Path("c.yaml").write_text("model: demo\ndata: data\nmax_steps: 7\nseed: 5\n")
-    failed, found = called("train", config="c.yaml", max_steps=2)
-    assert not failed, found
+    done("train", config="c.yaml", max_steps=2)
     assert (started[0][1].seed, started[0][1].max_steps) == (5, 2)
 
 
@@ -210,8 +218,7 @@ def test_code_is_run_only_if_it_was_allowed(started):
     settings = {"objective": "grpo", "reward": "mine:mine"}
     given = {"model": "demo", "data": "demo", "settings": settings}
     assert "--allow-code" in error("train", "network", **given)
-    failed, found = called("train", "code", **given)
-    assert not failed, found
+    done("train", "code", **given)
 
 
 @pytest.mark.parametrize(
@@ -277,25 +284,22 @@ def test_finished_run_is_watched_evaluated_and_reported(run, monkeypatch, capsys
     monkeypatch.setattr(AgentTools, "_command", here)
 
     async def work(client: Client, _: object) -> None:
-        failed, found = await result_of(client, "watch", run="r", wait_s=60)
-        assert not failed
+        found = await done_by(client, "watch", run="r", wait_s=60)
         assert (found["state"], found["step"], found["steps"]) == ("finished", 4, 4)
         assert found["checkpoint"] == "step-000004"
         assert found["adapter"] == "runs/r/adapter"
         assert found["last_events"][-1].startswith("step 4: saved")
-        failed, found = await result_of(client, "evaluate", run="r", max_memory=1.0, worst=0)
-        assert not failed, found
+        found = await done_by(client, "evaluate", run="r", max_memory=1.0, worst=0)
         assert found["path"] == "runs/r/evaluation.json"
         assert found["measures"].keys() >= {"loss", "perplexity"}
         assert "confidence intervals" in found["text"]
         assert "--max-memory=1.0" in ran
-        failed, found = await result_of(client, "report", run="r", out="page.html")
-        assert not failed, found
+        found = await done_by(client, "report", run="r", out="page.html")
         assert "done: 4 steps" in found["text"]
         assert Path(found["path"]).read_text().startswith("<!doctype html>")
-        failed, found = await result_of(client, "runs")
+        found = await done_by(client, "runs")
         assert [row["name"] for row in found["runs"]] == ["r"]
-        failed, found = await result_of(client, "train", resume="r")
+        _, found = await result_of(client, "train", resume="r")
         assert "already finished" in found["error"]
 
     in_process(work)
@@ -334,8 +338,7 @@ def test_watch_returns_as_soon_as_the_run_gets_on(run):
         timer = threading.Timer(0.5, log.write, [events.Phase(text="validating")])
         timer.start()
         began = time.monotonic()
-        failed, found = await result_of(client, "watch", run="r", wait_s=60)
-        assert not failed
+        found = await done_by(client, "watch", run="r", wait_s=60)
         return time.monotonic() - began, found
 
     with locked(run, SUPERVISOR_LOCK):
@@ -347,8 +350,7 @@ def test_watch_returns_as_soon_as_the_run_gets_on(run):
 def test_watch_says_why_a_run_never_began(run):
     run.events.write_text("")
     (run.path / "process.log").write_text("note: x\nerror: does not fit\n")
-    failed, found = called("watch", run="r")
-    assert not failed
+    found = done("watch", run="r")
     assert (found["state"], found["error"]) == ("died", "does not fit")
 
 
@@ -361,8 +363,7 @@ def test_run_is_asked_to_stop_once_however_often_stop_is_called(run, monkeypatch
 
     async def work(client: Client, _: object) -> None:
         for _ in range(2):
-            failed, found = await result_of(client, "stop", run="r", wait_s=0)
-            assert not failed, found
+            found = await done_by(client, "stop", run="r", wait_s=0)
             assert found["state"] == "running"
 
     with monkeypatch.context() as patched, locked(run, SUPERVISOR_LOCK):
@@ -381,8 +382,7 @@ def test_second_run_gets_its_share_or_is_refused_with_the_reason(run, started):
         assert not (RUNS / "second").exists()
         assert "not enough memory" in error("evaluate", run="r")
         log.write(events.Limit(limit_bytes=100_000_000, reason="test"))
-        failed, found = called("train", model="demo", data="demo", run="second")
-        assert not failed, found
+        found = done("train", model="demo", data="demo", run="second")
         assert found["max_memory_gb"] == started[0][1].max_memory > 0.1
         assert "is running" in error("train", resume="r")
 
@@ -490,18 +490,15 @@ def test_runs_survive_the_server_and_two_at_once_are_not_mixed(own_folder, tiny_
             assert is_running(RunFolder(RUNS / name))
         async with server() as client:
             for name, count in steps.items():
-                failed, seen = await result_of(client, "watch", run=name, wait_s=30)
-                assert not failed, seen
+                seen = await done_by(client, "watch", run=name, wait_s=30)
                 assert (seen["state"], seen["steps"]) == ("running", count)
                 assert seen["limit_bytes"] == 1_000_000_000
-                failed, ended = await result_of(client, "stop", run=name, wait_s=60)
-                assert not failed, ended
+                ended = await done_by(client, "stop", run=name, wait_s=60)
                 assert ended["state"] == "stopped"
                 assert ended["checkpoint"] == f"step-{ended['step']:06}"
-            failed, listed = await result_of(client, "runs")
-            assert {row["name"]: row["state"] for row in listed["runs"]} == dict.fromkeys(
-                steps, "stopped"
-            )
+            listed = await done_by(client, "runs")
+            states = {row["name"]: row["state"] for row in listed["runs"]}
+            assert states == dict.fromkeys(steps, "stopped")
 
     try:
         asyncio.run(work())

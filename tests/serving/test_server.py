@@ -60,22 +60,32 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(run: RunFolder, *options: str) -> Iterator[Served]:
-    log = run.path / "serve.log"
+def started(
+    log: Path, *command: str, cwd: Path | None = None, **variables: str
+) -> Iterator[tuple[subprocess.Popen, int, str]]:
+    """The process of a server, its port, and what it printed."""
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "your_ai", "serve", str(run.path), "--port", "0", *options],
-            stdout=subprocess.PIPE, stderr=file, text=True, env={**os.environ, "http_proxy": ""},
+            [sys.executable, "-m", "your_ai", *command, "--port", "0"],
+            stdout=subprocess.PIPE, stderr=file, text=True, cwd=cwd,
+            env={**os.environ, "http_proxy": "", **variables},
         )  # fmt: skip
     try:
         printed = process.stdout.readline() + process.stdout.readline()
-        port = re.search(r"127\.0\.0\.1:(\d+)", printed)
+        port = re.search(r"http://[0-9.]+:(\d+)", printed)
         assert port, log.read_text()
-        yield Served(process, int(port[1]), printed, log)
+        yield process, int(port[1]), printed
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+@contextlib.contextmanager
+def served(run: RunFolder, *options: str) -> Iterator[Served]:
+    log = run.path / "serve.log"
+    with started(log, "serve", str(run.path), *options) as found:
+        yield Served(*found, log)
 
 
 @pytest.fixture(scope="module")
