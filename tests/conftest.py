@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import hashlib
 import importlib
+import io
 import itertools
 import json
 import os
@@ -17,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,6 +26,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import load_tokenizer, quantize_model, save_config
+from rich.console import Console, RenderableType
 
 from tests import indices
 from tests.kernels import fuse, precompile_header
@@ -334,6 +336,32 @@ def wait_until(done: Callable[[], object], patience_s: float = 60.0) -> None:
 
 class Killed(BaseException):
     """Ends a run or a command at once, like kill -9."""
+
+
+def shown(renderable: RenderableType, width: int = 80) -> str:
+    """What a terminal of that width shows."""
+    console = Console(file=io.StringIO(), width=width)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+class Call(NamedTuple):
+    """What a function was given by position, and what it returned."""
+
+    given: tuple[Any, ...]
+    result: Any
+
+
+def calls_of(patch: pytest.MonkeyPatch, place: Any, name: str) -> list[Call]:
+    """The calls, from now on, of a function that does as before."""
+    found, genuine = list[Call](), getattr(place, name)
+
+    def noted(*given: Any, **more: Any) -> Any:
+        found.append(Call(given, genuine(*given, **more)))
+        return found[-1].result
+
+    patch.setattr(place, name, noted)
+    return found
 
 
 def chat(question: str, answer: str, **more: Any) -> dict[str, Any]:

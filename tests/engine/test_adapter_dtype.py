@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from tests.conftest import TINY, make_model
+from tests.conftest import TINY, calls_of, make_model
 from tests.engine.test_fused import encode, load, relative_error
 from your_ai.data.batches import make_schedule
 from your_ai.engine import tiles
@@ -62,8 +62,7 @@ def test_gradients_are_those_of_float32_adapters(
             built.engine.add_gradients(batch, 0.1, 3, total)
         return total.take(total.sizes())
 
-    used = []
-    monkeypatch.setattr(tiles.TiledBlock, "backward", noting(used, tiles.TiledBlock.backward))
+    used = calls_of(monkeypatch, tiles.TiledBlock, "backward")
     total = SpilledGradients(tmp_path) if plan == "streamed" else HeldGradients()
     found = computed(rounded, its_adapters, total)
     dtypes = {path.rpartition(".")[2]: array.dtype for path, array in values.items()}
@@ -89,11 +88,3 @@ def test_the_gradients_of_one_micro_batch_stay_in_bfloat16(tmp_path):
     total = HeldGradients()
     built.engine.add_gradients(batch, 0.1, 3, total)
     assert {array.dtype for array in total.arrays.values()} == {mx.bfloat16}
-
-
-def noting(used, function):
-    def run(*args):
-        used.append(True)
-        return function(*args)
-
-    return run

@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
-from tests.conftest import TINY, make_model
+from tests.conftest import TINY, Call, calls_of, make_model
 from tests.engine.test_compiled import Made
 from tests.engine.test_fused import (
     assert_step,
@@ -30,7 +30,6 @@ from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.gradients import HeldGradients
 from your_ai.engine.weights import tensors_of
 from your_ai.nets import dora, model
-from your_ai.nets.dora import row_norms
 from your_ai.training.optimizer import build_optimizer, make_update
 
 PLANS = ("fused", "staged", "streamed")
@@ -61,16 +60,9 @@ def made(tmp_path: Path) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def computed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The layers whose norms are computed from now on."""
-    found: list[Any] = []
-
-    def counted(linear: Any, *args: Any, **options: Any) -> mx.array:
-        found.append(linear)
-        return row_norms(linear, *args, **options)
-
-    monkeypatch.setattr(dora, "row_norms", counted)
-    return found
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """The norms of layers that are computed from now on."""
+    return calls_of(monkeypatch, dora, "row_norms")
 
 
 def step(made: Made) -> tuple[float, Any]:

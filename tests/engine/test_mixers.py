@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import conftest
-from tests.conftest import VOCABULARY, make_model
+from tests.conftest import VOCABULARY, calls_of, make_model
 from tests.engine.test_fused import assert_step, encode, engine_loss, load
 from tests.engine.test_plans import by_plan
 from tests.nets.mixers.models import MODELS, SIZES
@@ -28,14 +28,7 @@ def test_every_plan_gives_the_gradients_of_mlx_lm(tmp_path, monkeypatch, archite
     network, tokenizer, adapters = load(folder)
     dequantize_on_the_cpu(network)  # as `build_engine` does
     expected = engine_loss(network, adapters, encode(tokenizer, tmp_path), seed=3)
-    used: list[int] = []
-    whole = chunks._over_chunks
-
-    def counted(*given):
-        used.append(1)
-        return whole(*given)
-
-    monkeypatch.setattr(chunks, "_over_chunks", counted)
+    used = calls_of(monkeypatch, chunks, "_over_chunks")
     for plan in plans:
         used.clear()
         found = by_plan(folder, tmp_path, plan)

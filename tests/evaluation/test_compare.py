@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.conftest import chat, chat_prompt, events_of, load_base, make_model, write_rows
+from tests.conftest import calls_of, chat, chat_prompt, events_of, load_base, make_model, write_rows
 from tests.evaluation.conftest import ROWS, carry_out, compared, trained_run
 from your_ai.config import TrainConfig
 from your_ai.engine.build import build_engine
@@ -41,15 +41,9 @@ def expected(tmp_path_factory, run):
 
 def test_batch_size_is_capped_at_the_number_of_rows(run, monkeypatch):
     """The time and memory of the search for a plan grow with the batch size."""
-    asked, budget_of = [], evaluation.budget_of_evaluation
-
-    def noted(*arguments, **more):
-        asked.append(arguments[4])
-        return budget_of(*arguments, **more)
-
-    monkeypatch.setattr(evaluation, "budget_of_evaluation", noted)
+    calls = calls_of(monkeypatch, evaluation, "budget_of_evaluation")
     compared(run, batch_size=10**6)
-    assert asked == [len(ROWS)]
+    assert [call.given[4] for call in calls] == [len(ROWS)]
 
 
 @pytest.mark.parametrize(
@@ -64,12 +58,11 @@ def test_numbers_depend_on_neither_batch_size_nor_plan(run, expected, engine, ba
     assert found.adapter.exact.tolist() == [True, *[False] * 6, True]
 
 
-def plain(run, examples, adapted):
+def plain(base, examples, adapter=None):
     """Losses of a model without any adapter layers, or with the adapter put on directly."""
-    found = open_trained(str(run))
-    network, _ = load_base(found.base, mx.float32)
-    if adapted:
-        put_adapter(network, found.adapter)
+    network, _ = load_base(base, mx.float32)
+    if adapter is not None:
+        put_adapter(network, adapter)
     dequantize_on_the_cpu(network)
     engine = build_engine(network, model.DropoutKeys([None]), "fused").engine
     return carry_out(scored(engine, examples, lambda _: 2)).losses
@@ -80,9 +73,9 @@ def test_base_losses_equal_the_model_without_adapter_bit_for_bit(tmp_path, tiny_
     run = trained_run(tmp_path, tiny_model, use_dora=dora, lora_dropout=0.0 if dora else 0.1,
                       max_steps=10)  # fmt: skip
     found = compared(run, engine="fused")
-    examples = found.rows.trained.examples
-    assert np.array_equal(found.base.losses, plain(run, examples, adapted=False))
-    assert np.array_equal(found.adapter.losses, plain(run, examples, adapted=True))
+    examples, trained = found.rows.trained.examples, open_trained(str(run))
+    assert np.array_equal(found.base.losses, plain(trained.base, examples))
+    assert np.array_equal(found.adapter.losses, plain(trained.base, examples, trained.adapter))
     assert not np.allclose(found.base.losses, found.adapter.losses, rtol=0.01)
 
 
@@ -100,10 +93,7 @@ def test_a_quantized_run_is_measured_on_its_quantized_copy(tmp_path):
     folder = make_model(tmp_path / "m", bits=None)
     run = trained_run(tmp_path, folder, quantize=4, max_steps=2)
     found = compared(run)
-    network, _ = load_base(place_of_copy(folder, 4), mx.float32)
-    dequantize_on_the_cpu(network)
-    engine = build_engine(network, model.DropoutKeys([None]), "fused").engine
-    expected = carry_out(scored(engine, found.rows.trained.examples, lambda _: 2)).losses
+    expected = plain(place_of_copy(folder, 4), found.rows.trained.examples)
     assert np.array_equal(found.base.losses, expected)
 
 
@@ -125,12 +115,16 @@ def test_the_metric_gets_the_answers_of_base_and_adapter(run, tmp_path):
     answers = [found.base.answers[0], found.base.answers[2], *found.adapter.answers.values()]
     assert [answer for answer, *_ in given] == answers
     for adapted, measured in ((False, found.base), (True, found.adapter)):
-        network, tokenizer = generate.load_run(open_trained(str(run)), adapted)
-        for place, row in ((0, rows[0]), (2, rows[2])):
-            text = tokenizer.apply_chat_template(
-                row["messages"][:1], tokenize=False, add_generation_prompt=True
-            )
-            assert measured.answers[place] == generate.answer(network, tokenizer, text, 5)
+        alone = {place: answer_alone(run, rows[place], adapted) for place in (0, 2)}
+        assert {place: measured.answers[place] for place in alone} == alone
+
+
+def answer_alone(run, row, adapted) -> str:
+    """The answer of at most 5 tokens to what a row asks."""
+    network, tokenizer = generate.load_run(open_trained(str(run)), adapted)
+    asked = row["messages"][:1]
+    text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    return generate.answer(network, tokenizer, text, 5)
 
 
 @pytest.mark.parametrize(("engine", "dora"), [("fused", True), ("streamed", False)])
@@ -142,11 +136,7 @@ def test_chosen_rows_are_answered_without_a_metric(tmp_path, tiny_model, engine,
     found = compared(run, path, to_show=lambda found: [2, 1], max_tokens=5, engine=engine)
     assert found.adapter.scores is None
     for adapted, measured in ((False, found.base), (True, found.adapter)):
-        network, tokenizer = generate.load_run(open_trained(str(run)), adapted)
-        prompt = tokenizer.apply_chat_template(
-            rows[2]["messages"][:1], tokenize=False, add_generation_prompt=True
-        )
-        assert measured.answers == {2: generate.answer(network, tokenizer, prompt, 5)}
+        assert measured.answers == {2: answer_alone(run, rows[2], adapted)}
     assert found.base.answers != found.adapter.answers
 
 
@@ -197,15 +187,9 @@ def test_answers_depend_on_neither_wave_nor_plan(
     monkeypatch.setattr("your_ai.memory.plan.wave_sizes", lambda rows: [[wave]])
     rows = [chat(f"Question {n} " + "please " * n, "Answer " * (n % 3 + 1)) for n in range(8)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    waves, complete = [], samples.complete
-
-    def noted(*arguments):
-        waves.append(len(arguments[1]))
-        return complete(*arguments)
-
-    monkeypatch.setattr(samples, "complete", noted)
+    calls = calls_of(monkeypatch, samples, "complete")
     found = compared(run, path, metric=Metric("m:f", lambda *_: 1), engine=engine)
-    assert waves == 2 * {1: [1] * 8, 3: [3, 3, 2], 8: [8]}[wave]
+    assert [len(call.given[1]) for call in calls] == 2 * {1: [1] * 8, 3: [3, 3, 2], 8: [8]}[wave]
     assert found.plan.endswith(f"{wave} completion{'s' * (wave > 1)} at a time")
     for adapted, measured in ((False, found.base), (True, found.adapter)):
         if adapted not in answers_alone:

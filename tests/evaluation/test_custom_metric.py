@@ -88,22 +88,23 @@ def test_a_result_that_is_not_a_finite_number_is_an_error_naming_the_row(value, 
         Metric("m:f", lambda *_: value).score("", "", {}, "t.jsonl:7")
 
 
-def test_an_exception_of_the_metric_is_reported_on_one_line_with_the_row():
+def raising(error: BaseException) -> Metric:
     def fail(answer, expected, row):
-        raise ValueError("one\ntwo")
+        raise error
 
-    with pytest.raises(UserError, match=r"^t.jsonl:7: --metric m:f raised ValueError: one$"):
-        Metric("m:f", fail).score("", "", {}, "t.jsonl:7")
+    return Metric("m:f", fail)
 
 
-def test_sys_exit_in_the_metric_is_reported_with_the_row():
-    """Otherwise the evaluation would end silently, as if it had succeeded."""
-
-    def leave(answer, expected, row):
-        sys.exit(0)
-
-    with pytest.raises(UserError, match=r"^t.jsonl:7: --metric m:f raised SystemExit: 0$"):
-        Metric("m:f", leave).score("", "", {}, "t.jsonl:7")
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("one\ntwo"), "ValueError: one"),
+        (SystemExit(0), "SystemExit: 0"),  # else the evaluation would seem to have succeeded
+    ],
+)
+def test_an_exception_of_the_metric_is_reported_on_one_line_with_the_row(error, said):
+    with pytest.raises(UserError, match=rf"^t.jsonl:7: --metric m:f raised {said}$"):
+        raising(error).score("", "", {}, "t.jsonl:7")
 
 
 def test_prints_of_the_metric_go_to_stderr(module, capsys):
@@ -113,8 +114,5 @@ def test_prints_of_the_metric_go_to_stderr(module, capsys):
 
 
 def test_ctrl_c_is_not_reported_as_an_error_of_the_metric():
-    def stop(answer, expected, row):
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        Metric("m:f", stop).score("", "", {}, "t.jsonl:7")
+        raising(KeyboardInterrupt()).score("", "", {}, "t.jsonl:7")

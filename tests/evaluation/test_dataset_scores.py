@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mlx_lm import generate
 
-from tests.conftest import DEMO_FOLDER, chat, load_base, write_rows
+from tests.conftest import DEMO_FOLDER, chat, chat_prompt, load_base, write_rows
 from tests.evaluation.conftest import carry_out
 from your_ai.data.encode import Encoder
 from your_ai.data.examples import load_examples
@@ -32,15 +32,17 @@ def encode(tokenizer, path):
     return load_examples(path, Encoder(tokenizer), "t", 256, "error", path.parent / "cache")
 
 
+def greedy(network, tokenizer, question):
+    return generate(network, tokenizer, chat_prompt(tokenizer, question), max_tokens=40)
+
+
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_exact_match_agrees_with_greedy_generation(own_folder, demo, batch_size):
     network, tokenizer, engine = demo
     questions = ["Please send two red cups to Oslo.", "Write nine in digits.", "Which city?"]
     rows = []
     for question in questions:
-        messages = [{"role": "user", "content": question}]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        text = generate(network, tokenizer, prompt, max_tokens=40)
+        text = greedy(network, tokenizer, question)
         rows += [chat(question, text), chat(question, text + "."), chat(question, "x" + text)]
     examples = encode(tokenizer, write_rows(own_folder / "t.jsonl", rows))
     assert measures.exact_matches(engine, examples, lambda _: batch_size, Stop()) == len(questions)
@@ -91,8 +93,7 @@ def test_scores_of_each_example_agree_with_its_full_logits(own_folder, demo, bat
     network, tokenizer, engine = demo
     rows = [chat("Question " * i, "Answer " * (1 + i % 4), weight=i) for i in range(5)]
     examples = encode(tokenizer, write_rows(own_folder / "t.jsonl", rows))
-    steps = measures.scored(engine, examples, lambda _: batch_size)
-    found = carry_out(steps)
+    found = carry_out(measures.scored(engine, examples, lambda _: batch_size))
     for example, loss in zip(examples, found.losses, strict=True):
         logits = network(mx.array(example.tokens[None, :-1]))[0]
         losses = nn.losses.cross_entropy(logits, mx.array(example.tokens[1:]))
@@ -101,14 +102,11 @@ def test_scores_of_each_example_agree_with_its_full_logits(own_folder, demo, bat
 
 def test_only_the_greedy_answer_is_marked_exact(own_folder, demo):
     network, tokenizer, engine = demo
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Which city?"}], add_generation_prompt=True
-    )
-    text = generate(network, tokenizer, prompt, max_tokens=40)
+    text = greedy(network, tokenizer, "Which city?")
     rows = [chat("Which city?", answer) for answer in (text + ".", text, "x" + text)]
     examples = encode(tokenizer, write_rows(own_folder / "t.jsonl", rows))
-    steps = measures.scored(engine, examples, lambda _: 2)
-    assert carry_out(steps).exact.tolist() == [False, True, False]
+    found = carry_out(measures.scored(engine, examples, lambda _: 2))
+    assert found.exact.tolist() == [False, True, False]
 
 
 def test_no_more_than_one_shape_stays_compiled(own_folder, demo):

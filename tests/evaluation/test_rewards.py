@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +10,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from rich.console import Console
 
-from tests.conftest import chat, events_of, train, working_in, write_rows
+from tests.conftest import chat, events_of, shown, train, working_in, write_rows
 from tests.evaluation.conftest import SETTINGS, compared
 from tests.objectives.test_pairs import make
 from your_ai.config import TrainConfig, build
@@ -119,10 +117,9 @@ def test_a_run_on_rewards_of_completions_has_no_rewards_of_pairs(dpo, expected, 
     assert found["measures"]["logps/accuracies"] == likelier
     assert (found["preferences"]["objective"], found["preferences"]["reference"]) == ("", None)
     assert "adapter_margin" not in found["worst"][0]
-    out = Console(file=io.StringIO(), width=80)
-    out.print(show.evaluation_report(found, "r"))
-    assert "Rewards are" not in out.file.getvalue()
-    assert "Logp accuracy: pairs whose chosen answer is more likely." in out.file.getvalue()
+    report = shown(show.evaluation_report(found, "r"))
+    assert "Rewards are" not in report
+    assert "Logp accuracy: pairs whose chosen answer is more likely." in report
 
 
 def test_rewards_of_kto_are_those_of_validation(tmp_path, tiny_model, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,6 +33,8 @@ def config_of(path, **settings) -> TrainConfig:
 
 
 def load(path, tokenizer, **settings):
+    """The rows of a file, or given ones, which are in t.jsonl."""
+    path = write_rows(Path("t.jsonl"), path) if isinstance(path, list) else path
     config = config_of(path, **settings)
     return load_rows(path, config, Encoder(tokenizer, config.mask_prompt), "t")
 
@@ -79,7 +82,7 @@ def test_missing_data_is_an_error(own_folder):
 
 def test_line_numbers_count_the_empty_lines_of_the_file(own_folder, demo_tokenizer):
     rows = [chat("a", "one"), "", chat("b", "two"), "  ", "", {"text": "three"}]
-    found = load(write_rows(own_folder / "t.jsonl", rows), demo_tokenizer)
+    found = load(rows, demo_tokenizer)
     assert [found.where(place) for place in range(3)] == ["t.jsonl:1", "t.jsonl:3", "t.jsonl:6"]
     assert found.asks.tolist() == found.has_answer.tolist() == [True, True, False]
     read = list(found.read(np.array([2, 0])))
@@ -91,10 +94,7 @@ def test_converted_rows_name_the_file_of_the_user(own_folder, demo_tokenizer):
     config = TrainConfig(data="mine.csv", valid="none")
     converted = load(find_splits(config).files["train"], demo_tokenizer)
     assert converted.files == "mine.csv"
-    assert (
-        load(write_rows(own_folder / "t.jsonl", [chat("a", "b")]), demo_tokenizer).files
-        == "t.jsonl"
-    )
+    assert load([chat("a", "b")], demo_tokenizer).files == "t.jsonl"
 
 
 def test_a_byte_order_mark_is_skipped(own_folder, demo_tokenizer):
@@ -119,21 +119,19 @@ def test_measures_of_a_split_row_are_added_up(own_folder, demo_tokenizer):
 
 def test_a_row_without_trained_tokens_after_truncation_is_left_out(own_folder, demo_tokenizer):
     rows = [chat("a", "one"), chat("word " * 60, "never reached"), chat("b", "two", weight=3)]
-    path = write_rows(own_folder / "t.jsonl", rows)
     settings = {"max_seq_length": 32, "too_long": "truncate"}
-    found = load(path, demo_tokenizer, **settings)
+    found = load(rows, demo_tokenizer, **settings)
     assert found.lines.tolist() == [1, 3]
     assert found.weights.tolist() == [1, 3]
-    text = cut_text(found, config_of(path, **settings))
+    text = cut_text(found, config_of("t.jsonl", **settings))
     assert "1 of 3 rows was longer" in text
     assert "1 has nothing left to measure" in text
 
 
 def test_exact_match_uses_only_answers_when_prompts_are_trained_too(own_folder, demo_tokenizer):
     rows = [chat("word " * 60, "never reached"), chat("b", "two"), {"text": "three"}]
-    path = write_rows(own_folder / "t.jsonl", rows)
     settings = {"max_seq_length": 32, "too_long": "truncate", "mask_prompt": False}
-    found = load(path, demo_tokenizer, **settings)
+    found = load(rows, demo_tokenizer, **settings)
     assert found.lines.tolist() == [1, 2, 3]
     assert found.answers.row_of.tolist() == [1, 2]
     assert found.has_answer.tolist() == [False, True, False]
@@ -148,22 +146,19 @@ def test_exact_match_is_skipped_if_the_template_hides_the_answers(
 
     monkeypatch.setattr(ChatAnswers, "framed", lambda *_: None)
     monkeypatch.setattr(ChatAnswers, "spans", hidden)
-    found = load(write_rows(own_folder / "t.jsonl", [chat("a", "b")]), demo_tokenizer,
-                 mask_prompt=False)  # fmt: skip
+    found = load([chat("a", "b")], demo_tokenizer, mask_prompt=False)
     assert found.answers is found.trained
     assert not found.has_answer.any()
 
 
 def test_a_file_with_only_zero_weights_is_refused(own_folder, demo_tokenizer):
-    path = write_rows(own_folder / "t.jsonl", [chat("a", "b", weight=0)])
     with pytest.raises(UserError, match="every row has weight 0"):
-        load(path, demo_tokenizer)
+        load([chat("a", "b", weight=0)], demo_tokenizer)
 
 
 def test_a_file_that_changes_while_it_is_read_is_an_error(own_folder, demo_tokenizer):
-    path = write_rows(own_folder / "t.jsonl", [chat("a", "b"), chat("c", "d")])
-    found = load(path, demo_tokenizer)
-    write_rows(path, [chat("a", "b")])
+    found = load([chat("a", "b"), chat("c", "d")], demo_tokenizer)
+    write_rows(Path("t.jsonl"), [chat("a", "b")])
     with pytest.raises(UserError, match="was changed while it was read"):
         list(found.read([0, 1]))
 
@@ -203,14 +198,12 @@ def test_rows_that_are_in_the_training_data_are_counted(own_folder, demo_tokeniz
 
 @pytest.mark.parametrize("data", ["gone", ""])
 def test_missing_training_data_gives_an_unknown_count(own_folder, demo_tokenizer, data):
-    found = load(write_rows(own_folder / "t.jsonl", [chat("a", "b")]), demo_tokenizer)
+    found = load([chat("a", "b")], demo_tokenizer)
     assert in_training_data(found, config_of(data), "t") is None
 
 
 def test_rows_are_compared_by_all_of_their_tokens(own_folder, demo_tokenizer):
     rows = [chat("a", "b c"), chat("a", "b"), chat("a b", "c"), chat("a", "b c", weight=2)]
-    found = list(
-        digests(load(write_rows(own_folder / "t.jsonl", rows), demo_tokenizer).trained.examples)
-    )
+    found = list(digests(load(rows, demo_tokenizer).trained.examples))
     assert len(set(found)) == 3
     assert found[0] == found[3]

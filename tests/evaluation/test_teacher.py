@@ -14,12 +14,14 @@ from tests.conftest import (
     TINY,
     Killed,
     call,
+    calls_of,
     chat,
     load_base,
     make_model,
     working_in,
     write_rows,
 )
+from tests.engine.test_tiles import cut
 from tests.evaluation.conftest import ROWS, TRAINING, compared, trained_run
 from tests.training.test_distill import PROMPT, divergence_after
 from your_ai.data.encode import Encoder
@@ -130,8 +132,7 @@ def test_a_run_is_its_own_teacher(run):
 
 
 def test_tiles_of_long_rows_are_compared_as_whole_rows(run, teachers, expected, monkeypatch):
-    for size in ("TILED_FROM", "TILE_TOKENS", "FEWEST_TILE_TOKENS"):
-        monkeypatch.setattr(f"your_ai.memory.sizes.{size}", 8)
+    cut(monkeypatch, 8)
     found = compared(run, teacher=str(teachers["near"]), engine="staged")
     gaps, agreements = expected["near"]["adapter"]
     assert found.adapter.divergences == pytest.approx(gaps, rel=1e-5)
@@ -159,10 +160,8 @@ def distilled(root: Path, model: Path, **settings: Any) -> Path:
 def test_the_divergence_is_that_of_a_distillation(tmp_path, tiny_model, settings, kind):
     run = distilled(tmp_path, tiny_model, **settings)
     with in_place(run):
-        assert (
-            call("eval", "r", "--data", "answered.jsonl", "--teacher", tiny_model, "--worst", 0)
-            == 0
-        )
+        options = ("--data", "answered.jsonl", "--teacher", tiny_model, "--worst", 0)
+        assert call("eval", "r", *options) == 0
     found = json.loads((run / "evaluation.json").read_text())
     temperature = settings.get("temperature_distill", 1.0)
     about = {"divergence": kind, "temperature": temperature, "prompt": False}
@@ -197,17 +196,11 @@ def test_the_teacher_sees_the_prompt_of_the_run(tmp_path):
 
 
 def test_the_teacher_reads_each_row_once_and_leaves_nothing(run, teacher, monkeypatch):
-    put: list[int] = []
-    genuine = DiskStore.put
-
-    def noted(self, key, states):
-        put.append(len(states))
-        genuine(self, key, states)
-
-    monkeypatch.setattr(DiskStore, "put", noted)
+    put = calls_of(monkeypatch, DiskStore, "put")
     before = sorted(run.iterdir())
     found = compared(run, teacher=str(teacher))
-    assert sorted(put) == sorted(found.rows.trained_tokens.tolist())
+    sizes = sorted(len(call.given[2]) for call in put)
+    assert sizes == sorted(found.rows.trained_tokens.tolist())
     assert sorted(run.iterdir()) == before
 
 
@@ -233,24 +226,14 @@ def test_progress_counts_the_rows_that_the_teacher_has_read(run, teacher):
 
 def test_the_teacher_is_counted_in_the_plan(run, teacher, monkeypatch):
     """The least limit that does with it is accepted, and one byte less is not."""
-    needed = []
-    genuine = evaluation.budget_of_evaluation
-
-    def noted(*args: Any, **more: Any) -> Any:
-        found = genuine(*args, **more)
-        needed.append(found)
-        return found
-
-    monkeypatch.setattr(evaluation, "budget_of_evaluation", noted)
+    needed = calls_of(monkeypatch, evaluation, "budget_of_evaluation")
     plain = {"engine": "streamed", "batch_size": 1}
     compared(run, **plain)
     compared(run, teacher=str(teacher), **plain)
-    alone, beside = (
-        min(option.needed_bytes for option in options(budget.workload)) for budget in needed
-    )
+    workloads = [call.result.workload for call in needed]
+    alone, beside = (min(o.needed_bytes for o in options(workload)) for workload in workloads)
     assert beside > alone
-    sizes = needed[1].workload.teacher
-    assert sizes.facts.hidden == 64
+    assert workloads[1].teacher.facts.hidden == 64
     assert compared(run, teacher=str(teacher), max_memory_gb=(beside + 1) / 1e9).plan
     with pytest.raises(UserError, match="evaluating does not fit into"):
         compared(run, teacher=str(teacher), max_memory_gb=(beside - 1) / 1e9, **plain)

@@ -96,9 +96,10 @@ def most_of(workload: Workload) -> int:
 
 
 @st.composite
-def limits_for(draw, workload: Workload) -> int:
-    """A limit between the minimum and more than any plan needs."""
-    return draw(st.integers(least_of(workload), 2 * most_of(workload)))
+def limited(draw, of=workloads) -> tuple[Workload, int]:
+    """A workload, and a limit between its minimum and more than any plan needs."""
+    workload = draw(of())
+    return workload, draw(st.integers(least_of(workload), 2 * most_of(workload)))
 
 
 def plans_at(limit_bytes: int, workload: Workload = WORKLOAD) -> list[Plan]:
@@ -114,10 +115,9 @@ def plans_at(limit_bytes: int, workload: Workload = WORKLOAD) -> list[Plan]:
 # The choice
 
 
-@given(st.data())
-def test_chosen_plan_fits(data):
-    workload = data.draw(workloads())
-    limit_bytes, level = data.draw(limits_for(workload)), data.draw(st.integers(0, 30))
+@given(limited(), st.integers(0, 30))
+def test_chosen_plan_fits(drawn, level):
+    workload, limit_bytes = drawn
     choice = choose(workload, limit_bytes, level)
     needed = choice.option.needed_bytes
     assert choice.option.estimate.process_bytes <= needed <= limit_bytes
@@ -129,31 +129,29 @@ def test_chosen_plan_fits(data):
     assert (choice.level > 0) <= (choice.larger is not None)
 
 
-@given(st.data())
-def test_every_bucket_fits_with_its_margin(data):
+@given(limited())
+def test_every_bucket_fits_with_its_margin(drawn):
     """Not only the bucket that needs the most memory."""
-    workload = data.draw(workloads())
-    option = choose(workload, data.draw(limits_for(workload))).option
+    workload, limit_bytes = drawn
+    option = choose(workload, limit_bytes).option
     for tokens in workload.lengths:
         rows = option.plan.rows(tokens, workload.batch_size)
         found = estimate_rows(workload, option.plan, rows, tokens)
         assert with_margin(found) <= option.needed_bytes
 
 
-@given(st.data())
-def test_fastest_plan_that_fits_is_chosen(data):
-    workload = data.draw(workloads())
-    limit_bytes = data.draw(limits_for(workload))
+@given(limited())
+def test_fastest_plan_that_fits_is_chosen(drawn):
+    workload, limit_bytes = drawn
     fitting = [o for o in options(workload) if o.needed_bytes <= limit_bytes]
     expected, chosen = fitting[0], choose(workload, limit_bytes).option
     assert replace(chosen.plan, kept=expected.plan.kept) == expected.plan
     assert chosen.cost <= expected.cost
 
 
-@given(st.data())
-def test_as_much_is_kept_as_fits(data):
-    workload = data.draw(workloads())
-    limit_bytes = data.draw(limits_for(workload))
+@given(limited())
+def test_as_much_is_kept_as_fits(drawn):
+    workload, limit_bytes = drawn
     option = choose(workload, limit_bytes).option
     plan, blocks = option.plan, workload.training.blocks
     if not may_keep(workload, plan) or rung_of(plan.kept) == highest(blocks):
@@ -258,10 +256,9 @@ def test_short_rows_form_larger_micro_batches():
 # Levels
 
 
-@given(st.data())
-def test_each_level_needs_noticeably_less(data):
-    workload = data.draw(workloads())
-    limit_bytes = data.draw(limits_for(workload))
+@given(limited())
+def test_each_level_needs_noticeably_less(drawn):
+    workload, limit_bytes = drawn
     needs, level = [], 0
     while True:
         choice = choose(workload, limit_bytes, level)
@@ -354,19 +351,13 @@ def test_model_converted_on_load_is_not_streamed():
 
 def test_model_converted_on_load_keeps_its_vocabulary_in_memory():
     """Otherwise the staged plan leaves the vocabulary in the files."""
-    streams, not_so = (
-        options(replace(WORKLOAD, engine="staged", can_stream=can))[0].estimate.components[
-            "weights"
-        ]
-        for can in (True, False)
-    )
-    assert not_so - streams == LLAMA.vocabulary_bytes
-    fused = {
-        option.estimate.components["weights"]
-        for can in (True, False)
-        for option in options(replace(WORKLOAD, engine="fused", can_stream=can))
-    }
-    assert fused == {LLAMA.weights_bytes}
+
+    def weights(engine: str, can_stream: bool) -> list[int]:
+        every = options(replace(WORKLOAD, engine=engine, can_stream=can_stream))
+        return [option.estimate.components["weights"] for option in every]
+
+    assert weights("staged", False)[0] - weights("staged", True)[0] == LLAMA.vocabulary_bytes
+    assert {*weights("fused", True), *weights("fused", False)} == {LLAMA.weights_bytes}
 
 
 # Refusals
@@ -481,10 +472,9 @@ def measured(found: Corrections, rows: int, tokens: int, ratio: float) -> int:
     return int(estimated.mlx_bytes + (ratio - 1) * estimated.work_bytes)
 
 
-@given(st.data())
-def test_rows_follow_the_plan_until_a_measurement_differs(data):
-    workload = data.draw(workloads())
-    limit_bytes = data.draw(limits_for(workload))
+@given(limited())
+def test_rows_follow_the_plan_until_a_measurement_differs(drawn):
+    workload, limit_bytes = drawn
     plan = choose(workload, limit_bytes).option.plan
     found = Corrections(workload, plan, limit_bytes)
     for tokens in workload.lengths:
@@ -760,12 +750,9 @@ def test_the_wave_is_as_large_as_fits():
     every = options(ROLLOUTS)
     for option in every[::4]:
         plan = choose(ROLLOUTS, option.needed_bytes).option.plan
-        larger = [
-            other
-            for other in every
-            if replace(other.plan, wave=0) == replace(plan, wave=0) and other.plan.wave > plan.wave
-        ]
-        assert all(other.needed_bytes > option.needed_bytes for other in larger)
+        alike = [o for o in every if o.plan == replace(plan, wave=o.plan.wave)]
+        larger = [o.needed_bytes for o in alike if o.plan.wave > plan.wave]
+        assert all(needed > option.needed_bytes for needed in larger)
 
 
 def test_a_smaller_wave_comes_before_a_slower_engine_until_it_is_too_small():
@@ -800,11 +787,10 @@ def test_the_least_limit_that_a_refusal_names_is_enough(workload):
 
 
 @settings(max_examples=6)
-@given(generating(), st.data())
-def test_the_largest_phase_is_the_estimate(workload, data):
+@given(limited(generating))
+def test_the_largest_phase_is_the_estimate(drawn):
     """Of those that need the most at their peaks: to generate, to score, to update."""
-    option = choose(workload, data.draw(limits_for(workload))).option
-    found = option.estimate
+    found = choose(*drawn).option.estimate
     assert set(found.phases) == {"generate", "update"}
     assert abs(max(found.phases.values()) - found.process_bytes) <= len(found.components)
 

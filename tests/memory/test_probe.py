@@ -179,16 +179,11 @@ def mac(monkeypatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_process_memory_on_macos_is_the_footprint(mac):
+def test_gauges_are_read_on_macos(mac):
+    """Process memory is the footprint."""
     assert (probe.process_bytes(), probe.process_peak()) == (5 * GIB, 7 * GIB)
-
-
-def test_system_gauges_are_read_on_macos(mac):
     sample = probe.read()
     assert (sample.available_bytes, sample.swap_bytes, sample.pressure) == (20 * GIB, 2 * GIB, 2)
-
-
-def test_machine_memory_is_read_on_macos(mac):
     found = probe.machine()
     assert (found.ram_bytes, found.working_set_bytes) == (64 * GIB, 48 * GIB)
     assert (found.available_bytes, found.held_bytes) == (20 * GIB, 5 * GIB)

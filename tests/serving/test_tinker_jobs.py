@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -263,18 +264,16 @@ def test_threads_add_and_cancel_while_jobs_are_done(running, work):
             if number % 3 == 0:
                 running.cancel(sample.id)
 
-    threads = [threading.Thread(target=add, args=(f"m{place}",)) for place in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    names = [f"m{place}" for place in range(8)]
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(add, names))
     assert all(each.done.wait(10) for each in added)
     done = [id for call in work.calls for id in call]
     cancelled = [each.id for each in added if isinstance(said(each), dict)]
     assert sorted(done + cancelled) == sorted(each.id for each in added)
-    for place in range(8):
-        own = [id for id in done if id.startswith(f"m{place}:")]
-        assert own == [f"m{place}:{number}" for number in range(1, 101)]
+    for name in names:
+        own = [id for id in done if id.startswith(f"{name}:")]
+        assert own == [f"{name}:{number}" for number in range(1, 101)]
 
 
 def test_the_worker_ends_soon_when_it_is_over(jobs):

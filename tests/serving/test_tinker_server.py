@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import socket
@@ -28,6 +27,7 @@ import zstandard
 
 from tests.conftest import events_of, wait_until
 from tests.serving import hostile
+from tests.serving.test_server import started
 from tests.serving.test_tinker_wire import one, request
 from your_ai.run import checkpoint, events
 from your_ai.run.folder import RunFolder
@@ -68,13 +68,13 @@ class Served:
         assert status == 200, found
         return found
 
-    def result(self, path: str, body: Any = None) -> Any:
+    def result(self, path: str, body: Any = None, **headers: str) -> Any:
         """Ask for a job, and wait for its result."""
-        return self.wait(self.good(path, body))
+        return self.wait(self.good(path, body, **headers), **headers)
 
-    def wait(self, future: Any) -> Any:
+    def wait(self, future: Any, **headers: str) -> Any:
         while True:
-            found = self.good("retrieve_future", {"request_id": future["request_id"]})
+            found = self.good("retrieve_future", {"request_id": future["request_id"]}, **headers)
             if not isinstance(found, dict) or found.get("type") != "try_again":
                 return found
 
@@ -128,22 +128,11 @@ def samples_of(body: bytes) -> list[tuple[list[int], list[float]]]:
 @contextlib.contextmanager
 def served(folder: Path, model: Path, *options: str) -> Iterator[Served]:
     log = folder / "serve.log"
-    command = [sys.executable, "-m", "your_ai", "tinker", "--model", str(model), "--name", BASE]
-    command += ["--port", "0", "--max-seq-length", "128", "--rank", "8", *options]
-    environment = {**os.environ, "http_proxy": "", "YOUR_AI_HOME": str(folder / "home")}
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=file, text=True, env=environment, cwd=folder
-        )
-    try:
-        printed = process.stdout.readline() + process.stdout.readline()
-        port = re.search(r"http://[0-9.]+:(\d+)", printed)
-        assert port, log.read_text()
-        yield Served(process, int(port[1]), folder, log)
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    command = ("tinker", "--model", str(model), "--name", BASE)
+    command += ("--max-seq-length", "128", "--rank", "8", *options)
+    home = str(folder / "home")
+    with started(log, *command, cwd=folder, YOUR_AI_HOME=home) as (process, port, _):
+        yield Served(process, port, folder, log)
 
 
 @pytest.fixture(scope="module")
@@ -345,20 +334,16 @@ def refusals(model: str, sampler: str) -> Iterator[tuple[str, Any, tuple[int, ..
         for value in values:
             yield "optim_step", {**own, "adam_params": ADAM, name: value}, (422,)
     for value in NO_NAMES:
-        yield "save_weights", {**own, "path": value}, (422,)
-        yield "save_weights_for_sampler", {**own, "path": value}, (422,)
-        yield "save_weights_external", {**own, "path": value}, (422,)
+        for path in ("save_weights", "save_weights_for_sampler", "save_weights_external"):
+            yield path, {**own, "path": value}, (422,)
     for value in (-1, HUGE, "1", True):
         yield "save_weights_for_sampler", {**own, "sampling_session_seq_id": value}, (422,)
     for value in PATHS:
         path = value.format(m=model) if isinstance(value, str) else value
         yield "load_weights", {**own, "path": path}, (422,)
         yield "weights_info", {"tinker_path": path}, (422,)
-        yield (
-            "copy_weights",
-            {"source_path": path, "session_id": session, "model_seq_id": 9},
-            (422,),
-        )
+        body = {"source_path": path, "session_id": session, "model_seq_id": 9}
+        yield "copy_weights", body, (422,)
         if path:
             body = {"session_id": session, "sampling_session_seq_id": 1, "model_path": path}
             yield "create_sampling_session", body, (422,)
@@ -730,8 +715,6 @@ def tinker(folder: Path, *options: str, **environment: str) -> subprocess.Comple
 
 
 def test_wrong_starts_end_with_one_line(tmp_path, tiny_model, server):
-    missing = tmp_path / "zstandard"
-    missing.mkdir()
     model = ("--model", str(tiny_model))
     for options, named in (
         ((*model, "--port", str(server.port)), "--port"),
@@ -772,19 +755,10 @@ def test_others_need_the_token(tmp_path, tiny_model):
             assert (status, "token" in found["detail"]) == (401, True)
             assert "secret" not in found["detail"]
         key = {"X_API_Key": "secret"}
-        assert server.post("create_session", {}, **key)[0] == 200
         session = server.good("create_session", {}, **key)["session_id"]
-
-        def wait(path: str, body: Any) -> Any:
-            asked = server.good(path, body, **key)
-            while True:
-                found = server.good("retrieve_future", asked, **key)
-                if not isinstance(found, dict) or found.get("type") != "try_again":
-                    return found
-
-        model = wait("create_model", model_body(session))["model_id"]
+        model = server.result("create_model", model_body(session), **key)["model_id"]
         body = {"model_id": model, "seq_id": 1, "path": "a"}
-        saved = wait("save_weights_external", body)
+        saved = server.result("save_weights_external", body, **key)
         assert saved["size_bytes"] > 1000
         place = f"training_runs/{model}/checkpoints/external_weights/a/external_weights_urls"
         assert server.get(place)[0] == 401
