@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import call, chat, refused, train, write_rows
+from tests.conftest import call, calls_of, chat, refused, train, write_rows
 from tests.data.test_records import write_csv
 from your_ai.data import batches
 
@@ -99,20 +99,16 @@ SCORED = [{"prompt": "Ask", "completion": text, "score": len(text)} for text in 
 )  # fmt: skip
 def test_what_is_shown_is_what_is_trained(capsys, configure, monkeypatch, rows, settings):
     data = write_rows(Path("rows.jsonl"), rows)
-    made, make_batch = [], batches.make_batch
-
-    def recorded(*args, **kwargs):
-        made.append(make_batch(*args, **kwargs))
-        return made[-1]
-
-    monkeypatch.setattr(batches, "make_batch", recorded)
+    made = calls_of(monkeypatch, batches, "make_batch")
     model = configure().model
     train(configure(data=str(data), valid="none", max_steps=30, batch_size=1, **settings))
     options = [option for name, value in settings.items() for option in as_option(name, value)]
     found = shown(capsys, data, "--model", model, "--valid", "none", "--draw", 99, *options)
     drawn = [row for row in found["drawn"] if not row["problem"]]
     assert len(drawn) >= len(rows) // 2
-    assert {trained_in(row) for row in drawn} == {text for batch in made for text in texts(batch)}
+    assert {trained_in(row) for row in drawn} == {
+        text for batch in made for text in texts(batch.result)
+    }
 
 
 def as_option(name: str, value: object) -> list[object]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from tests.architectures import batch_of, opened_with_adapters, write_model
-from your_ai.engine.build import build_engine
+from tests.architectures import batch_of, write_model
+from tests.engine.test_tiles import engine_of
 from your_ai.engine.compiled import Graphs
 from your_ai.engine.kept import Keeps, keep_results
 from your_ai.memory.estimate_kept import everything
@@ -63,21 +65,27 @@ def test_a_given_output_takes_the_place_of_the_layer_once(block):
     assert mx.array_equal(block(x), expected)
 
 
-def test_gradients_of_a_given_output_are_those_of_the_layer(block):
-    x = mx.random.normal((3, 4))
+def gradients_of(
+    block: nn.Module, x: mx.array, prepare: Callable[[], None] = lambda: None
+) -> dict[str, mx.array]:
+    """Of its parameters, and of x. prepare: is called before each pass."""
 
     def loss(x: mx.array) -> mx.array:
         return mx.square(block(x)).sum()
 
-    expected, of_x = nn.value_and_grad(block, loss)(x)[1], mx.grad(loss)(x)
-    up = block.up(x)
-    results = keep_results(block, DropoutKeys([None]), Keeps(linear=True))
-    results.use([up])
+    prepare()
     found = dict(tree_flatten(nn.value_and_grad(block, loss)(x)[1]))
-    for name, grad in tree_flatten(expected):
+    prepare()
+    return {**found, "x": mx.grad(loss)(x)}
+
+
+def test_gradients_of_a_given_output_are_those_of_the_layer(block):
+    x = mx.random.normal((3, 4))
+    expected, up = gradients_of(block, x), block.up(x)
+    results = keep_results(block, DropoutKeys([None]), Keeps(linear=True))
+    found = gradients_of(block, x, lambda: results.use([up]))
+    for name, grad in expected.items():
         assert mx.allclose(found[name], grad, rtol=1e-5, atol=1e-6), name
-    results.use([up])
-    assert mx.allclose(mx.grad(loss)(x), of_x, rtol=1e-5, atol=1e-6)
 
 
 class GatedMLP(nn.Module):
@@ -109,11 +117,7 @@ class GatedBlock(nn.Module):
 def test_a_product_and_its_derivatives_take_the_place_of_gate_and_up(function):
     mx.random.seed(0)
     block, x = GatedBlock(function=function), mx.random.normal((3, 2, 4))
-
-    def loss(x: mx.array) -> mx.array:
-        return mx.square(block(x)).sum()
-
-    expected, of_x = nn.value_and_grad(block, loss)(x)[1], mx.grad(loss)(x)
+    expected = gradients_of(block, x)
     output, gate, up = block(x), block.mlp.gate_proj(x), block.mlp.up_proj(x)
     results = keep_results(block, DropoutKeys([None]), Keeps(linear=True, activations=True))
     results.record()
@@ -123,24 +127,20 @@ def test_a_product_and_its_derivatives_take_the_place_of_gate_and_up(function):
     expected_kept = function(gate), slope * up, function(gate) * up
     for found, wanted in zip(kept, expected_kept, strict=True):
         assert mx.allclose(found, wanted, rtol=1e-5, atol=1e-6)
-    results.use(kept)
-    found = dict(tree_flatten(nn.value_and_grad(block, loss)(x)[1]))
-    for name, grad in tree_flatten(expected):
+    found = gradients_of(block, x, lambda: results.use(kept))
+    for name, grad in expected.items():
         assert mx.allclose(found[name], grad, rtol=1e-5, atol=1e-5), name
-    results.use(kept)
-    assert mx.allclose(mx.grad(loss)(x), of_x, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"function": nn.softmax},
-        {"product": lambda gate, up, x: gate * nn.silu(up)},
-        {"product": lambda gate, up, x: gate * up + x.sum()},
-        {"product": lambda gate, up, x: gate * up + 1},
-    ],
-    ids=["over features", "not linear", "of its input", "shifted"],
-)
+OTHER_FORMS = {
+    "over features": {"function": nn.softmax},
+    "not linear": {"product": lambda gate, up, x: gate * nn.silu(up)},
+    "of its input": {"product": lambda gate, up, x: gate * up + x.sum()},
+    "shifted": {"product": lambda gate, up, x: gate * up + 1},
+}
+
+
+@pytest.mark.parametrize("options", OTHER_FORMS.values(), ids=OTHER_FORMS)
 def test_an_mlp_of_another_form_keeps_the_outputs_of_its_layers(options):
     block, x = GatedBlock(**options), mx.random.normal((3, 2, 4))
     gate, up = block.mlp.gate_proj(x), block.mlp.up_proj(x)
@@ -173,11 +173,8 @@ def test_attention_of_unknown_code_keeps_nothing(block):
 def test_scores_of_kept_attention_are_computed_once_in_each_pass(
     tmp_path, monkeypatch, kept, exponentials
 ):
-    opened, adapters = opened_with_adapters(write_model(tmp_path / "m", "llama"))
     graphs = Graphs()
-    engine = build_engine(
-        opened.network, adapters.dropout_keys, "staged", tensors=opened.tensors, graphs=graphs
-    ).engine
+    engine = engine_of(write_model(tmp_path / "m", "llama"), graphs=graphs)
     graphs.compiles = False  # else blocks of the same structure are traced once
     engine.keep(lambda rows, tokens: kept)
     mx.eval(engine.gradients(batch_of(96), 1.0, 0))  # makes the programs, which tries the blocks
@@ -188,9 +185,7 @@ def test_scores_of_kept_attention_are_computed_once_in_each_pass(
 
 
 def test_what_is_kept_follows_the_shape_of_a_batch(tmp_path):
-    opened, adapters = opened_with_adapters(write_model(tmp_path / "m", "llama"))
-    keys, asked = adapters.dropout_keys, []
-    engine = build_engine(opened.network, keys, "staged", tensors=opened.tensors).engine
+    engine, asked = engine_of(write_model(tmp_path / "m", "llama")), []
     engine.keep(lambda rows, tokens: asked.append((rows, tokens)) or NOTHING)
     for tokens in (24, 40):
         mx.eval(engine.gradients(batch_of(tokens), 1.0, 0))
@@ -199,11 +194,7 @@ def test_what_is_kept_follows_the_shape_of_a_batch(tmp_path):
 
 @pytest.mark.memory
 def test_the_number_of_blocks_can_be_changed_between_steps(tmp_path):
-    opened, adapters = opened_with_adapters(write_model(tmp_path / "m", "llama"))
-    engine = build_engine(
-        opened.network, adapters.dropout_keys, "staged", tensors=opened.tensors
-    ).engine
-    batch = batch_of(24)
+    engine, batch = engine_of(write_model(tmp_path / "m", "llama")), batch_of(24)
 
     def peak_and_gradients() -> tuple[int, dict[str, mx.array]]:
         mx.eval(engine.gradients(batch, 1.0, 0))  # compiled and traced

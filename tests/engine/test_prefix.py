@@ -69,6 +69,15 @@ def held(store: Store, texts: list[np.ndarray]) -> list[bool]:
     return [f is not None for f in found]
 
 
+def refill(store: Store, folder: Path) -> None:
+    """Put all texts: the store has them, and so has the one that is opened next."""
+    fill(store, TEXTS)
+    assert held(store, TEXTS) == [True] * 4
+    store.close()
+    with contextlib.closing(disk(folder)) as again:
+        assert held(again, TEXTS) == [True] * 4
+
+
 @pytest.fixture
 def folder(own_folder: Path) -> Path:
     """A cache of TEXTS, closed."""
@@ -288,12 +297,7 @@ def test_truncated_files_lose_only_the_last_texts(folder, name):
         assert held(store, TEXTS) == left
         assert store.faults == 0
         assert bool(store.emptied) == (not any(left) and (name == prefix.HIDDEN or size >= 32))
-        fill(store, TEXTS)
-        assert held(store, TEXTS) == [True] * 4
-        store.close()
-        again = disk(folder)
-        assert held(again, TEXTS) == [True] * 4
-        again.close()
+        refill(store, folder)
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
 
 
@@ -311,12 +315,7 @@ def test_flipped_bit_drops_texts_but_never_changes_them(folder, name):
             assert (lost, store.faults) == (1, 1)
         for tokens in TEXTS:
             assert store.has(tokens) == (store.get(tokens) is not None)
-        fill(store, TEXTS)
-        assert held(store, TEXTS) == [True] * 4
-        store.close()
-        again = disk(folder)  # the text that was written last counts
-        assert held(again, TEXTS) == [True] * 4
-        again.close()
+        refill(store, folder)  # the text that was written last counts
         shutil.rmtree(folder)
         fill(disk(folder), TEXTS)
 
@@ -397,12 +396,7 @@ def test_full_disk_keeps_the_texts_stored_before(own_folder, killed, monkeypatch
             store = disk(folder)
             assert held(store, TEXTS) == left
             assert store.emptied == ""
-        fill(store, TEXTS)  # the disk has space again
-        assert held(store, TEXTS) == [True] * 4
-        store.close()
-        again = disk(folder)
-        assert held(again, TEXTS) == [True] * 4
-        again.close()
+        refill(store, folder)  # the disk has space again
 
 
 def test_folder_that_cannot_be_created_is_reported(own_folder):

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_adapters, load_model, quantize_model
 
 from tests.architectures import PLANS, opened_with_adapters, outcome, write_model
+from tests.conftest import change_json
 from your_ai.config import TrainConfig
 from your_ai.engine.weights import open_model
 from your_ai.errors import UserError
@@ -144,8 +145,7 @@ def test_dora_adapter_that_mlx_lm_cannot_load_is_said(tmp_path, kind, noted):
 
 def test_layers_that_cannot_be_trained_are_refused_at_load(tmp_path):
     folder = write_quantized(tmp_path / "m", "nvfp4")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantize_activations": True}))
+    change_json(folder, "config.json", quantize_activations=True)
     with pytest.raises(UserError, match="rounds its inputs"):
         open_model(folder, mx.float32)
 

@@ -44,6 +44,7 @@ OTHERS = [
     *("qwen3_next", "gpt_oss", "mamba2", "gemma4_text", "rwkv7", "lfm2", "ministral3"),
     *("gemma3n", "gpt_neox"),  # no trunk whose logits are the model's
 ]
+CASES = [*MADE, *((name, None, {}) for name in OTHERS)]
 WHOLE = ["afm7", "iquestloopcoder", "kimi_k3"]  # blocks in several lists, or that are run twice
 
 
@@ -56,6 +57,18 @@ def engine_of(
 
 def opened(folder: Path) -> nn.Module:
     return open_model(folder, mx.float32).network
+
+
+def written(folder: Path, architecture: str, bits: int | None) -> Path:
+    if architecture in OTHERS:
+        return write_model(folder, architecture)
+    return make_model(folder, architecture, bits)
+
+
+def tiny_engine(
+    place: Path, kind: type[Staged] = Staged, architecture: str = "llama", **given: Any
+) -> Any:
+    return engine_of(opened(make_model(place / "m", architecture, **TINY)), {}, kind, **given)
 
 
 def unreadable(folder: Path) -> nn.Module:
@@ -112,15 +125,9 @@ def check_blocks(network: nn.Module, settings: dict[str, Any]) -> None:
         assert finite(iter([sums.loss, *cotangents]))
 
 
-@pytest.mark.parametrize(("architecture", "bits", "settings"), MADE)
+@pytest.mark.parametrize(("architecture", "bits", "settings"), CASES)
 def test_blocks_run_on_made_weights(tmp_path, architecture, bits, settings):
-    network = opened(make_model(tmp_path / "m", architecture, bits))
-    check_blocks(network, settings)
-
-
-@pytest.mark.parametrize("model_type", OTHERS)
-def test_blocks_of_other_architectures_run_on_made_weights(tmp_path, model_type):
-    check_blocks(opened(write_model(tmp_path / "m", model_type)), {})
+    check_blocks(opened(written(tmp_path / "m", architecture, bits)), settings)
 
 
 @pytest.mark.parametrize("kind", ENGINES)
@@ -134,29 +141,17 @@ def test_a_model_that_cannot_be_split_has_no_engine(tmp_path, model_type, kind):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize(("architecture", "bits", "settings"), MADE)
+@pytest.mark.parametrize(("architecture", "bits", "settings"), CASES)
 def test_no_weight_is_read(tmp_path, architecture, bits, settings):
-    network = unreadable(make_model(tmp_path / "m", architecture, bits))
-    check_blocks(network, settings)
+    check_blocks(unreadable(written(tmp_path / "m", architecture, bits)), settings)
 
 
+# kimi_k3 compiles when it is imported, perhaps while indices are checked. The code of dbrx reads
+# values of arrays.
 @pytest.mark.compiled
-@pytest.mark.parametrize("model_type", OTHERS)
-def test_no_weight_of_other_architectures_is_read(tmp_path, model_type):
-    check_blocks(unreadable(write_model(tmp_path / "m", model_type)), {})
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize("model_type", [name for name in WHOLE if name != "kimi_k3"])
+@pytest.mark.parametrize("model_type", [*WHOLE[:2], "dbrx"])
 def test_no_weight_is_read_of_a_model_that_cannot_be_split(tmp_path, model_type):
-    """kimi_k3 compiles when it is imported, perhaps while indices are checked."""
     network = unreadable(write_model(tmp_path / "m", model_type))
-    assert engine_of(network, {}, Staged) is None
-
-
-@pytest.mark.compiled
-def test_no_weight_is_read_of_a_model_whose_code_reads_values_of_arrays(tmp_path):
-    network = unreadable(write_model(tmp_path / "m", "dbrx"))
     assert engine_of(network, {}, Staged) is None
 
 
@@ -185,8 +180,7 @@ def test_the_network_is_as_before(tmp_path, kind, score_head, settings):
 
 
 def test_a_block_has_made_arrays_only_while_it_is_used(tmp_path):
-    network = opened(make_model(tmp_path / "m", **TINY))
-    engine = engine_of(network, {}, Staged)
+    engine = tiny_engine(tmp_path)
     weights, before = engine.weights, [leaves_of(block) for block in engine.blocks]
     with weights.of(1):
         made = leaves_of(engine.blocks[1])
@@ -199,8 +193,7 @@ def test_a_block_has_made_arrays_only_while_it_is_used(tmp_path):
 
 
 def test_a_block_that_fails_keeps_no_made_arrays(tmp_path):
-    network = opened(make_model(tmp_path / "m", **TINY))
-    engine = engine_of(network, {}, Staged)
+    engine = tiny_engine(tmp_path)
     before = leaves_of(engine.blocks[0])
     with pytest.raises(MemoryError), engine.weights.of(0):
         raise MemoryError
@@ -209,8 +202,7 @@ def test_a_block_that_fails_keeps_no_made_arrays(tmp_path):
 
 
 def test_made_arrays_are_like_those_of_the_block(tmp_path):
-    network = opened(make_model(tmp_path / "m", **TINY))
-    engine = engine_of(network, {}, Staged)
+    engine = tiny_engine(tmp_path)
     block = engine.blocks[0]
     before = {n: (a.shape, a.dtype) for n, a in tree_flatten(block.parameters())}
     with engine.weights.of(0):
@@ -262,8 +254,7 @@ def test_a_large_vocabulary_is_cut_to_some_slices(tmp_path, architecture):
 
 
 def test_a_small_vocabulary_is_whole(tmp_path):
-    network = opened(make_model(tmp_path / "m", "qwen2", **TINY))
-    engine = engine_of(network, {}, FusedAboveCache)
+    engine = tiny_engine(tmp_path, FusedAboveCache, "qwen2")
     assert engine.head.rows.shape == (768, 32)
 
 
@@ -288,8 +279,7 @@ def test_a_staged_engine_reads_the_vocabulary_and_a_fused_one_has_it(tmp_path, a
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_score_head_takes_the_place_of_the_logits(tmp_path, kind):
-    network = opened(make_model(tmp_path / "m", **TINY))
-    engine = engine_of(network, {}, kind, hidden=32, score_head=True)
+    engine = tiny_engine(tmp_path, kind, hidden=32, score_head=True)
     assert isinstance(engine.head, ScoreHead)
     assert engine.head.scores(mx.ones((5, 32))).shape == (5,)
 

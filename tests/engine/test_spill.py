@@ -90,19 +90,18 @@ def test_popped_arrays_are_in_memory_once(tmp_path):
     assert peak_of(lambda: stack.pop() + 0) <= 2 * 4 * 256 * 256
 
 
+PARTS = {
+    "whole": lambda x: x,
+    "transposed": lambda x: x.T,
+    "columns": lambda x: x[:, 1:],
+    "strided": lambda x: x.reshape(-1)[::2],
+    "scalar": lambda x: x[0, 0],
+    "empty": lambda x: x[:0],
+}
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16, mx.uint32])
-@pytest.mark.parametrize(
-    "of",
-    [
-        lambda x: x,
-        lambda x: x.T,
-        lambda x: x[:, 1:],
-        lambda x: x.reshape(-1)[::2],
-        lambda x: x[0, 0],
-        lambda x: x[:0],
-    ],
-    ids=["whole", "transposed", "columns", "strided", "scalar", "empty"],
-)
+@pytest.mark.parametrize("of", PARTS.values(), ids=PARTS)
 def test_bytes_of_an_array_are_those_of_its_values_in_order(dtype, of):
     array = of((mx.random.normal((3, 4), key=mx.random.key(0)) * 100).astype(dtype))
     values = np.array(array.astype(mx.float32)).reshape(-1)

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.conftest import chat, train_once, write_rows
+from tests.conftest import calls_of, chat, train_once, write_rows
 from tests.fault.processes import COMMAND
 from your_ai import api
 from your_ai.config import TrainConfig
@@ -201,22 +201,15 @@ def test_few_conversations_in_memory_give_the_same_numbers(run, monkeypatch):
 
 def test_conversations_stay_in_the_memory_limit(run, monkeypatch):
     """The least limit gives waves of one row, or weights that are read for each token."""
-    asked = []
-    genuine = policies.complete
-
-    def complete(network, prompts, sampler, stops, new, wave, **more):
-        asked.append(wave)
-        return genuine(network, prompts, sampler, stops, new, wave, **more)
-
-    monkeypatch.setattr(policies, "complete", complete)
+    asked = calls_of(monkeypatch, policies, "complete")
     trained = open_trained(str(run.path))
     sizes = RolloutSizes(128, 1, 1, len(CITIES), converses=True)
     _, least = waves_within(facts_of(trained.base, 4), sizes, 1, can_stream=True)
     measured(max_memory=2 * least / 1e9)
-    assert set(asked) == {len(CITIES)}
+    assert {call.given[5] for call in asked} == {len(CITIES)}
     asked.clear()
     measured(max_memory=(least + 1e5) / 1e9)
-    assert set(asked) == {1}
+    assert {call.given[5] for call in asked} == {1}
     with pytest.raises(UserError, match="--max-memory"):
         measured(max_memory=(least - 1e6) / 1e9)
     assert not hosts()

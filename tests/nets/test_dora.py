@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.dora import DoRALinear
 
-from tests.conftest import peak_of
+from tests.conftest import Call, calls_of, peak_of
 from tests.engine.test_fused import relative_error
 from your_ai.engine import dequantized
 from your_ai.engine.dequantized import dequantize_on_the_cpu
@@ -95,16 +95,9 @@ def gradients(layer: nn.Module, x: mx.array, compiled: bool = False) -> list[mx.
 
 
 @pytest.fixture
-def computed(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """The layers whose norms are computed from now on."""
-    found: list[nn.Module] = []
-
-    def counted(linear: nn.Module, *args, **options) -> mx.array:
-        found.append(linear)
-        return row_norms(linear, *args, **options)
-
-    monkeypatch.setattr(dora, "row_norms", counted)
-    return found
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """The norms of layers that are computed from now on."""
+    return calls_of(monkeypatch, dora, "row_norms")
 
 
 # -- results

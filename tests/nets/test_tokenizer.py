@@ -109,12 +109,7 @@ def test_additional_templates_are_opened_too(folder):
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ 'tools' }}")
     tokenizer = open_tokenizer(folder)
     tools = [{"type": "function", "function": {"name": "f"}}]
-    assert (
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": "a"}], tools=tools, tokenize=False
-        )
-        == "tools"
-    )
+    assert tokenizer.apply_chat_template(CHAT, tools=tools, tokenize=False) == "tools"
     assert turn_end_of(tokenizer) == END
 
 
@@ -152,6 +147,5 @@ def test_a_tokenizer_is_saved_whole(folder, tmp_path):
     tokenizer.save_pretrained(tmp_path / "saved")
     saved = load_tokenizer(tmp_path / "saved")
     assert saved.get_vocab() == tokenizer.get_vocab()
-    assert saved.encode("please send 9 red jackets") == tokenizer.encode(
-        "please send 9 red jackets"
-    )
+    text = "please send 9 red jackets"
+    assert saved.encode(text) == tokenizer.encode(text)
