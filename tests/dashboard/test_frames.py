@@ -5,9 +5,6 @@ To update them: YOUR_AI_RENEW_GOLDEN=1 python -m pytest -n 0 tests/dashboard/tes
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 from rich.cells import cell_len
 
@@ -21,6 +18,7 @@ from tests.dashboard.test_screen import (
     NAME,
     TRAINING,
     action,
+    compared,
     console_of,
     drawn,
     folded,
@@ -30,7 +28,6 @@ from your_ai.dashboard.screen import screen
 from your_ai.dashboard.state import ViewState, resumed
 from your_ai.run import events
 
-GOLDEN = Path(__file__).parent / "golden" / "sizes"
 SIZES = [(60, 15), (80, 24), (100, 32), (140, 45), (200, 60)]
 STYLED = (100, 32)
 SAMPLES = events.Samples(
@@ -121,14 +118,6 @@ def differing(before: list[str], lines: list[str]) -> list[str]:
     return changed if same_size and len(changed) < len(lines) / 2 else lines
 
 
-def compared(name: str, text: str) -> None:
-    path = GOLDEN / f"{name}.txt"
-    if os.environ.get("YOUR_AI_RENEW_GOLDEN"):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    assert text.splitlines() == path.read_text(encoding="utf-8").splitlines()
-
-
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_frames_of_all_phases_equal_the_golden_file(width, height):
     frames, before = [], list[str]()
@@ -138,7 +127,7 @@ def test_frames_of_all_phases_equal_the_golden_file(width, height):
         assert max(map(cell_len, lines)) <= width
         frames += [f"==== {name}", *differing(before, lines)]
         before = lines
-    compared(f"{width}x{height}", "\n".join(frames) + "\n")
+    compared(f"sizes/{width}x{height}", frames)
 
 
 def test_styles_equal_the_golden_file():
@@ -157,7 +146,7 @@ def test_styles_equal_the_golden_file():
                 texts.append(text if len(text) < 30 else f"{text[:29]}~")
         found += [f"==== {name}"]
         found += [f"{style}: {' | '.join(by_style[style])}" for style in sorted(by_style)]
-    compared("styles", "\n".join(found) + "\n")
+    compared("sizes/styles", found)
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -174,12 +163,3 @@ def test_without_color_no_color_is_written():
     console = console_of(100, 32, color_system="truecolor", no_color=True, _environ={})
     console.print(screen(TRAINING, NAME, 100, 32, BEGAN_AT, keys=KEYS))
     assert not any(f"\x1b[{code}m" in console.file.getvalue() for code in range(30, 38))
-
-
-def test_large_terminals_show_a_chart_and_an_answer():
-    text = "\n".join(drawn(STATES["pairs"], 140, 45))
-    assert any(0x2800 < ord(c) < 0x2900 for c in text)
-    assert "answer    Six clocks will go to Accra." in text
-    assert "best of step 10, reward 0.8" in "\n".join(drawn(REWARDED, 140, 45))
-    plain = "\n".join(drawn(STATES["pairs"], 140, 45, unicode=False))
-    assert plain.isascii()

@@ -7,6 +7,7 @@ import time
 import pytest
 from rich.console import Console
 
+from tests.conftest import wait_until
 from tests.dashboard.frames import started, step
 from your_ai.dashboard import live
 from your_ai.dashboard.live import Follower
@@ -101,10 +102,7 @@ def test_events_are_shown_while_they_happen(own_folder, log):
     out = console()
     with live.following(Follower(own_folder / "events.jsonl", out)):
         log.write(events.Notice(text="soon"))
-        deadline = time.monotonic() + 5
-        while "soon" not in out.file.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert "soon" in out.file.getvalue()
+        wait_until(lambda: "soon" in out.file.getvalue(), 5.0)
 
 
 def test_earlier_events_are_folded_in_but_not_shown(own_folder, log):
@@ -122,12 +120,9 @@ def test_screen_is_removed_at_the_end(own_folder, log):
     follower = Follower(own_folder / "events.jsonl", out, live.style_for(out))
     with live.following(follower):
         log.write(events.Stage(text="loading m"))
-        deadline = time.monotonic() + 5
-        while "loading m" not in out.file.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: "loading m" in out.file.getvalue(), 5.0)
         assert follower.live.is_started
     text = out.file.getvalue()
-    assert "loading m" in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is shown again
     assert text.rindex("\x1b[?1049l") > text.rindex("\x1b[?1049h")  # and so is the main screen
 

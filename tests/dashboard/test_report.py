@@ -94,9 +94,13 @@ class Parsed(HTMLParser):
         return " ".join(" ".join(self.texts).split())
 
 
-def written(folder: Path, happened: Sequence[Event], config_text: str = "model: m\n") -> str:
+def written(
+    folder: Path, happened: Sequence[Event], text: str = "model: m\n", name: str = "a-run",
+    **more: object,
+) -> str:  # fmt: skip
+    """The page of a run. text: of its config.yaml."""
     out = folder / "report.html"
-    report.write_report(records(*happened), "a-run", config_text, out)
+    report.write_report(records(*happened), name, text, out, **more)
     return out.read_text(encoding="utf-8")
 
 
@@ -132,9 +136,7 @@ def test_each_panel_of_a_chart_has_a_label(page):
 
 def test_settings_that_differ_come_before_the_charts(own_folder):
     config = TrainConfig(model="some/model", data="d.jsonl", lora_rank=4, max_steps=7, epochs=None)
-    out = own_folder / "r.html"
-    report.write_report(records(*STORY), "r", "model: m", out, config=config)
-    text = Parsed(out.read_text(encoding="utf-8")).text
+    text = Parsed(written(own_folder, STORY, config=config)).text
     assert "lora-rank 4 auto" in text
     assert "max-steps 7 none epochs none auto" in text
     assert text.index("lora-rank 4") < text.index("Loss of each step")
@@ -183,10 +185,8 @@ def test_report_of_rewards_has_their_curve_and_no_validation_loss(own_folder):
 
 
 def test_report_of_rewards_shows_completions(own_folder):
-    out = own_folder / "r.html"
     found = RolloutSample(3, "worst", "2 + 2?", NASTY, "4", 0.25)
-    report.write_report(records(*REWARDED), "r", "", out, [found])
-    parsed = Parsed(out.read_text(encoding="utf-8"))
+    parsed = Parsed(written(own_folder, REWARDED, rollouts=[found]))
     assert f"3 worst 0.25 2 + 2? {' '.join(NASTY.split())} 4" in parsed.text
     assert not {"script", "img"} & {tag for tag, _ in parsed.elements}
     assert "Completions over time" not in written(own_folder, REWARDED)
@@ -312,10 +312,8 @@ def test_thinned_curve_keeps_extremes_and_order(values):
     assert kept == sorted(kept)
     drawn = [y for y in values if not math.isnan(y)]
     left = [y for _, y in kept if not math.isnan(y)]
-    assert (min(drawn, default=0), max(drawn, default=0)) == (
-        min(left, default=0),
-        max(left, default=0),
-    )
+    for extreme in (min, max):
+        assert extreme(drawn, default=0) == extreme(left, default=0)
     assert any(map(math.isnan, values)) == any(math.isnan(y) for _, y in kept)
 
 
@@ -368,9 +366,7 @@ def test_user_text_is_escaped(own_folder):
         dataclasses.replace(DIED, reason=NASTY),
         dataclasses.replace(DONE, reason=NASTY),
     ]
-    out = own_folder / "r.html"
-    report.write_report(records(*nasty), NASTY, NASTY, out)
-    parsed = Parsed(out.read_text(encoding="utf-8"))
+    parsed = Parsed(written(own_folder, nasty, NASTY, NASTY))
     assert not {"script", "img"} & {tag for tag, _ in parsed.elements}
     assert not [a for _, attributes in parsed.elements for a in attributes if a.startswith("on")]
     assert parsed.text.count(" ".join(NASTY.split())) >= 14

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,7 @@ from your_ai.dashboard.run_comparison import (
     renderable,
     results,
     shared_curves,
+    write_comparison,
 )
 from your_ai.gates.console import open_console
 
@@ -83,16 +85,14 @@ def test_losses_of_different_objectives_are_not_compared():
 
 def test_a_metric_is_compared_only_if_all_runs_have_it():
     both = [
-        compared_run(n, "finished", config(objective=o), [record(rewarded(1, 0.5, **m))], {})
-        for n, o, m in (("a", "grpo", {}), ("b", "soft", {}))
+        compared_run(name, "finished", config(objective=objective), [record(rewarded(1, 0.5))], {})
+        for name, objective in (("a", "grpo"), ("b", "soft"))
     ]
     assert "reward" in shared_curves(both)
-    other = compared_run(
-        "c", "finished", config(objective="dpo"), past([1.0], metrics={"kl": 1.0}), {}
-    )
-    assert shared_curves([both[0], other]) == [
-        name for name in shared_curves(both) if name in other.curves
-    ]
+    steps = past([1.0], metrics={"kl": 1.0})
+    other = compared_run("c", "finished", config(objective="dpo"), steps, {})
+    shared = [name for name in shared_curves(both) if name in other.curves]
+    assert shared_curves([both[0], other]) == shared
 
 
 @pytest.mark.parametrize("count", [2, 3, 12])
@@ -144,18 +144,12 @@ def test_untrusted_text_cannot_control_the_terminal():
 # The page
 
 
-@pytest.fixture
-def page(tmp_path):
-    from your_ai.dashboard.run_comparison import write_comparison
-
-    def written(runs):
-        write_comparison(runs, tmp_path / "c.html")
-        return (tmp_path / "c.html").read_text()
-
-    return written
+def page(runs):
+    write_comparison(runs, Path("c.html"))
+    return Path("c.html").read_text()
 
 
-def test_the_page_has_the_tables_and_a_curve_of_each_run(page):
+def test_the_page_has_the_tables_and_a_curve_of_each_run():
     runs = [run("first", validation=1.0, lora_rank=4), run("second", validation=2.0, lora_rank=8)]
     text = page(runs)
     assert text.count("<figure") == 2
@@ -166,13 +160,13 @@ def test_the_page_has_the_tables_and_a_curve_of_each_run(page):
     assert "<script" not in text
 
 
-def test_the_page_shows_untrusted_text_as_text(page):
+def test_the_page_shows_untrusted_text_as_text():
     text = page([run("a", data="<script>", measures={NASTY: NASTY}), run("b")])
     assert "<script" not in text
     assert "\x1b" not in text
 
 
-def test_the_page_of_many_runs_and_of_none_with_events(page):
+def test_the_page_of_many_runs_and_of_none_with_events():
     assert page([run(f"r{n}") for n in range(30)]).count("<figure") == 1
     assert "<figure" not in page([ComparedRun(name=n, state="died") for n in "ab"])
 

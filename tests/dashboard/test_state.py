@@ -34,16 +34,14 @@ def test_time_left_is_unknown_until_a_resumed_run_is_loaded():
 
 
 def test_a_resumed_run_took_the_time_of_all_its_processes():
-    def at(time: float, event: events.Event) -> Record:
-        return Record(time, event)
-
     def end(reason: str) -> events.Finished:
         return events.Finished(step=9, reason=reason, adapter="", seconds=5.0)
 
     stage = events.Stage(text="loading m")
-    happened = [at(0, stage), at(10, started(steps=99)), at(60, end("stopped")), at(500, stage),
-                at(530, end("done"))]  # fmt: skip
-    assert reduce(fold, happened, ViewState()).took_s == 90
+    happened = [(0, stage), (10, started(steps=99)), (60, end("stopped")), (500, stage),
+                (530, end("done"))]  # fmt: skip
+    records = [Record(at, event) for at, event in happened]
+    assert reduce(fold, records, ViewState()).took_s == 90
 
 
 def test_steps_that_are_lost_are_in_no_running_mean():
@@ -125,10 +123,8 @@ def test_wait_lasts_until_the_work_begins_and_takes_no_time():
     records = [Record(100 * at, event) for at, event in enumerate(happened, 1)]
     states = [reduce(fold, records[:count], ViewState()) for count in range(1, len(records) + 1)]
     assert [state.is_waiting for state in states] == [False, True, True, False, False, False]
-    assert [state.doing for state in states[1:5]] == ["waiting for a"] * 2 + [
-        "starting",
-        stage.text,
-    ]
+    doing = [state.doing for state in states[1:5]]
+    assert doing == ["waiting for a"] * 2 + ["starting", stage.text]
     assert states[1].finished is None
     assert states[-1].took_s == 200
 

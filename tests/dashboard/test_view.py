@@ -26,6 +26,14 @@ def state_of(*happened: events.Event) -> ViewState:
     return state
 
 
+def done(at: int = 4, **changes: object) -> events.Finished:
+    return events.Finished(step=at, **{"reason": "done", "adapter": "a", "seconds": 9.0, **changes})
+
+
+def summary_of(*happened: events.Event, width: int = 100, **options: bool) -> list[str]:
+    return drawn(*view.summary(state_of(*happened), "r", **options), width=width)
+
+
 STARTED = started()
 
 
@@ -51,16 +59,16 @@ def test_line_of_a_step_without_gauges():
 
 
 def test_summary_ends_with_the_exact_match():
-    state = state_of(
+    text = summary_of(
         STARTED,
         events.Samples(when="before", prompts=["[p]"], answers=["old"], expected=["new"]),
         events.ExactMatch(when="before", correct=2, rows=64),
         step(10),
         events.Samples(when="after", prompts=["[p]"], answers=["new"], expected=["new"]),
         events.ExactMatch(when="after", correct=62, rows=64),
-        events.Finished(step=10, reason="done", adapter="runs/r/adapter", seconds=61.0),
+        done(10, adapter="runs/r/adapter"),
+        width=80,
     )
-    text = drawn(*view.summary(state, "r"), width=80)
     assert text[-1] == "exact match: 3% [1, 11] before, 97% [89, 99] after (64 held-out rows)"
     assert "adapter: runs/r/adapter" in text
     row = next(line for line in text if "[p]" in line)
@@ -77,16 +85,14 @@ def test_samples_are_shown_unformatted_and_shortened():
 
 
 def test_summary_of_a_stopped_run_says_how_to_resume():
-    finished = events.Finished(step=4, reason="stopped by Ctrl-C", adapter="", seconds=9.0)
-    assert drawn(*view.summary(state_of(STARTED, finished), "r"), width=100) == [
+    assert summary_of(STARTED, done(reason="stopped by Ctrl-C", adapter="")) == [
         "stopped by Ctrl-C after step 4; everything is saved. Continue with:",
         "  your_ai train --resume r",
     ]
 
 
 def test_summary_after_a_screen_repeats_the_notices():
-    state = state_of(STARTED, events.Notice(text="mind"), step(4))
-    assert drawn(*view.summary(state, "r", events_shown=False), width=100) == [
+    assert summary_of(STARTED, events.Notice(text="mind"), step(4), events_shown=False) == [
         "note: mind",
         "ended after step 4 before it was finished. Continue with:",
         "  your_ai train --resume r",
@@ -95,15 +101,12 @@ def test_summary_after_a_screen_repeats_the_notices():
 
 def test_summary_shows_peak_memory_and_limit():
     limit = events.Limit(limit_bytes=7_000_000_000, reason="")
-    finished = events.Finished(step=4, reason="done", adapter="a", seconds=9.0)
-    lines = drawn(*view.summary(state_of(limit, step(4), finished), "r"), width=100)
-    assert "peak memory: 5.00 GB of 7.00 GB" in lines
+    assert "peak memory: 5.00 GB of 7.00 GB" in summary_of(limit, step(4), done())
 
 
 def test_summary_says_that_a_run_passed_its_limit():
     limit = events.Limit(limit_bytes=4_990_000_000, reason="")
-    finished = events.Finished(step=4, reason="done", adapter="a", seconds=9.0)
-    lines = drawn(*view.summary(state_of(limit, step(4), finished), "r"), width=200)
+    lines = summary_of(limit, step(4), done(), width=200)
     assert (
         "the run passed its memory limit by 10.0 MB, which is a bug in your_ai; please report it, "
         "with the file that this command writes: your_ai doctor --report FILE" in lines
@@ -122,8 +125,7 @@ def test_a_run_of_one_row_and_one_step_is_said_in_the_singular():
     one = started(steps=1, steps_per_epoch=1, rows=1, trainable_parameters=1)
     text = "training: m, 1 row, 1 step, 1 trainable parameter, float32"
     assert view.event_line(one, ViewState()) == text
-    finished = events.Finished(step=1, reason="done", adapter="a", seconds=9.0)
-    assert "done: 1 step in 9 s" in drawn(*view.summary(state_of(one, finished), "r"), width=100)
+    assert "done: 1 step in 9 s" in summary_of(one, done(1))
 
 
 def test_lines_keep_the_digits_of_small_losses():
@@ -163,8 +165,7 @@ def test_a_reward_that_did_not_move_is_told_what_to_try():
 
 
 def test_summary_names_the_step_of_a_best_adapter():
-    end = events.Finished(step=10, reason="done", adapter="a", seconds=9.0, adapter_step=5)
-    assert "adapter: a (of step 5, the best)" in drawn(*view.summary(state_of(step(10), end), "r"))
+    assert "adapter: a (of step 5, the best)" in summary_of(step(10), done(10, adapter_step=5))
 
 
 def test_line_of_a_rewarded_step_has_a_short_list_of_metrics():
@@ -222,21 +223,18 @@ def test_result_of_rewards_has_the_last_and_the_best_reward():
 @pytest.mark.parametrize("has_answers", [True, False])
 def test_summary_offers_an_evaluation_of_rows_with_answers(has_answers):
     begun = started(has_answers=has_answers)
-    done = events.Finished(step=10, reason="done", adapter="a", seconds=61.0)
-    text = "\n".join(drawn(*view.summary(state_of(begun, done), "r"), width=90))
+    text = "\n".join(summary_of(begun, done(10)))
     assert "try it: your_ai chat r" in text
     assert ("your_ai eval r --data FILE" in text) == has_answers  # the run has no other rows
-    state = state_of(begun, validation(10), done)
-    text = "\n".join(drawn(*view.summary(state, "r"), width=90))
+    text = "\n".join(summary_of(begun, validation(10), done(10)))
     assert ("your_ai eval r\n" in text + "\n") == has_answers
 
 
 def test_summary_has_the_reward_before_the_exact_match():
-    state = state_of(
+    text = summary_of(
         events.ExactMatch(when="before", correct=2, rows=64, reward=0.84),
         events.ExactMatch(when="after", correct=62, rows=64, reward=0.97),
-        events.Finished(step=10, reason="done", adapter="a", seconds=61.0),
+        done(10),
     )
-    text = drawn(*view.summary(state, "r"), width=90)
     assert text[-2] == "reward: 0.84 before, 0.97 after"
     assert text[-1].startswith("exact match: 3%")

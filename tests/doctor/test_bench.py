@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import json
 import math
 import re
@@ -16,9 +15,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from rich.console import Console
 
-from tests.conftest import call
+from tests.conftest import call, shown
 from tests.kernels import fuse
 from your_ai.data.batches import Batch
 from your_ai.doctor import bench, our_plans
@@ -54,6 +52,10 @@ def contest_of(folder: Path | str, **changes: Any) -> Contest:
     return replace(contest, **changes)
 
 
+def table_of(rows: list[dict[str, Any]]) -> str:
+    return shown(bench.bench_table([bench.BenchRow(**row) for row in rows]))
+
+
 def test_all_contenders_follow_the_same_losses(capsys):
     """This compares our training with mlx-lm's trainer, with and without checkpointing.
 
@@ -72,20 +74,13 @@ def test_all_contenders_follow_the_same_losses(capsys):
         assert row["losses"][-1] < row["losses"][0]
         assert 0 < row["seconds_min"] <= row["seconds_median"]
         assert row["process_mb"] > row["peak_mb"] > 0
-    console = Console(file=io.StringIO(), width=80)
-    console.print(bench.bench_table([bench.BenchRow(**row) for row in rows]))
-    text = console.file.getvalue()
+    text = table_of(rows)
     assert "fused" in text
     assert text.count("vs") == len(peers)
 
 
 @pytest.mark.parametrize(
-    ("bits", "plans"),
-    [
-        (0, ("fused", "streamed")),
-        (4, ("fused", "kept", "staged", "resident", "streamed", "spilled")),
-    ],
-    ids=["float", "4-bit"],
+    ("bits", "plans"), [(0, "fused streamed"), (4, "fused kept staged resident streamed spilled")]
 )
 def test_ten_steps_of_each_plan_follow_mlx_lm(tmp_path, bits, plans):
     folder = make_shape("tiny", bits, "float32", tmp_path)
@@ -94,7 +89,7 @@ def test_ten_steps_of_each_plan_follow_mlx_lm(tmp_path, bits, plans):
     )
     peers = [loss for loss, *_ in run_peer(contest, "mlx-lm")]
     assert peers[-1] < 0.9 * peers[0]
-    for plan in plans:
+    for plan in plans.split():
         ours = [loss for loss, *_ in our_plans.run_ours(contest, plan)]
         assert ours == pytest.approx(peers, rel=1e-4), plan
 
@@ -149,9 +144,7 @@ def test_pairs_are_measured_beside_rows_of_sft_and_the_estimate(capsys):
     assert 0 < row["rows_seconds_min"] <= row["rows_seconds_median"]
     assert row["times_rows"] > 0
     assert row["estimated_mb"] > 0
-    console = Console(file=io.StringIO(), width=80)
-    console.print(bench.bench_table([bench.BenchRow(**row)]))
-    assert "s/pair" in console.file.getvalue()
+    assert "s/pair" in table_of([row])
 
 
 @pytest.mark.parametrize("objective", ["dpo", "ipo", "simpo", "orpo"])
@@ -250,9 +243,8 @@ def test_rounds_are_combined():
 def test_packed_trains_the_same_rows_as_unpacked(capsys):
     assert call(*SHORT, "--plan", "unpacked,packed", *LONG) == 0
     unpacked, packed = json.loads(capsys.readouterr().out)["rows"]
-    assert packed["losses"][0] == pytest.approx(
-        unpacked["losses"][0], rel=0.05
-    )  # mean over rows, mean over tokens
+    # One is a mean over rows, the other over tokens.
+    assert packed["losses"][0] == pytest.approx(unpacked["losses"][0], rel=0.05)
     tokens = [row["tokens_per_s"] * row["seconds_median"] for row in (unpacked, packed)]
     assert tokens[0] == pytest.approx(tokens[1])
 

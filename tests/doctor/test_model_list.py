@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import functools
-import io
 
 import pytest
-from rich.console import Console
 
-from tests.conftest import make_model
+from tests.conftest import make_model, shown
 from your_ai.doctor import model_list
 from your_ai.doctor.recommend import room_of
 from your_ai.hub.find import models_root
@@ -61,9 +59,7 @@ def test_a_damaged_model_names_the_fault_and_no_fit(few_known):
 
 @pytest.mark.parametrize("width", [80, 140])
 def test_the_table_fits_the_width(width):
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(model_list.models_table(rows(LARGE), width))
-    lines = console.file.getvalue().splitlines()
+    lines = shown(model_list.models_table(rows(LARGE), width), width).splitlines()
     assert len(lines) == 2 + len(known())
     assert lines[1].split()[0] == "demo"  # what is here comes first
     assert max(map(len, lines)) <= width

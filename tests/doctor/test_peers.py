@@ -13,12 +13,13 @@ import mlx.core as mx
 import pytest
 
 from tests.conftest import call
-from tests.doctor.test_bench import contest_of
+from tests.doctor.test_bench import contest_of, tiny_shape
 from your_ai.doctor import bench, our_plans, peers
 from your_ai.doctor.contest import Contest
 from your_ai.doctor.peers import run_peer
 from your_ai.doctor.shapes import llama, make_shape
 
+__all__ = ["tiny_shape"]  # a fixture
 PAIRS = ("bench", "--shape", "tiny", "--plan", "none")
 IS_INSTALLED = importlib.util.find_spec("mlx_lm_lora") is not None
 
@@ -80,13 +81,8 @@ def calls(monkeypatch) -> list[dict[str, Any]]:
     def train(*, args, training_callback, **given: Any) -> None:
         found.append({**given, "args": args, "device": mx.device_info()})
         for step in range(args.iters):
-            training_callback.on_train_loss_report(
-                {
-                    "train_loss": 1.0 - step,
-                    "train_total_rewards_mean": step / 4,
-                    "iterations_per_second": 4.0,
-                }
-            )
+            report = {"train_loss": 1.0 - step, "train_total_rewards_mean": step / 4}
+            training_callback.on_train_loss_report({**report, "iterations_per_second": 4.0})
 
     for name in ("sft", "dpo", "orpo", "grpo"):
         module = ModuleType(f"mlx_lm_lora.trainer.{name}_trainer")
@@ -98,10 +94,8 @@ def calls(monkeypatch) -> list[dict[str, Any]]:
     return found
 
 
-def test_pairs_reach_mlx_lm_lora_with_a_second_model_as_the_reference(tmp_path, calls):
-    contest = contest_of(
-        make_shape("tiny", 4, "float32", tmp_path), objective="ipo", batch_size=3, steps=2
-    )
+def test_pairs_reach_mlx_lm_lora_with_a_second_model_as_the_reference(tiny_shape, calls):
+    contest = contest_of(tiny_shape, objective="ipo", batch_size=3, steps=2)
     assert run_peer(contest, "mlx-lm-lora-checkpoint") == [(1.0, 0.25, 96), (0.0, 0.25, 96)]
     (given,) = calls
     assert len(given["train_dataset"]) == given["args"].batch_size == 3
@@ -114,8 +108,8 @@ def test_pairs_reach_mlx_lm_lora_with_a_second_model_as_the_reference(tmp_path, 
     assert given["ref_model"] is not given["model"]
 
 
-def test_rollouts_reach_mlx_lm_lora_with_the_same_prompts_rewards_and_settings(tmp_path, calls):
-    contest = rollout_contest(make_shape("tiny", 4, "float32", tmp_path))
+def test_rollouts_reach_mlx_lm_lora_with_the_same_prompts_rewards_and_settings(tiny_shape, calls):
+    contest = rollout_contest(tiny_shape)
     assert run_peer(contest, "mlx-lm-lora") == [(0.0, 0.25, 48), (0.25, 0.25, 48)]
     (given,) = calls
     (prompt, answer, _, _), _ = given["train_dataset"]
@@ -134,21 +128,19 @@ def rollout_contest(folder: Path) -> Contest:
     return contest_of(folder, objective="grpo", rollouts=3, kl_beta=0.1, batch_size=2, steps=2)
 
 
-def test_orpo_and_sft_need_no_reference(tmp_path, calls):
-    folder = make_shape("tiny", 4, "float32", tmp_path)
+def test_orpo_and_sft_need_no_reference(tiny_shape, calls):
     for objective in ("orpo", "sft"):
-        run_peer(contest_of(folder, objective=objective), "mlx-lm-lora")
+        run_peer(contest_of(tiny_shape, objective=objective), "mlx-lm-lora")
     assert all("ref_model" not in given for given in calls)
     assert calls[0]["args"].beta == 0.1  # lambda
     assert not calls[0]["args"].grad_checkpoint
 
 
 def test_only_meanwhile_the_device_names_the_size_that_mlx_lm_lora_reads(
-    tmp_path, calls, monkeypatch
+    tiny_shape, calls, monkeypatch
 ):
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "CPU"})
-    folder = make_shape("tiny", 4, "float32", tmp_path)
-    run_peer(contest_of(folder, objective="orpo"), "mlx-lm-lora")
+    run_peer(contest_of(tiny_shape, objective="orpo"), "mlx-lm-lora")
     assert calls[0]["device"] == {"device_name": "CPU", peers.WORKING_SET: 0}
     assert mx.device_info() == {"device_name": "CPU"}
     monkeypatch.setattr(mx, "device_info", lambda: {peers.WORKING_SET: 7})
@@ -159,9 +151,8 @@ def test_only_meanwhile_the_device_names_the_size_that_mlx_lm_lora_reads(
 @pytest.mark.skipif(not IS_INSTALLED, reason="needs mlx-lm-lora: pip install mlx-lm-lora")
 @pytest.mark.parametrize("objective", ["sft", "dpo", "ipo", "orpo"])
 def test_mlx_lm_lora_follows_our_losses(tmp_path, objective):
-    contest = contest_of(
-        make_shape("tiny", 0, "float32", tmp_path), objective=objective, batch_size=2, steps=5
-    )
+    folder = make_shape("tiny", 0, "float32", tmp_path)
+    contest = contest_of(folder, objective=objective, batch_size=2, steps=5)
     ours = [loss for loss, *_ in our_plans.run_ours(contest, "fused")]
     theirs = [loss for loss, *_ in run_peer(contest, "mlx-lm-lora")]
     assert theirs == pytest.approx(ours, rel=1e-4)

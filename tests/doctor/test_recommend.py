@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 import json
 import os
 import random
@@ -16,8 +15,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console, RenderableType
 
+from tests.conftest import shown
 from tests.machines import CPU, CUDA, GIB, MACS, RECORDED
 from your_ai.config import TrainConfig, defaults, resolve
 from your_ai.doctor import recommend as recommending
@@ -99,12 +98,6 @@ def asked(each: Recommendation) -> TrainConfig:
     assert (program, verb) == ("your_ai", "train")
     pairs = zip(flags[::2], flags[1::2], strict=True)
     return resolve({name[2:].replace("-", "_"): value for name, value in pairs}, None)
-
-
-def shown(renderable: RenderableType) -> str:
-    console = Console(file=io.StringIO(), width=80)
-    console.print(renderable)
-    return console.file.getvalue()
 
 
 # Room

@@ -16,15 +16,14 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.doctor.test_selftest import OUTCOME, SOON_S, answering
 from tests.fault.processes import call
 from tests.terminal import on_terminal
 from your_ai.doctor import checks, report, selftest
 from your_ai.doctor.selftest import Failed, OutOfTime, Part, ReportLine
 from your_ai.errors import UserError
 
-SOON_S = 60.0
 MACHINE = {"system": "Linux", "device": "cpu", "gpu": None, "ram_bytes": 1}
-OUTCOME = {"ok": True, "measured": "well", "figures": {"folder": "m", "device": "cpu"}}
 FILE_KEYS = ["your_ai", "date", "machine", "seconds", "limit_minutes", "failed", "dropped", "parts"]
 
 
@@ -32,15 +31,8 @@ FILE_KEYS = ["your_ai", "date", "machine", "seconds", "limit_minutes", "failed",
 def canned(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Outcomes or exceptions of checks, by name. No process is started for them."""
     outcomes: dict[str, Any] = {"machine": {**OUTCOME, "figures": MACHINE}}
-
-    def answer(check: str, *_: object) -> dict[str, Any]:
-        found = outcomes.get(check, OUTCOME)
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    monkeypatch.setattr(selftest, "asked", answer)
-    monkeypatch.setattr(report, "asked", answer)
+    for module in (selftest, report):
+        monkeypatch.setattr(module, "asked", answering(outcomes))
     return outcomes
 
 
@@ -63,7 +55,7 @@ def canned_part(name: str = "fake", **changes: Any) -> Part:
 def test_a_fault_of_our_own_in_a_part_is_a_failure_too(canned):
     lines = list(report.run_report([Part("broken", lambda *_: {}["x"]), canned_part()], 1.0))
     assert [(line.ok, line.measured) for line in lines[2:]] == [
-        (False, "KeyError: 'x'"), (True, "well"),
+        (False, "KeyError: 'x'"), (True, "all is well"),
     ]  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,8 @@ OUTCOME = {"ok": True, "measured": "all is well", "figures": {"folder": "m", "de
 SOON_S = 60.0
 
 
-@pytest.fixture
-def canned(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Prepared outcomes or exceptions of checks, by name. No process is started."""
-    outcomes: dict[str, Any] = {}
+def answering(outcomes: dict[str, Any]) -> Callable[..., dict[str, Any]]:
+    """In place of `asked`: gives the outcome of a check, by its name, or raises it."""
 
     def answer(check: str, *_: object) -> dict[str, Any]:
         found = outcomes.get(check, OUTCOME)
@@ -49,6 +48,14 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             raise found
         return found
 
+    return answer
+
+
+@pytest.fixture
+def canned(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Prepared outcomes or exceptions of checks, by name. No process is started."""
+    outcomes: dict[str, Any] = {}
+    answer = answering(outcomes)
     monkeypatch.setattr(selftest, "asked", answer)
     runs = {name: lambda *_, name=name: answer(name) for name in selftest.RUNS}
     monkeypatch.setattr(selftest, "RUNS", runs)
