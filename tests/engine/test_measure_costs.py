@@ -14,7 +14,7 @@ import mlx.core as mx
 import pytest
 
 from tests.architectures import write_model
-from tests.conftest import TINY, make_model
+from tests.conftest import TINY, calls_of, make_model
 from your_ai.config import TrainConfig
 from your_ai.data.batches import MULTIPLE
 from your_ai.engine import measure_costs as measuring
@@ -35,6 +35,7 @@ KERNELS = "measured"  # they make the peaks smaller
 MB = 10**6
 FAR = 1 << 40  # bytes
 LORA = {"lora_rank": 16, "lora_layers": "all", "lora_targets": ("all-linear",)}
+CONFIG = TrainConfig(**LORA)
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -60,14 +61,14 @@ CLOSE = {  # least and most of the estimate over the measured peak, less 1
 WORK = ("forward", "backward", "kept_forward", "kept_backward", "saved", "working")
 
 
-def workload_for(folder: Path, config: TrainConfig, shape: Shape) -> Workload:
+def workload_for(folder: Path, shape: Shape, config: TrainConfig = CONFIG) -> Workload:
     data, process = DataSizes(lengths=(shape.tokens,)), ProcessFacts(sliced=True)
     found = workload_of(config, facts_of(folder, 4), data, process)
     return replace(found, batch_size=shape.rows, rows_per_step=shape.rows)
 
 
 def measured(
-    folder: Path, config: TrainConfig, workload: Workload, limit_bytes: int = FAR
+    folder: Path, workload: Workload, limit_bytes: int = FAR, config: TrainConfig = CONFIG
 ) -> MeasuredCosts | None:
     network = open_model(folder, mx.float32).network
     return measure_costs(network, config, workload, limit_bytes)
@@ -89,8 +90,8 @@ def case(request, tmp_path_factory) -> Case:
     folder = tmp_path_factory.mktemp("case") / "m"
     make_model(folder, architecture, bits, **SIZES | sizes)
     config = TrainConfig(**LORA | settings)
-    workload = workload_for(folder, config, shape)
-    costs = measured(folder, config, workload)
+    workload = workload_for(folder, shape, config)
+    costs = measured(folder, workload, config=config)
     assert costs is not None
     assert costs.is_complete
     return Case(folder, config, shape, replace(workload, costs=costs))
@@ -139,7 +140,7 @@ def test_peaks_of_gradients_are_those_that_measured_costs_add_up_to(case, tmp_pa
         off = expected / peak_of_gradients(case, plan, tmp_path) - 1
         if least < off < most:
             return
-        again = measured(case.folder, case.config, replace(case.workload, costs=None))
+        again = measured(case.folder, replace(case.workload, costs=None), config=case.config)
         workload = replace(case.workload, costs=again)
     assert least < off < most
 
@@ -150,19 +151,6 @@ def test_peaks_of_gradients_are_those_that_measured_costs_add_up_to(case, tmp_pa
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("tiny") / "m", **TINY)
-
-
-@pytest.fixture
-def shapes(monkeypatch) -> list[Shape]:
-    """A list of the shapes of everything that is measured."""
-    found: list[Shape] = []
-
-    def noted(shape: Shape, packing: bool) -> Any:
-        found.append(shape)
-        return batch_of(shape, packing)
-
-    monkeypatch.setattr(measuring, "batch_of", noted)
-    return found
 
 
 @contextlib.contextmanager
@@ -187,12 +175,11 @@ def watched_bytes() -> Iterator[list[int]]:
 @pytest.mark.parametrize("more", [10 * MB, 25 * MB, 60 * MB])
 def test_measuring_stays_below_its_limit_and_says_what_it_left_out(tmp_path, more):
     folder = make_model(tmp_path / "m", **SIZES)
-    config = TrainConfig(**LORA)
-    workload = workload_for(folder, config, Shape(4, 1024))
-    measured(folder, config, workload_for(folder, config, Shape(1, 8)))  # imports, and threads
+    workload = workload_for(folder, Shape(4, 1024))
+    measured(folder, workload_for(folder, Shape(1, 8)))  # imports, and threads
     limit_bytes = (probe.process_bytes() or 0) + more
     with watched_bytes() as found:
-        costs = measured(folder, config, workload, limit_bytes)
+        costs = measured(folder, workload, limit_bytes)
     assert costs is None or not costs.is_complete
     assert max(found) <= limit_bytes
 
@@ -202,8 +189,7 @@ def test_nothing_is_measured_without_room(folder, monkeypatch):
     monkeypatch.setattr(
         measuring, "cost_of", lambda *_, **__: ran.append(1) or measuring.Cost(1, 1)
     )
-    config = TrainConfig(**LORA)
-    costs = measured(folder, config, workload_for(folder, config, Shape(1, 256)), 1)
+    costs = measured(folder, workload_for(folder, Shape(1, 256)), 1)
     assert costs is None or not costs.is_complete
     assert not ran
 
@@ -212,7 +198,7 @@ def test_nothing_is_measured_without_room(folder, monkeypatch):
 def test_measuring_leaves_nothing_in_memory(folder):
     config = TrainConfig(**LORA, use_dora=True)
     network = open_model(folder, mx.float32).network
-    workload = workload_for(folder, config, Shape(2, 64))
+    workload = workload_for(folder, Shape(2, 64), config)
     measure_costs(network, config, workload, FAR)
     gc.collect()
     before = mx.get_active_memory()
@@ -224,9 +210,8 @@ def test_measuring_leaves_nothing_in_memory(folder):
 
 @pytest.mark.parametrize("limit_bytes", [1, FAR])
 def test_the_cache_limit_is_as_before(folder, limit_bytes):
-    config = TrainConfig(**LORA)
     mx.set_cache_limit(123 * MB)
-    measured(folder, config, workload_for(folder, config, Shape(1, 16)), limit_bytes)
+    measured(folder, workload_for(folder, Shape(1, 16)), limit_bytes)
     assert mx.set_cache_limit(123 * MB) == 123 * MB
 
 
@@ -240,18 +225,16 @@ def test_nothing_is_measured_and_the_cache_limit_is_as_before_if_measuring_fails
         raise error
 
     monkeypatch.setattr(measuring, "cost_of", fail)
-    config = TrainConfig(**LORA)
     mx.set_cache_limit(123 * MB)
-    assert measured(folder, config, workload_for(folder, config, Shape(1, 16))) is None
+    assert measured(folder, workload_for(folder, Shape(1, 16))) is None
     assert mx.set_cache_limit(123 * MB) == 123 * MB
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 1), Shape(1, 2), Shape(5, 1), Shape(2, 100)])
 def test_rows_of_any_length_are_measured(folder, shape):
     """Batches are padded to a multiple of 32 tokens: no index may be out of range."""
-    config = TrainConfig(**LORA)
-    workload = workload_for(folder, config, shape)
-    costs = measured(folder, config, workload)
+    workload = workload_for(folder, shape)
+    costs = measured(folder, workload)
     assert costs is not None
     assert costs.is_complete
     kinds = costs.memory.kinds
@@ -259,23 +242,23 @@ def test_rows_of_any_length_are_measured(folder, shape):
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 5), Shape(1, 300), Shape(3, 200)])
-def test_no_shape_is_larger_than_the_micro_batches_of_the_run(folder, shapes, shape):
-    config = TrainConfig(**LORA)
-    measured(folder, config, workload_for(folder, config, shape))
+def test_no_shape_is_larger_than_the_micro_batches_of_the_run(folder, monkeypatch, shape):
+    made = calls_of(monkeypatch, measuring, "batch_of")
+    measured(folder, workload_for(folder, shape))
+    shapes = {call.given[0] for call in made}
     padded = -(-shape.tokens // MULTIPLE) * MULTIPLE
     of_heads = {each for each in shapes if each.rows == 1}
     assert max(each.size for each in shapes) <= shape.rows * padded
     assert max(each.rows for each in shapes) <= shape.rows
-    assert max(each.tokens for each in set(shapes) - of_heads or of_heads) <= padded
+    assert max(each.tokens for each in shapes - of_heads or of_heads) <= padded
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("tokens", [96, 300, 1100])
 def test_every_phase_that_a_run_may_have_is_timed(folder, tokens, packed):
     """Among them tiles: of several rows, of one, and of a packed one."""
-    config = TrainConfig(**LORA)
-    workload = replace(workload_for(folder, config, Shape(4, tokens)), packed=packed)
-    costs = measured(folder, config, workload)
+    workload = replace(workload_for(folder, Shape(4, tokens)), packed=packed)
+    costs = measured(folder, workload)
     workload = replace(workload, costs=costs)
     for engine in CLOSE:
         for rows in (1, 2, 4):
@@ -285,9 +268,8 @@ def test_every_phase_that_a_run_may_have_is_timed(folder, tokens, packed):
 
 
 def test_an_evaluation_measures_no_gradients(folder):
-    config = TrainConfig(**LORA)
-    workload = replace(workload_for(folder, config, Shape(2, 64)), forward=True)
-    costs = measured(folder, config, workload).memory
+    workload = replace(workload_for(folder, Shape(2, 64)), forward=True)
+    costs = measured(folder, workload).memory
     assert set(costs.heads) <= {STAGED_SCORES, FUSED_SCORES}
     known = {name for kind in costs.kinds for name in PHASES if getattr(kind, name) is not None}
     assert known == {"forward", "evaluated"}
@@ -295,11 +277,9 @@ def test_an_evaluation_measures_no_gradients(folder):
 
 def test_every_kind_of_block_is_measured_once(tmp_path):
     folder = make_model(tmp_path / "m", "gemma3_text", **TINY, num_hidden_layers=4)
-    config, told = TrainConfig(**LORA), []
-    network = open_model(folder, mx.float32).network
-    costs = measure_costs(
-        network, config, workload_for(folder, config, Shape(1, 64)), FAR, told.append
-    )
+    network, told = open_model(folder, mx.float32).network, []
+    workload = workload_for(folder, Shape(1, 64))
+    costs = measure_costs(network, CONFIG, workload, FAR, told.append)
     assert costs.memory.order == (0, 1, 0, 1)
     blocks = [f"measuring a block, kind {kind} of 2" for kind in (1, 2)]
     assert told == ["measuring the head", *blocks]
@@ -310,17 +290,17 @@ def test_every_kind_of_block_is_measured_once(tmp_path):
     "model_type", ["qwen3_next", "nemotron_h", "gpt_oss", "gemma4_text", "gemma3n"]
 )
 def test_models_of_several_kinds_of_blocks_are_measured(tmp_path, model_type):
-    folder, config = write_model(tmp_path / "m", model_type), TrainConfig(**LORA)
-    workload = workload_for(folder, config, Shape(1, 48))
-    costs = measured(folder, config, workload)
+    folder = write_model(tmp_path / "m", model_type)
+    workload = workload_for(folder, Shape(1, 48))
+    costs = measured(folder, workload)
     assert len(costs.memory.order) == workload.facts.blocks
     assert {kind.backward is not None for kind in costs.memory.kinds} == {True}
 
 
 @pytest.mark.parametrize("model_type", ["afm7", "iquestloopcoder"])
 def test_a_model_that_cannot_be_taken_apart_is_not_measured(tmp_path, model_type):
-    folder, config = write_model(tmp_path / "m", model_type), TrainConfig(**LORA)
-    assert measured(folder, config, workload_for(folder, config, Shape(1, 48))) is None
+    folder = write_model(tmp_path / "m", model_type)
+    assert measured(folder, workload_for(folder, Shape(1, 48))) is None
 
 
 # Room
