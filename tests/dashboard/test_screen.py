@@ -472,12 +472,13 @@ COUNTS = st.one_of(st.integers(-(2**70), 2**70), st.integers(0, 1000))
 NUMBERS = st.one_of(st.floats(), st.floats(0, 10))
 BY_TYPE = {
     "str": WORDS, "bool": st.booleans(), "int": COUNTS, "int | None": SIZES, "float": NUMBERS,
+    "list[str]": st.lists(WORDS, max_size=3), "float | None": st.none() | NUMBERS,
 }  # fmt: skip
 KINDS = (
     *(events.Step, events.Gauges, events.Stage, events.Phase, events.Host, events.Notice),
     *(events.Limit, events.Planned, events.Action, events.Died, events.Started, events.Paused),
     *(events.Continued, events.Skipped, events.Validation, events.Checkpoint, events.ExactMatch),
-    events.Finished,
+    *(events.Finished, events.Samples, events.Rollout),
 )
 
 

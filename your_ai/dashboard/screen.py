@@ -243,7 +243,7 @@ def sample_rows(page: Page, state: ViewState, room: int) -> list[ScreenRow]:
         what = f"best of step {best.step}{reward}"
         shown = [(what, best.prompt, best.completion, best.expected)]
     elif samples := state.samples_after or state.samples_before:
-        what = f"{samples.when} training"
+        what = f"{'after' if state.samples_after else 'before'} training"
         texts = zip(samples.prompts, samples.answers, samples.expected, strict=False)
         shown = [(what, *text) for text in texts]
     found: list[ScreenRow] = []
