@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import errno
 import gc
 import hashlib
 import importlib
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 from mlx.utils import tree_flatten, tree_map
@@ -44,6 +46,7 @@ from your_ai.run import events
 from your_ai.run.checkpoint import ADAPTERS
 from your_ai.run.events import Event
 from your_ai.run.folder import RUNS, RunFolder
+from your_ai.run.rollout_files import RolloutRecord, read_rollouts, rollout_file
 from your_ai.run.stopping import Stop
 from your_ai.session import attach, new_run
 from your_ai.training.process import train_until_done
@@ -319,6 +322,18 @@ def flip(path: Path, at: int | None = None) -> None:
     path.write_bytes(content)
 
 
+def forbid_deleting(patch: pytest.MonkeyPatch, name: str) -> None:
+    """Let the deletion of files of this name fail."""
+    unlink = os.unlink
+
+    def fail(path: Any, **options: Any) -> None:
+        if Path(path).name == name:
+            raise PermissionError(errno.EPERM, "Operation not permitted", path)
+        unlink(path, **options)
+
+    patch.setattr(os, "unlink", fail)
+
+
 def write_site(place: Path, source: str) -> Path:
     """A folder for PYTHONPATH that makes each process run `source` first."""
     place.mkdir()
@@ -362,6 +377,29 @@ def calls_of(patch: pytest.MonkeyPatch, place: Any, name: str) -> list[Call]:
 
     patch.setattr(place, name, noted)
     return found
+
+
+@contextlib.contextmanager
+def killed_in(owner: Any, name: str, at: int = 2) -> Iterator[None]:
+    """Let the block be killed by a call of a function, by default by the second one."""
+    genuine, numbers = getattr(owner, name), itertools.count(1)
+
+    def called(*args: Any, **named: Any) -> Any:
+        if next(numbers) == at:
+            raise Killed
+        return genuine(*args, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, called)
+        with pytest.raises(Killed):
+            yield
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def chat(question: str, answer: str, **more: Any) -> dict[str, Any]:
@@ -516,6 +554,23 @@ def inputs_of(config: TrainConfig) -> list[tuple[str, str]]:
 def resume(run: RunFolder, **changes: Any) -> int:
     """Resume a run in this process; return the exit status."""
     return train_until_done(run, dataclasses.replace(run.read_config(), **changes), Stop())
+
+
+def whole_and_resumed(
+    configure: Callable[..., TrainConfig], cut_at: int, max_steps: int, **settings: Any
+) -> tuple[RunFolder, RunFolder]:
+    """A run of so many steps, and one with the same settings that was resumed after some."""
+    whole = train(configure(**settings | {"run": "whole", "max_steps": max_steps}))
+    cut = train(configure(**settings | {"run": "cut", "max_steps": cut_at}))
+    assert resume(cut, max_steps=max_steps) == 0
+    return whole, cut
+
+
+def rollouts_of(run: RunFolder, step: int) -> list[RolloutRecord]:
+    """What was sampled for a step."""
+    found = read_rollouts(rollout_file(run.path, step))
+    assert found is not None
+    return found
 
 
 def events_of(run: RunFolder, *kinds: type) -> list[Event]:

@@ -22,6 +22,9 @@ class Conversations:
     def start(self, key: object = 0, seed: int = 0, **row: Any) -> Observation:
         return self.pool.start(key, {"prompt": "p", **row}, seed).result()
 
+    def say(self, text: str, key: object = 0) -> Observation:
+        return self.pool.step(key, {"role": "assistant", "content": text}).result()
+
     def call(self, name: str, key: object = 0, /, **arguments: Any) -> str:
         """The text that a tool's message has after one call."""
         (message,) = self.calls((name, arguments), key=key).messages
@@ -32,10 +35,9 @@ class Conversations:
 
 
 def message_with(*calls: tuple[str, Any]) -> dict[str, Any]:
-    functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
     tool_calls = [
-        {"type": "function", "id": f"call-{i}", "function": each}
-        for i, each in enumerate(functions)
+        {"type": "function", "id": f"call-{i}", "function": {"name": name, "arguments": given}}
+        for i, (name, given) in enumerate(calls)
     ]
     return {"role": "assistant", "content": "", "tool_calls": tool_calls}
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
-import psutil
 import pytest
+
+from tests.conftest import is_alive, wait_until
 
 BEGINNING = """
 import os, sys, time
@@ -25,14 +25,10 @@ def try_(call, seconds=20):
 
 def printed(script: str) -> str:
     """What a script prints in all processes that continue it."""
-    done = subprocess.run(
-        [sys.executable, "-c", BEGINNING + script],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    return done.stdout
+    command = [sys.executable, "-c", BEGINNING + script]
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=False, timeout=60
+    ).stdout
 
 
 def test_changes_of_a_call_stay():
@@ -76,14 +72,4 @@ print(try_(start, 1))
 """
     number, _, text = printed(script).partition("\n")
     assert text == "took more than 1 s\n"
-    deadline = time.monotonic() + 10
-    while psutil.pid_exists(int(number)) and is_running(int(number)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    wait_until(lambda: not is_alive(int(number)), 10)

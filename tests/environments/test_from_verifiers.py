@@ -55,10 +55,6 @@ def verifiers_of(pool_of):
     return lambda kind: pool_of(OWN.replace("MAKE", KINDS[kind]), **OPTIONS)
 
 
-def say(own, text: str):
-    return own.pool.step(0, {"role": "assistant", "content": text}).result()
-
-
 def test_an_environment_with_tools(verifiers_of):
     own = verifiers_of("tool")
     assert own.pool.rows == 3
@@ -76,7 +72,7 @@ def test_an_environment_with_tools(verifiers_of):
         {"role": "tool", "content": "'pear'", "tool_call_id": "call-1"},
     ]
     assert (seen.reward, seen.done) == (None, False)
-    seen = say(own, "It is 2.")
+    seen = own.say("It is 2.")
     assert (seen.messages, seen.reward, seen.done) == ([], 1.0, True)
     assert seen.info["metrics"]["price_calls"] == 2
     assert seen.info["stopped_by"] == "no_tools_called"
@@ -86,15 +82,15 @@ def test_a_single_turn_of_a_row_of_the_data(verifiers_of):
     own = verifiers_of("single")
     seen = own.start(prompt="q", answer="42")
     assert [m["content"] for m in seen.messages] == ["Be brief.", "q"]
-    seen = say(own, "41")
+    seen = own.say("41")
     assert (seen.messages, seen.reward, seen.done) == ([], 0.0, True)
 
 
 def test_turns_until_the_environment_ends(verifiers_of):
     own = verifiers_of("turns")
     own.pool.start(0, {"example": 1}, 0).result()
-    assert say(own, "0").messages == [{"role": "user", "content": "Not 0."}]
-    seen = say(own, "1")
+    assert own.say("0").messages == [{"role": "user", "content": "Not 0."}]
+    seen = own.say("1")
     assert seen.messages == [{"role": "user", "content": "Yes."}]
     assert (seen.reward, seen.done) == (0.0, True)  # its rubric reads the last message
 

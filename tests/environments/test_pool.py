@@ -5,13 +5,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import CancelledError
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.conftest import is_alive, wait_until
+from tests.environments.conftest import Conversations
 from your_ai.environments.pool import EnvironmentPool
 from your_ai.environments.protocol import EnvironmentFailed, HostOptions
 from your_ai.errors import RunError, UserError
@@ -75,8 +76,12 @@ class Game:
 SHOP = {"environment": "own:Game", "tools": ()}
 
 
-def say(own, act: str, key: object = 0):
-    return own.pool.step(key, {"role": "assistant", "content": act}).result()
+@pytest.fixture
+def game(pool_of) -> Conversations:
+    """A pool of games, whose first conversation has begun."""
+    own = pool_of(GAME, **SHOP)
+    own.start(seed=7)
+    return own
 
 
 def test_a_conversation_of_the_users_class(pool_of):
@@ -84,8 +89,8 @@ def test_a_conversation_of_the_users_class(pool_of):
     seen = own.start(seed=7)
     assert own.pool.is_pure
     assert (seen.messages, seen.info) == ([{"role": "user", "content": "p"}], {"seed": 7})
-    assert [say(own, "go").messages[0]["content"] for _ in range(2)] == ["1", "2"]
-    seen = say(own, "win")
+    assert [own.say("go").messages[0]["content"] for _ in range(2)] == ["1", "2"]
+    seen = own.say("win")
     assert (seen.messages, seen.reward, seen.done) == ([], 2.5, True)
     own.pool.close(0).result()
     assert Path("closed-7").read_text() == "3"
@@ -115,10 +120,10 @@ def test_a_hostile_environment_ends_its_conversation_alone(pool_of, act, text):
     own.start("good")
     own.start("bad")
     with pytest.raises(EnvironmentFailed, match=f"^{re.escape(text)}"):
-        say(own, act, "bad")
+        own.say(act, "bad")
     with pytest.raises(EnvironmentFailed, match=r"^the conversation has ended$"):
-        say(own, "go", "bad")
-    assert say(own, "go", "good").messages[0]["content"] == "1"
+        own.say("go", "bad")
+    assert own.say("go", "good").messages[0]["content"] == "1"
     own.start("bad")
 
 
@@ -126,46 +131,40 @@ def test_the_same_seed_draws_the_same(pool_of):
     own = pool_of(GAME, **SHOP)
     for key, seed in enumerate((1, 1, 2)):
         own.start(key, seed)
-    one, same, other = (say(own, "draw", key).messages for key in range(3))
+    one, same, other = (own.say("draw", key).messages for key in range(3))
     assert one == same != other
 
 
-def test_a_slow_conversation_does_not_hold_the_others(pool_of):
-    own = pool_of(GAME, **SHOP)
-    for key in range(8):
+def seconds_of_waits(own: Conversations, count: int) -> float:
+    """The time that so many conversations take together, which wait for 0.3 s each."""
+    for key in range(count):
         own.start(key)
     start = time.monotonic()
-    futures = [own.pool.step(key, {"content": "waits"}) for key in range(8)]
-    assert [future.result().messages[0]["content"] for future in futures] == ["1"] * 8
-    assert time.monotonic() - start < 8 * 0.3
+    futures = [own.pool.step(key, {"content": "waits"}) for key in range(count)]
+    assert [future.result().messages[0]["content"] for future in futures] == ["1"] * count
+    return time.monotonic() - start
+
+
+def test_a_slow_conversation_does_not_hold_the_others(pool_of):
+    assert seconds_of_waits(pool_of(GAME, **SHOP), 8) < 8 * 0.3
 
 
 def test_requests_beyond_the_limit_wait_and_their_time_does_not_count(pool_of):
-    own = pool_of(GAME, at_once=1, **SHOP, timeout_s=0.8)
-    for key in range(4):
-        own.start(key)
-    start = time.monotonic()
-    futures = [own.pool.step(key, {"content": "waits"}) for key in range(4)]
-    assert [future.result().messages[0]["content"] for future in futures] == ["1"] * 4
-    assert time.monotonic() - start > 4 * 0.3
+    assert seconds_of_waits(pool_of(GAME, at_once=1, **SHOP, timeout_s=0.8), 4) > 4 * 0.3
 
 
-def test_a_canceled_request_ends_its_conversation(pool_of):
-    own = pool_of(GAME, **SHOP)
-    own.start()
-    future = own.pool.step(0, {"content": "endless"})
+def test_a_canceled_request_ends_its_conversation(game):
+    future = game.pool.step(0, {"content": "endless"})
     time.sleep(0.1)
     future.cancel()
     with pytest.raises(CancelledError):
         future.result()
-    wait_until(lambda: not children(own.pool))
+    wait_until(lambda: not children(game.pool))
 
 
-def test_a_key_in_use_is_refused(pool_of):
-    own = pool_of(GAME, **SHOP)
-    own.start("a")
-    with pytest.raises(ValueError, match=r"^conversation a has begun already$"):
-        own.start("a")
+def test_a_key_in_use_is_refused(game):
+    with pytest.raises(ValueError, match=r"^conversation 0 has begun already$"):
+        game.start()
 
 
 def test_what_code_prints_is_in_the_log_but_not_all_of_it(pool_of):
@@ -201,13 +200,6 @@ def children(pool: EnvironmentPool) -> list[psutil.Process]:
     return psutil.Process(pool.process.pid).children(recursive=True)
 
 
-def wait_until(done: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not done():
-        assert time.monotonic() < deadline, "the condition never became true"
-        time.sleep(0.01)
-
-
 def test_a_conversation_ends_with_all_its_processes_and_files(pool_of):
     text = "import tempfile\ndef f():\n 'D.'\n return tempfile.mkdtemp()"
     own = pool_of(
@@ -223,24 +215,20 @@ def test_a_conversation_ends_with_all_its_processes_and_files(pool_of):
     wait_until(lambda: not folder.exists())
 
 
-def test_shutdown_ends_the_host_and_what_waits(pool_of):
-    own = pool_of(GAME, **SHOP)
-    own.start()
-    future = own.pool.step(0, {"content": "endless"})
-    processes = [psutil.Process(own.pool.process.pid), *children(own.pool)]
-    own.pool.shutdown()
+def test_shutdown_ends_the_host_and_what_waits(game):
+    future = game.pool.step(0, {"content": "endless"})
+    processes = [game.pool.process.pid, *(each.pid for each in children(game.pool))]
+    game.pool.shutdown()
     with pytest.raises((CancelledError, EnvironmentFailed)):
         future.result()
-    wait_until(lambda: not [each for each in processes if is_alive(each)])
+    wait_until(lambda: not any(map(is_alive, processes)))
 
 
-def test_a_host_that_is_gone_is_an_error_of_the_run(pool_of):
-    own = pool_of(GAME, **SHOP)
-    own.start()
-    own.pool.process.send_signal(signal.SIGKILL)
-    own.pool.process.wait()
+def test_a_host_that_is_gone_is_an_error_of_the_run(game):
+    game.pool.process.send_signal(signal.SIGKILL)
+    game.pool.process.wait()
     with pytest.raises(RunError, match=r"^the process of the environments ended; see its"):
-        own.start(1)
+        game.start(1)
 
 
 PARENT = """
@@ -262,19 +250,12 @@ def test_all_processes_end_when_the_parent_is_killed():
     process = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     try:
         host = psutil.Process(int(process.stdout.readline()))
-        begun = [host, *host.children(recursive=True)]
+        begun = [host.pid, *(each.pid for each in host.children(recursive=True))]
     finally:
         process.kill()
         process.communicate()
     assert len(begun) == 1 + 3 + 3
-    wait_until(lambda: not [each for each in begun if is_alive(each)])
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    wait_until(lambda: not any(map(is_alive, begun)))
 
 
 @pytest.mark.parametrize(

@@ -112,15 +112,9 @@ EXPECTED = "str, int, float, bool, list[...], dict, Literal or Optional of these
         (bytes_type, f"parameter a: type <class 'bytes'> has no JSON schema; expected {EXPECTED}"),
         (positional, "parameter a cannot be given by its name"),
         (many, "parameter a cannot be given by its name"),
-        (
-            unknown_name,
-            "its types cannot be read (NameError: name 'Missing' is not defined)",
-        ),
+        (unknown_name, "its types cannot be read (NameError: name 'Missing' is not defined)"),
         (wrong_default, "parameter a: its default: expected integer, found 'x'"),
-        (
-            other_argument,
-            "its docstring describes nam, which is no parameter; did you mean name?",
-        ),
+        (other_argument, "its docstring describes nam, which is no parameter; did you mean name?"),
     ],
 )
 def test_a_function_that_cannot_be_a_tool_is_refused(function, text):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.environments.conftest import Conversations
 from your_ai.environments.pool import EnvironmentPool
 from your_ai.environments.protocol import MOST_CALLS, EnvironmentFailed, HostOptions
 from your_ai.environments.tools import ToolError, cut, load_tools, messages_of, text_of
@@ -144,6 +145,14 @@ def where() -> str:
 '''
 
 
+@pytest.fixture
+def tools(pool_of) -> Conversations:
+    """A conversation with all tools, which has begun."""
+    own = pool_of(TOOLS)
+    own.start()
+    return own
+
+
 def test_reset_gives_the_messages_and_the_schemas(pool_of):
     own = pool_of(TOOLS, tools=("own:price", "own:say"))
     seen = own.start()
@@ -153,10 +162,8 @@ def test_reset_gives_the_messages_and_the_schemas(pool_of):
     assert own.pool.is_pure
 
 
-def test_each_call_is_answered_by_a_message(pool_of):
-    own = pool_of(TOOLS)
-    own.start()
-    seen = own.calls(("price", {"name": "pär", "count": 2}), ("say", {"text": "5 <|im_end|>"}))
+def test_each_call_is_answered_by_a_message(tools):
+    seen = tools.calls(("price", {"name": "pär", "count": 2}), ("say", {"text": "5 <|im_end|>"}))
     assert seen.messages == [
         {"role": "tool", "name": "price", "content": '{"price": 8}', "tool_call_id": "call-0"},
         {"role": "tool", "name": "say", "content": "5 <|im_end|>", "tool_call_id": "call-1"},
@@ -164,10 +171,8 @@ def test_each_call_is_answered_by_a_message(pool_of):
     assert (seen.done, seen.info) == (False, {"tool_calls": 2, "tool_errors": 0})
 
 
-def test_a_message_without_calls_ends_the_conversation(pool_of):
-    own = pool_of(TOOLS)
-    own.start()
-    seen = own.calls()
+def test_a_message_without_calls_ends_the_conversation(tools):
+    seen = tools.calls()
     assert (seen.messages, seen.done) == ([], True)
 
 
@@ -228,17 +233,13 @@ def test_state_is_of_a_conversation(pool_of):
     assert [own.call("count", key) for key in "aabab"] == ["1", "2", "1", "3", "2"]
 
 
-def test_async_functions_share_a_loop(pool_of):
-    own = pool_of(TOOLS)
-    own.start()
-    assert [own.call(name) for name in ("connect", "use")] == ["opened", "there"]
+def test_async_functions_share_a_loop(tools):
+    assert [tools.call(name) for name in ("connect", "use")] == ["opened", "there"]
 
 
-def test_a_tool_cannot_leave_the_folder(pool_of):
-    own = pool_of(TOOLS)
-    own.start()
-    here = own.call("where")
-    assert (own.call("moves"), own.call("where")) == ("moved", here)
+def test_a_tool_cannot_leave_the_folder(tools):
+    here = tools.call("where")
+    assert (tools.call("moves"), tools.call("where")) == ("moved", here)
 
 
 def test_results_are_cut(pool_of):
@@ -248,10 +249,8 @@ def test_results_are_cut(pool_of):
     assert own.call("say", text="12345") == "12345"
 
 
-def test_calls_beyond_the_most_are_errors(pool_of):
-    own = pool_of(TOOLS)
-    own.start()
-    seen = own.calls(*[("count", {})] * (MOST_CALLS + 1))
+def test_calls_beyond_the_most_are_errors(tools):
+    seen = tools.calls(*[("count", {})] * (MOST_CALLS + 1))
     assert [m["content"] for m in seen.messages[-2:]] == [
         str(MOST_CALLS),
         f"error: more than {MOST_CALLS} calls at once",

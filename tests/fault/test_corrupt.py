@@ -14,6 +14,7 @@ from tests.conftest import (
     chat,
     events_of,
     flip,
+    forbid_deleting,
     make_model,
     refused,
     resume,
@@ -29,6 +30,7 @@ from your_ai.run.folder import RUNS, RunFolder
 
 STEPS = 6
 NEWEST = "step-000004"
+MODEL_FILES = ("model.safetensors", "config.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True)
@@ -48,16 +50,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
         settings = {
             "model": str(make_model(place / "model", **TINY)),
             "data": str(write_rows(place / "data" / "train.jsonl", rows).parent),
-            "run": "r",
-            "max_steps": STEPS,
-            "batch_size": 2,
-            "lora_layers": 1,
-            "lora_dropout": 0.2,
-            "learning_rate": 1e-2,
-            "save_every": 2,
-            "keep": 9,
-            "supervise": False,
-        }
+            "run": "r", "max_steps": STEPS, "batch_size": 2, "lora_layers": 1, "lora_dropout": 0.2,
+            "learning_rate": 1e-2, "save_every": 2, "keep": 9, "supervise": False,
+        }  # fmt: skip
         write_rows(place / "data" / "valid.jsonl", rows[:3])
         run = train(build(settings, "test"))
     return Undisturbed(RunFolder(place / run.path), place / "model", place / "data")
@@ -126,14 +121,7 @@ def test_run_is_refused_if_every_checkpoint_is_damaged(cut, capsys):
 
 
 def test_undeletable_checkpoint_does_not_stop_the_run(cut, undisturbed, monkeypatch):
-    unlink = os.unlink
-
-    def fail(path, **options):
-        if Path(path).name == checkpoint.OPTIMIZER:
-            raise PermissionError(1, "Operation not permitted", path)
-        unlink(path, **options)
-
-    monkeypatch.setattr(os, "unlink", fail)
+    forbid_deleting(monkeypatch, checkpoint.OPTIMIZER)
     assert resume(cut, keep=2, save_every=1) == 0
     newest = checkpoint.list_checkpoints(cut.checkpoints)[:2]
     assert [path.name for path in newest] == ["step-000006", "step-000005"]
@@ -164,27 +152,20 @@ def refusal(run: RunFolder, **changes: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "chat_template.jinja"])
-def test_changed_model_is_refused(cut, undisturbed, own_folder, name):
-    other = shutil.copytree(undisturbed.model, own_folder / "other")
-    change(other / name)
-    text = refusal(cut, model=str(other))
-    assert f"--resume r: the model changed since the run began ({name})" in text
-
-
 @pytest.mark.parametrize(
-    ("harm", "name", "changed"),
+    ("what", "harm", "name", "changed"),
     [
-        (change, "train.jsonl", "train.jsonl"),
-        (change, "valid.jsonl", "valid.jsonl"),
-        (Path.unlink, "valid.jsonl", "train.jsonl, valid.jsonl"),  # of which others are held out
+        *(("model", change, name, name) for name in MODEL_FILES),
+        ("data", change, "train.jsonl", "train.jsonl"),
+        ("data", change, "valid.jsonl", "valid.jsonl"),
+        ("data", Path.unlink, "valid.jsonl", "train.jsonl, valid.jsonl"),  # others are held out
     ],
 )
-def test_changed_data_is_refused(cut, undisturbed, own_folder, harm, name, changed):
-    other = shutil.copytree(undisturbed.data, own_folder / "other")
+def test_changed_model_or_data_is_refused(cut, undisturbed, own_folder, what, harm, name, changed):
+    other = shutil.copytree(getattr(undisturbed, what), own_folder / "other")
     harm(other / name)
-    text = refusal(cut, data=str(other))
-    assert f"--resume r: the data changed since the run began ({changed})" in text
+    text = refusal(cut, **{what: str(other)})
+    assert f"--resume r: the {what} changed since the run began ({changed})" in text
 
 
 def test_refused_run_resumes_with_the_original_data(cut, undisturbed, own_folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import resource
 import shutil
@@ -19,6 +20,7 @@ import pytest
 from tests.conftest import resume, train, train_once
 from tests.fault.processes import call, final_files, leftovers
 from your_ai.config import TrainConfig
+from your_ai.engine import spill
 from your_ai.errors import RunError, UserError
 from your_ai.files import TEMPORARY
 from your_ai.run import checkpoint, child
@@ -55,18 +57,8 @@ def bytes_of(folder: Path) -> dict[Path, bytes]:
 
 def command_of(config: TrainConfig) -> list[str]:
     """A command that begins a new run, `new`."""
-    flags = ["--plan", config.plan, "--spill" if config.spill else "--no-spill"]
-    return [
-        "train",
-        "--model",
-        config.model,
-        "--data",
-        config.data,
-        "--run",
-        "new",
-        "--no-supervise",
-        *flags,
-    ]
+    flags = ["--plan", config.plan, "--spill" if config.spill else "--no-spill", "--no-supervise"]
+    return ["train", "--model", config.model, "--data", config.data, "--run", "new", *flags]
 
 
 @contextlib.contextmanager
@@ -212,14 +204,8 @@ def test_new_run_on_a_full_disk_is_refused_and_leaves_nothing(room, configure, c
 
 
 def test_run_that_is_removed_does_not_ask_to_be_resumed(configure, capsys):
-    config = configure(plan="staged", spill=True)
-
-    def fail(*_):
-        raise FULL
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("your_ai.engine.spill.write_at", fail)
-        status, _, error = call(capsys, *command_of(config))
+    with no_room_for(spill, "write_at"):
+        status, _, error = call(capsys, *command_of(configure(plan="staged", spill=True)))
     assert status == 1, error
     assert "optimizer states cannot be written" in error
     assert error.endswith("free some disk space, then run the same command again\n")
@@ -230,12 +216,10 @@ def test_run_that_is_removed_does_not_ask_to_be_resumed(configure, capsys):
 @contextlib.contextmanager
 def no_room_for(module: object, name: str, after: int = 0) -> Iterator[None]:
     """Let a function that writes fail, after the first `after` calls."""
-    whole, calls = getattr(module, name), 0
+    whole, calls = getattr(module, name), itertools.count(1)
 
     def write(*arguments, **options):
-        nonlocal calls
-        calls += 1
-        if calls > after:
+        if next(calls) > after:
             raise FULL
         return whole(*arguments, **options)
 
@@ -244,7 +228,7 @@ def no_room_for(module: object, name: str, after: int = 0) -> Iterator[None]:
         yield
 
 
-def assert_one_line_of_error(status: int, error: str) -> None:
+def assert_one_line_of_error(status: int, _: str, error: str) -> None:
     assert status in (1, 2)
     assert len(error.splitlines()) == 1
     assert os.strerror(errno.ENOSPC) in error
@@ -259,16 +243,14 @@ def stopped(configure: Callable[..., TrainConfig]) -> RunFolder:
 
 def test_unwritable_event_gives_one_line_of_error(stopped, capsys):
     with no_room_for(os, "write", after=4):
-        status, _, error = call(capsys, "train", "--resume", "r", "--max-steps", "9")
-    assert_one_line_of_error(status, error)
+        assert_one_line_of_error(*call(capsys, "train", "--resume", "r", "--max-steps", "9"))
     assert resume(stopped, max_steps=4) == 0
 
 
 def test_resuming_on_a_full_disk_gives_one_line_of_error(stopped, capsys):
     config = stopped.config.read_bytes()
     with no_room_for(Path, "write_text"):
-        status, _, error = call(capsys, "train", "--resume", "r", "--max-steps", "9")
-    assert_one_line_of_error(status, error)
+        assert_one_line_of_error(*call(capsys, "train", "--resume", "r", "--max-steps", "9"))
     assert stopped.config.read_bytes() == config
 
 
@@ -297,4 +279,4 @@ def test_a_process_whose_error_found_no_room_is_said_to_have_met_a_full_disk(sto
     assert "process.log" in str(lost)
     full = shutil.disk_usage(stopped.path)._replace(free=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
-    assert_one_line_of_error(1, str(child.reported_error(stopped, 1, "")))
+    assert_one_line_of_error(1, "", str(child.reported_error(stopped, 1, "")))

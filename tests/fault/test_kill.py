@@ -22,6 +22,7 @@ from tests.fault.processes import (
     wait_for,
     wait_until,
 )
+from your_ai.config import TrainConfig
 from your_ai.files import TEMPORARY, clean
 from your_ai.hub.find import store
 from your_ai.run import checkpoint, events, folder
@@ -158,73 +159,57 @@ def test_killed_process_resumes_exactly(configure, settings, capsys, more):
     assert sum(events.from_line(line) is None for line in lines) == 1  # the half line
 
 
-BEFORE_ANYTHING = """
+# A function does something, and kills its process.
+DIE = """
 import os, signal
-from your_ai.run import folder
+from your_ai.{module} import {name} as owner
 
-def die(*_):
+whole = owner.{function}
+
+def die(*arguments):
+    {first}
     os.kill(os.getpid(), signal.SIGKILL)
 
-folder.locked = die
+owner.{function} = die
 """
-BEFORE_THE_FIRST_CHECKPOINT = """
-import os, signal
-from your_ai.run import checkpoint
 
-def die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
 
-checkpoint.save = die
-"""
+def killed_by(config: TrainConfig, place: str, first: str = "pass") -> RunFolder:
+    """A new run whose process is killed at a function: `module.name.function`."""
+    module, name, function = place.rsplit(".", 2)
+    before = DIE.format(module=module, name=name, function=function, first=first)
+    with started(config, "killed", before=before) as process:
+        process.wait()
+    assert process.returncode == -signal.SIGKILL
+    return folder.find("killed")
 
 
 @pytest.mark.parametrize(
-    "when", [BEFORE_ANYTHING, BEFORE_THE_FIRST_CHECKPOINT], ids=["start", "first checkpoint"]
+    "place", ["run.folder.locked", "run.checkpoint.save"], ids=["start", "first checkpoint"]
 )
-def test_run_killed_before_its_first_checkpoint_starts_again(configure, settings, when):
+def test_run_killed_before_its_first_checkpoint_starts_again(configure, settings, place):
     settings["max_steps"] = 3
-    with started(configure(**settings), "killed", before=when) as process:
-        process.wait()
-    assert process.returncode == -signal.SIGKILL
-    run = folder.find("killed")
+    run = killed_by(configure(**settings), place)
     assert checkpoint.newest(run.checkpoints) == (None, [])
     assert resume(run) == 0
     assert final_files(run) == final_files(train_once(configure(run="whole", **settings)))
 
 
-DURING_THE_REFERENCE = """
-import os, signal
-from your_ai.training import reference
-
-whole = reference.computed
-
-def die(*arguments):
-    whole(*arguments)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-reference.computed = die
-"""
-WHILE_THE_REFERENCE_IS_WRITTEN = """
-import os, signal
-from your_ai.training import reference
-
-def die(path):
-    os.truncate(path, os.path.getsize(path) // 2)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-reference.sha256 = die
-"""
-
-
-@pytest.mark.parametrize("when", [DURING_THE_REFERENCE, WHILE_THE_REFERENCE_IS_WRITTEN])
-def test_run_killed_while_its_reference_is_computed_starts_again(configure, own_folder, when):
+@pytest.mark.parametrize(
+    ("function", "first"),
+    [
+        ("computed", "whole(*arguments)"),
+        ("sha256", "os.truncate(arguments[0], os.path.getsize(arguments[0]) // 2)"),
+    ],
+    ids=["computed", "half written"],
+)
+def test_run_killed_while_its_reference_is_computed_starts_again(
+    configure, own_folder, function, first
+):
     rows = [{"prompt": f"Question {i}", "chosen": "Yes", "rejected": "No"} for i in range(4)]
     data = write_rows(own_folder / "pairs.jsonl", rows)
     settings = {"objective": "dpo", "data": str(data), "max_steps": 2, "valid": "none"}
-    with started(configure(**settings), "killed", before=when) as process:
-        process.wait()
-    assert process.returncode == -signal.SIGKILL
-    run = folder.find("killed")
+    run = killed_by(configure(**settings), f"training.reference.{function}", first)
     assert resume(run) == 0
     assert final_files(run) == final_files(train_once(configure(run="whole", **settings)))
     kept = (store() / "cache" / "reference").iterdir()

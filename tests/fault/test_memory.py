@@ -8,7 +8,6 @@ import itertools
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from tests.conftest import (
     losses_of,
     resume,
     train,
+    train_once,
     with_functions,
     write_rows,
     write_site,
@@ -42,6 +43,7 @@ from tests.fault.processes import (
     started,
     wait_until,
 )
+from your_ai.config import TrainConfig
 from your_ai.errors import RunError
 from your_ai.memory import plan, probe
 from your_ai.memory.budget import LATER_BYTES, Budget
@@ -60,6 +62,7 @@ OUT_OF_MEMORY = (
     "(00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"
 )
 STEPS = 4
+Place = Callable[[pytest.MonkeyPatch, Callable[[], None]], None]  # where a run fails
 KINDS: list[tuple[type[Exception], str]] = [
     (RuntimeError, "[malloc] Unable to allocate 1234567 bytes."),
     (
@@ -119,17 +122,17 @@ def fail_at_synchronize(monkeypatch: pytest.MonkeyPatch, fail: Callable[[], None
     monkeypatch.setattr(recipe.mx, "synchronize", failing)
 
 
-def fail_in(name: str) -> Callable[[pytest.MonkeyPatch, Callable[[], None]], None]:
-    """Return a patch that fails before a function of the recipe."""
+def fail_in(name: str, module: Any = recipe) -> Place:
+    """Return a patch that fails before a function, by default of the recipe."""
 
     def patch(monkeypatch: pytest.MonkeyPatch, fail: Callable[[], None]) -> None:
-        function = getattr(recipe, name)
+        function = getattr(module, name)
 
         def failing(*args: Any) -> Any:
             fail()
             return function(*args)
 
-        monkeypatch.setattr(recipe, name, failing)
+        monkeypatch.setattr(module, name, failing)
 
     return patch
 
@@ -146,12 +149,7 @@ def planned(configure, data_folder, monkeypatch) -> Callable[..., Any]:
     rows = [chat(f"Ask {i}", "Say" + " please" * i) for i in range(8)]
     write_rows(data_folder / "train.jsonl", rows)
     write_rows(data_folder / "valid.jsonl", [chat("Ask", "Yes")])
-    first = {"max_steps": STEPS, "batch_size": 8, "save_every": 1, "keep": 99, "lora_layers": 1}
-
-    def make(**settings: Any) -> Any:
-        return configure(**{**first, **settings})
-
-    return make
+    return partial(configure, max_steps=STEPS, batch_size=8, save_every=1, keep=99, lora_layers=1)
 
 
 @pytest.fixture
@@ -159,36 +157,27 @@ def quick(configure, data_folder) -> Callable[..., Any]:
     """A config of many short steps."""
     write_rows(data_folder / "train.jsonl", [chat(f"Ask {i}", "Yes") for i in range(8)])
     (data_folder / "valid.jsonl").unlink()
-
-    def make(**settings: Any) -> Any:
-        return configure(**{"lora_layers": 1, **settings})
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def trained() -> dict[str, RunFolder]:
-    """The runs of `undisturbed`, by their settings."""
-    return {}
+    return partial(configure, lora_layers=1)
 
 
 @pytest.fixture
-def undisturbed(planned, trained, tmp_path_factory) -> Callable[..., RunFolder]:
-    """The run of some settings that nothing happens to, trained for the first test that asks."""
-
-    def find(**settings: Any) -> RunFolder:
-        key = repr(settings)
-        if key not in trained:
-            run = train(planned(run="whole", **settings))
-            place = tmp_path_factory.mktemp("trained") / "whole"
-            trained[key] = RunFolder(shutil.copytree(run.path, place))
-        return trained[key]
-
-    return find
+def undisturbed(planned) -> Callable[..., RunFolder]:
+    """The run of some settings that nothing happens to."""
+    return lambda **settings: train_once(planned(run="whole", **settings))
 
 
 def train_until_done(run: RunFolder, stop: Stop | None = None) -> int:
     return process.train_until_done(run, run.read_config(), Stop() if stop is None else stop)
+
+
+def disturbed(config: TrainConfig, *places: Place, fail: Callable[[], None]) -> RunFolder:
+    """A run that ends well although its places fail."""
+    run = folder.create(config)
+    with pytest.MonkeyPatch.context() as patch:
+        for place in places:
+            place(patch, fail)
+        assert train_until_done(run) == child.DONE
+    return run
 
 
 def steps_of(run: RunFolder) -> list[int]:
@@ -224,12 +213,9 @@ def assert_close(run: RunFolder, other: RunFolder) -> None:
     [(fail_in_gradients, 1), (fail_at_synchronize, 3), (fail_in_gradients, STEPS)],
     ids=["first", "late in the third", "last"],
 )
-def test_run_continues_under_the_next_smaller_plan(planned, undisturbed, monkeypatch, place, step):
+def test_run_continues_under_the_next_smaller_plan(planned, undisturbed, place, step):
     whole = undisturbed()
-    run = folder.create(planned())
-    with monkeypatch.context() as patch:
-        place(patch, Failure(step))
-        assert train_until_done(run) == child.DONE
+    run = disturbed(planned(), place, fail=Failure(step))
     assert levels_of(run) == [0, 1]
     (action,) = actions_of(run)
     assert (action.step, action.kind) == (step - 1, "smaller_plan")  # the last step done
@@ -241,12 +227,9 @@ def test_run_continues_under_the_next_smaller_plan(planned, undisturbed, monkeyp
 
 
 @PLACES
-def test_run_continues_from_the_last_checkpoint(planned, undisturbed, monkeypatch, place):
+def test_run_continues_from_the_last_checkpoint(planned, undisturbed, place):
     whole = undisturbed()
-    run = folder.create(planned(save_every=2))
-    with monkeypatch.context() as patch:
-        place(patch, Failure(4))
-        assert train_until_done(run) == child.DONE
+    run = disturbed(planned(save_every=2), place, fail=Failure(4))
     assert [event.step for event in events_of(run, events.Started)] == [0, 2]
     assert steps_of(run) == [1, 2, 3, 3, 4]
     assert_close(run, whole)
@@ -259,22 +242,17 @@ def test_failed_step_leaves_no_trace(planned, undisturbed, monkeypatch, place):
     settings["max_steps"] = 3
     monkeypatch.setattr(plan, "NOTICEABLY", 0.0)  # no plan is smaller
     whole = undisturbed(**settings)
-    run = folder.create(planned(**settings))
-    with monkeypatch.context() as patch:
-        place(patch, Failure(6 if place is fail_in_gradients else 2))
-        assert train_until_done(run) == child.DONE
+    failure = Failure(6 if place is fail_in_gradients else 2)
+    run = disturbed(planned(**settings), place, fail=failure)
     assert len(actions_of(run)) == 1
     assert levels_of(run) == [0, 0]  # there is no smaller plan
     assert final_files(run) == final_files(whole)
 
 
 @pytest.mark.parametrize("name", ["prepare", "show_test_rows", "save", "validate", "fill_prefix"])
-def test_error_may_occur_anywhere_in_the_run(planned, undisturbed, monkeypatch, name):
+def test_error_may_occur_anywhere_in_the_run(planned, undisturbed, name):
     whole = undisturbed(eval_every=2)
-    run = folder.create(planned(eval_every=2))
-    with monkeypatch.context() as patch:
-        fail_in(name)(patch, Failure(1))
-        assert train_until_done(run) == child.DONE
+    run = disturbed(planned(eval_every=2), fail_in(name), fail=Failure(1))
     assert levels_of(run)[-1] == 1
     assert [action.kind for action in actions_of(run)] == ["smaller_plan"]
     assert_close(run, whole)
@@ -308,19 +286,10 @@ def test_error_may_occur_while_the_model_loads(planned, monkeypatch, operation, 
     assert steps_of(run) == [1, 2]
 
 
-def test_error_may_occur_while_a_checkpoint_is_written(planned, undisturbed, monkeypatch):
+def test_error_may_occur_while_a_checkpoint_is_written(planned, undisturbed):
     """It must not count as an error of the disk; partial files are removed."""
     whole = undisturbed()
-    run = folder.create(planned())
-    save, failure = mx.save_safetensors, Failure(6)
-
-    def failing(*args: Any) -> None:
-        failure()
-        save(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(mx, "save_safetensors", failing)
-        assert train_until_done(run) == child.DONE
+    run = disturbed(planned(), fail_in("save_safetensors", mx), fail=Failure(6))
     assert [action.kind for action in actions_of(run)] == ["smaller_plan"]
     assert leftovers(run) == []
     assert_close(run, whole)
@@ -337,12 +306,9 @@ def test_error_may_occur_while_a_checkpoint_is_written(planned, undisturbed, mon
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
-def test_other_state_of_the_run_is_continued(planned, undisturbed, monkeypatch, settings):
+def test_other_state_of_the_run_is_continued(planned, undisturbed, settings):
     whole = undisturbed(**settings)
-    run = folder.create(planned(**settings))
-    with monkeypatch.context() as patch:
-        fail_at_synchronize(patch, Failure(3))
-        assert train_until_done(run) == child.DONE
+    run = disturbed(planned(**settings), fail_at_synchronize, fail=Failure(3))
     assert len(actions_of(run)) == 1
     assert steps_of(run) == [1, 2, 3, 4]
     assert losses_of(run) == pytest.approx(losses_of(whole), rel=1e-5)
@@ -351,7 +317,6 @@ def test_other_state_of_the_run_is_continued(planned, undisturbed, monkeypatch, 
 
 def test_action_event_reports_the_freed_memory(planned, monkeypatch):
     """The bytes before are read when the plan fails, the bytes after once its model is freed."""
-    run = folder.create(planned())
     held: list[mx.array] = []
     failure = Failure(3)
 
@@ -360,28 +325,23 @@ def test_action_event_reports_the_freed_memory(planned, monkeypatch):
         mx.eval(held)
         failure()
 
-    with monkeypatch.context() as patch:
-        fail_in_gradients(patch, fail)
-        free = process.allocator.free
-        patch.setattr(process.allocator, "free", lambda **given: (held.clear(), free(**given)))
-        train_until_done(run)
+    free = process.allocator.free
+    monkeypatch.setattr(process.allocator, "free", lambda **given: (held.clear(), free(**given)))
+    run = disturbed(planned(), fail_in_gradients, fail=fail)
     (action,) = actions_of(run)
     assert action.before_bytes - action.after_bytes > 90 * MB
 
 
-def test_errors_with_checkpoints_in_between_do_not_add_up(planned, monkeypatch):
+def test_errors_with_checkpoints_in_between_do_not_add_up(planned):
     """There is one error of each kind."""
-    run = folder.create(planned(max_steps=6))
     errors = dict(enumerate(KINDS, 1))
 
     def fail() -> None:
-        kind, text = errors.pop(len(steps_of(run)), (None, ""))
+        kind, text = errors.pop(len(steps_of(RunFolder(RUNS / "r"))), (None, ""))
         if kind is not None:
             raise kind(text)
 
-    with monkeypatch.context() as patch:
-        fail_at_synchronize(patch, fail)
-        assert train_until_done(run) == child.DONE
+    run = disturbed(planned(max_steps=6), fail_at_synchronize, fail=fail)
     assert errors == {}
     assert len(KINDS) > process.MAX_OUT_OF_MEMORY
     assert steps_of(run) == [1, 2, 3, 4, 5, 6]
@@ -548,8 +508,7 @@ def test_smaller_plan_of_the_governor_loses_no_step(planned, undisturbed, monkey
     with monkeypatch.context() as patch:
         ask_for_a_smaller_plan(patch, run, after=2)
         assert train_until_done(run) == child.DONE
-    kinds = [action.kind for action in actions_of(run)]
-    assert kinds[-1] == "smaller_plan"
+    assert actions_of(run)[-1].kind == "smaller_plan"
     assert steps_of(run) == [1, 2, 3, 4]
     assert losses_of(run) == pytest.approx(losses_of(whole), rel=1e-5)
     assert_close(run, whole)
@@ -612,14 +571,9 @@ def test_leak_is_noticed_within_ten_steps(quick, leak, monkeypatch, gauge):
         if gauge != "right":
             patch.setattr(probe, "process_bytes", lambda: None if gauge == "failing" else 50 * MB)
         assert train_until_done(run) == child.RESTART
-    causes = [event.text for event in events_of(run, events.Notice)]
-    causes += [action.cause for action in actions_of(run)]
-    assert any("memory grows by 60 MB a step" in cause for cause in causes)
-    noticed = next(
-        count
-        for count, event in enumerate(events_of(run))
-        if "memory grows" in getattr(event, "text", getattr(event, "cause", ""))
-    )
+    told = [getattr(event, "text", getattr(event, "cause", "")) for event in events_of(run)]
+    assert any("memory grows by 60 MB a step" in text for text in told)
+    noticed = next(count for count, text in enumerate(told) if "memory grows" in text)
     assert sum(isinstance(event, events.Step) for event in events_of(run)[:noticed]) <= 10
 
 
@@ -635,8 +589,7 @@ def test_leak_takes_each_action_in_order_and_saves_everything(quick, leak):
     last = found[-1].step
     assert last == max(steps_of(run))
     assert checkpoint.newest(run.checkpoints)[0].name == f"step-{last:06d}"
-    highest = max(event.highest_bytes for event in events_of(run, events.Step))
-    assert highest < limit * 1e9
+    assert max(event.highest_bytes for event in events_of(run, events.Step)) < limit * 1e9
 
 
 def test_leaking_run_without_supervisor_ends_before_its_limit(quick, leak):
@@ -648,8 +601,7 @@ def test_leaking_run_without_supervisor_ends_before_its_limit(quick, leak):
         train_until_done(run)
     assert "\n" not in str(caught.value)
     assert "--resume r" in str(caught.value)
-    highest = max(event.highest_bytes for event in events_of(run, events.Step))
-    assert highest < limit * 1e9
+    assert max(event.highest_bytes for event in events_of(run, events.Step)) < limit * 1e9
     assert checkpoint.newest(run.checkpoints)[0].name == f"step-{max(steps_of(run)):06d}"
 
 

@@ -155,27 +155,28 @@ def test_one_bad_micro_batch_skips_its_step(configure, settings, monkeypatch):
     assert carried(run, 2) == carried(run, 1)
 
 
+def last_good_of(run: RunFolder) -> Path:
+    """The checkpoint that is named when five steps in a row end the run."""
+    with pytest.raises(RunError, match=r"^runs/r: 5 steps in a row were not finite") as caught:
+        resume(run)
+    named = re.search(r"last good checkpoint is ([^;]+);", str(caught.value))
+    assert checkpoint.fault(Path(named[1])) is None
+    return Path(named[1])
+
+
 def test_five_skipped_steps_in_a_row_stop_the_run_and_name_a_checkpoint(
     configure, settings, monkeypatch
 ):
     spoil_steps(monkeypatch, range(3, 20), loss_of(NAN))
     run = folder.create(configure(run="r", max_steps=20, **settings))
-    with pytest.raises(RunError, match=r"^runs/r: 5 steps in a row were not finite") as caught:
-        resume(run)
-    named = re.search(r"last good checkpoint is ([^;]+);", str(caught.value))
-    assert checkpoint.fault(Path(named[1])) is None
-    last_good = carried(run, 2)
-    assert {n: (Path(named[1]) / n).read_bytes() for n in last_good} == last_good
+    named, last_good = last_good_of(run), carried(run, 2)
+    assert {n: (named / n).read_bytes() for n in last_good} == last_good
     assert [event.in_a_row for event in events_of(run, events.Skipped)] == [1, 2, 3, 4, 5]
 
 
 def test_named_checkpoint_exists_even_with_keep_1(configure, monkeypatch):
     spoil_steps(monkeypatch, range(1, 20), loss_of(NAN))
-    run = folder.create(configure(run="r", max_steps=20, save_every=1, keep=1))
-    with pytest.raises(RunError) as caught:
-        resume(run)
-    named = re.search(r"last good checkpoint is ([^;]+);", str(caught.value))
-    assert checkpoint.fault(Path(named[1])) is None
+    last_good_of(folder.create(configure(run="r", max_steps=20, save_every=1, keep=1)))
 
 
 def test_good_step_resets_the_count_of_skipped_steps(configure, settings, monkeypatch):

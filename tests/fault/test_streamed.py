@@ -23,17 +23,6 @@ def own_model(tmp_path: Path) -> Path:
     return make_model(tmp_path / "model")
 
 
-def spoil_after_step_2(monkeypatch: pytest.MonkeyPatch, spoil) -> None:
-    step = recipe.train_step
-
-    def train_step(loop, state):
-        if state.step == 2:
-            spoil()
-        return step(loop, state)
-
-    monkeypatch.setattr(recipe, "train_step", train_step)
-
-
 def cut(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 3)
 
@@ -46,9 +35,15 @@ def test_run_with_a_missing_or_cut_model_file_ends_and_resumes(
     whole = train(configure(run="whole", **settings))
     file = own_model / "model.safetensors"
     shutil.copy(file, own_model / "copy")
-    run = folder.create(configure(**settings))
+    run, step = folder.create(configure(**settings)), recipe.train_step
+
+    def spoiled_after_step_2(loop, state):
+        if state.step == 2:
+            spoil(file)
+        return step(loop, state)
+
     with monkeypatch.context() as patch:
-        spoil_after_step_2(patch, lambda: spoil(file))
+        patch.setattr(recipe, "train_step", spoiled_after_step_2)
         with pytest.raises(RunError, match="then resume the run") as caught:
             process.train_until_done(run, run.read_config(), Stop())
     assert "\n" not in str(caught.value)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 
 from tests.conftest import call, events_of
-from tests.fault.processes import PATIENCE_S, wait_until
+from tests.conftest import wait_until as wait_until_done
+from tests.fault.processes import PATIENCE_S, steps_done, wait_until
 from your_ai.run import checkpoint, events
 from your_ai.run.folder import RunFolder, is_running
 from your_ai.session.tuning import TUNES, TuneFolder
@@ -34,7 +34,8 @@ def test_killed_tune_continues_its_trial(capsys, tiny_model, data_folder):
             wait_until(process, lambda: len(events_of(second, events.Step)) > 2)
         finally:
             process.kill()
-    done = wait_for_end(second)
+    wait_until_done(lambda: not is_running(second), PATIENCE_S)
+    done = steps_done(second)
     assert 2 < done < STEPS
     assert checkpoint.step_of(checkpoint.list_checkpoints(second.checkpoints)[0]) == done
 
@@ -59,12 +60,3 @@ def test_killed_tune_continues_its_trial(capsys, tiny_model, data_folder):
 def files_read(run: RunFolder) -> list[str]:
     stages = [event.text for event in events_of(run, events.Stage)]
     return [text for text in stages if text.startswith("reading")]
-
-
-def wait_for_end(run: RunFolder) -> int:
-    """Wait for the processes of the killed tune; return the last step."""
-    deadline = time.monotonic() + PATIENCE_S
-    while is_running(run):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return max(event.step for event in events_of(run, events.Step))

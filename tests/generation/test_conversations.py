@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import make_model
+from tests.generation.test_rollouts import prompts_of
 from tests.nets.mixers import models
 from your_ai.engine.weights import open_model
 from your_ai.generation.rollouts import Completion, Reply, RolloutPrompt, complete, sampler_of
@@ -21,6 +22,7 @@ from your_ai.rng import derive_seed
 ARCHITECTURES = ("llama", "gemma3_text", "qwen3_moe", "gemma2", "qwen3_next", "mamba2", "falcon_h1")
 TURNS, MOST = 3, 6
 VOCABULARY = models.VOCABULARY  # the smallest of all
+PROMPTS = prompts_of([5, 1, 33, 12], vocabulary=VOCABULARY)
 
 
 class Partner:
@@ -57,17 +59,6 @@ class Partner:
         self.idle_s += seconds
 
 
-def prompts(lengths: tuple[int, ...] = (5, 1, 33, 12), group: int = 2) -> list[RolloutPrompt]:
-    rng = np.random.default_rng(0)
-    return [
-        RolloutPrompt(
-            rng.integers(3, VOCABULARY, length),
-            tuple(derive_seed(0, "rollout", index, n) for n in range(group)),
-        )
-        for index, length in enumerate(lengths)
-    ]
-
-
 @pytest.fixture(scope="module")
 def network_of(tmp_path_factory) -> Any:
     made = {}
@@ -89,11 +80,11 @@ def network_of(tmp_path_factory) -> Any:
 
 
 def conversations(
-    network: Any, partner: Partner, rows_at_once: int = 100, asked: Any = None, stops: Any = ()
+    network: Any, partner: Partner, rows_at_once: int = 100, asked: Any = PROMPTS, **more: Any
 ) -> dict[tuple[int, int, int], Completion]:
-    found = complete(
-        network, asked or prompts(), sampler_of(1.0), stops, MOST, rows_at_once, answering=partner
-    )
+    """The parts of all rows, in the order in which the rows end."""
+    sampler = sampler_of(1.0)
+    found = complete(network, asked, sampler, (), MOST, rows_at_once, answering=partner, **more)
     return {
         (each.prompt, each.sample, number): part
         for each in found
@@ -121,22 +112,22 @@ def test_what_was_sampled_with_caches_is_what_one_pass_says(network_of, architec
             when_sampled[int(high), int(low)] = score
         return found
 
-    asked = prompts()
     partner = Partner()
-    found = list(complete(network, asked, noting, (), MOST, 5, answering=partner))
+    found = list(complete(network, PROMPTS, noting, (), MOST, 5, answering=partner))
     assert len(found) == 8
     for each in found:
         assert len(each.spoken) == TURNS
         assert sampled(each) == [
             t for turn in partner.heard[each.prompt, each.sample] for t in turn
         ]
-        whole = np.concatenate([asked[each.prompt].tokens, each.tokens]).astype(np.int32)
+        asked = PROMPTS[each.prompt]
+        whole = np.concatenate([asked.tokens, each.tokens]).astype(np.int32)
         logits = network(mx.array(whole[None]))[0]
         scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        before = len(asked[each.prompt].tokens) - 1
+        before = len(asked.tokens) - 1
         places = [p for start, end in each.spoken for p in range(start, end)]
         wanted = [scores[before + p, each.tokens[p]].item() for p in places]
-        seed = asked[each.prompt].seeds[each.sample]
+        seed = asked.seeds[each.sample]
         at = [when_sampled[(seed >> 32) ^ n, seed & 0xFFFFFFFF] for n in range(len(wanted))]
         assert at == pytest.approx(wanted, abs=1e-4)
 
@@ -162,20 +153,15 @@ def test_a_new_part_has_a_prompt_of_its_own_and_shares_no_tokens(network_of):
         assert bool(each.own_prompt) == bool(part)
         if part:
             low = conversations(network, Partner(turns=1), asked=[
-                RolloutPrompt(np.array(each.own_prompt), (prompts()[prompt].seeds[sample],))
+                RolloutPrompt(np.array(each.own_prompt), (PROMPTS[prompt].seeds[sample],))
             ])  # fmt: skip
             assert len(low) == 1
 
 
 def test_a_row_that_waits_does_not_hold_the_others(network_of):
     partner = Partner(slow=0.5)
-    order = [
-        (each.prompt, each.sample)
-        for each in complete(
-            network_of(), prompts(), sampler_of(1.0), (), MOST, 100, answering=partner
-        )
-    ]
-    assert order[-1] == (0, 0)
+    *_, last = conversations(network_of(), partner)
+    assert last == (0, 0, 0)
     assert 0.2 < partner.idle_s < 2.5
 
 
@@ -196,9 +182,5 @@ def test_step_is_called_while_all_rows_wait_and_may_end_it(network_of):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(
-            complete(
-                network_of(), prompts(), sampler_of(1.0), (), MOST, 100, step, answering=partner
-            )
-        )
+        conversations(network_of(), partner, step=step)
     assert calls[-1] == 0

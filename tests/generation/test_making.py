@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import example, given
@@ -151,9 +152,8 @@ def finished_in(folder: Path, kills: list[tuple[str, int, float]]) -> dict[str, 
             patch.setattr(making, "loaded", scripted)
             if not is_finished():
                 make()
-        return {str(p): p.read_bytes() for p in Path().iterdir() if p.is_file()} | {
-            str(p): b"" for p in Path().iterdir() if p.is_dir() and p.name != "home"
-        }
+        found = [path for path in Path().iterdir() if path.name != "home"]
+        return {str(path): path.read_bytes() if path.is_file() else b"" for path in found}
 
 
 def is_finished() -> bool:
@@ -253,11 +253,9 @@ def test_wrong_arguments_are_refused_in_one_line(own_folder, settings, message):
 
 
 def test_a_full_disk_is_named_and_what_was_done_is_kept(documents, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
+    full = OSError(28, "No space left on device")
     with monkeypatch.context() as patch:
-        patch.setattr(making, "write_all", full)
+        patch.setattr(making, "write_all", Mock(side_effect=full))
         with pytest.raises(RunError, match="free some disk space, then run the same command again"):
             make()
     assert make().rows == 10

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -62,11 +63,13 @@ def opened(
     return found.network, found.tensors
 
 
-def prompts_of(lengths: Sequence[int], group: int = 2) -> list[RolloutPrompt]:
+def prompts_of(
+    lengths: Sequence[int], group: int = 2, vocabulary: int = VOCABULARY
+) -> list[RolloutPrompt]:
     rng = np.random.default_rng(0)
     return [
         RolloutPrompt(
-            rng.integers(3, VOCABULARY, length),
+            rng.integers(3, vocabulary, length),
             tuple(derive_seed(0, "rollout", index, n) for n in range(group)),
         )
         for index, length in enumerate(lengths)
@@ -157,7 +160,7 @@ def test_models_whose_caches_cannot_be_batched_generate_one_row_at_a_time(networ
 
 def test_weights_in_files_give_the_same_tokens(tmp_path, monkeypatch):
     resident, tensors = opened(tmp_path / "m", "qwen2", None)
-    staged, _ = open_model(tmp_path / "m", mx.float32).network.eval(), None
+    staged = open_model(tmp_path / "m", mx.float32).network.eval()
     stream_vocabulary(staged, tensors)
     streamed = open_model(tmp_path / "m", mx.float32).network.eval()
     stream(streamed, tensors)
@@ -253,12 +256,8 @@ def test_only_the_last_token_of_a_prompt_is_read_with_its_completions(network_of
 def test_an_error_of_the_caller_ends_it_and_the_model_is_as_before(tmp_path):
     network, tensors = opened(tmp_path / "m")
     stream_vocabulary(network, tensors)
-
-    def stop(_: int) -> None:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        list(complete(network, PROMPTS, SAMPLED, (), NEW, 4, stop))
+        list(complete(network, PROMPTS, SAMPLED, (), NEW, 4, Mock(side_effect=KeyboardInterrupt)))
     assert network(mx.array([[3, 4, 5]])).shape == (1, 3, VOCABULARY)  # all positions again
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -92,10 +93,8 @@ def test_tokens_outside_the_vocabulary_are_refused(loaded):
 
 
 def test_running_out_of_memory_says_what_helps(loaded, asked, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("[metal::malloc] Unable to allocate 9 bytes.")
-
-    monkeypatch.setattr(samples, "complete", fail)
+    full = RuntimeError("[metal::malloc] Unable to allocate 9 bytes.")
+    monkeypatch.setattr(samples, "complete", Mock(side_effect=full))
     with pytest.raises(RunError, match=r"out of memory .* smaller --max-tokens"):
         answers(loaded, asked)
 

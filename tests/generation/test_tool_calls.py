@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from tests.conftest import (
     load_tokenizer,
     make_model,
     train_once,
+    wait_until,
     working_in,
     write_rows,
 )
@@ -123,10 +123,7 @@ def test_tool_that_is_stopped_ends(pool):
     host = psutil.Process(pool.process.pid)
     assert host.children(recursive=True)
     running.close()
-    deadline = time.monotonic() + 20
-    while host.children(recursive=True):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not host.children(recursive=True), 20)
     assert ask(caller, "hat") == "1 for hat"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -166,9 +167,8 @@ def test_a_row_without_the_expected_answer_is_an_error_before_anything_is_asked(
 
 
 def test_too_many_missing_totals_in_a_row_end_the_run():
-    values = iter(
-        [(None, None, 1), (None, 1, 1), (None, None, 1), (None, None, 1), (None, None, 1)]
-    )
+    most = (None, None, 1)
+    values = iter([most, (None, 1, 1), most, most, most])
     rewards = make("m:f", f=lambda **_: list(next(values)))
     for step in range(4):
         rewarded(rewards, group("a", "b", "c"), step)
@@ -279,11 +279,8 @@ def test_whoever_waits_for_the_judge_may_look_elsewhere_and_give_up():
         def begin(self, rollouts):
             return [Future() for _ in rollouts]
 
-    def give_up() -> None:
-        raise InterruptedError
-
     called = []
     rewards = make("judge", "m:f", judge=Slow(), f=lambda **_: called.append(1) or [1.0])
     with pytest.raises(InterruptedError):
-        rewards.begin(group("a"), 1).result(give_up)
+        rewards.begin(group("a"), 1).result(Mock(side_effect=InterruptedError))
     assert called == [1]  # while the judge works

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -132,17 +133,12 @@ def test_a_result_that_is_not_a_finite_number_per_completion_is_an_error(value, 
 
 @pytest.mark.parametrize("error", [ValueError("one\ntwo"), SystemExit("one")])
 def test_an_error_of_the_function_is_reported_in_one_line(error):
-    def fail(**_):
-        raise error
-
     with pytest.raises(FunctionFailed, match=f"^{type(error).__name__}: one$"):
-        RewardFunction("m:f", fail, None).rewards(ROLLOUTS, 3)
+        RewardFunction("m:f", Mock(side_effect=error), None).rewards(ROLLOUTS, 3)
 
 
 def test_ctrl_c_is_not_an_error_of_the_function():
-    def stop(**_):
-        raise KeyboardInterrupt
-
+    stop = Mock(side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         RewardFunction("m:f", stop, None).rewards(ROLLOUTS, 3)
 

@@ -5,29 +5,21 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from tests.conftest import killed_in
+from tests.run.holding import held
 from your_ai.config import ADDED, TrainConfig
 from your_ai.errors import UserError
 from your_ai.run import folder as folders
 from your_ai.run.folder import RUNS, RunFolder, create, default_name, discard, find, locked
 
 CONFIG = TrainConfig(model="models/m", data="data", run="r", seed=7)
-HOLD = """
-import sys
-from pathlib import Path
-from your_ai.run.folder import RunFolder, locked
-
-with locked(RunFolder(Path(sys.argv[1]))):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
 
 
 def named(run: str) -> TrainConfig:
@@ -37,15 +29,8 @@ def named(run: str) -> TrainConfig:
 @pytest.fixture
 def holder():
     """Another process that locks the run r until its stdin is closed."""
-    run = create(CONFIG)
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert process.stdout.readline() == b"held\n"
-    yield process
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    with held(create(CONFIG)) as process:
+        yield process
 
 
 def test_a_written_config_is_read_back():
@@ -130,17 +115,9 @@ def test_second_run_created_at_the_same_time_does_not_touch_the_first(monkeypatc
 
 
 @pytest.mark.parametrize("call", ["mkdir", "write_text", "replace"])
-def test_a_run_killed_during_creation_does_not_block_its_name(monkeypatch, call):
-    class Killed(BaseException):
-        pass
-
-    def kill(*args, **options):
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os if call == "replace" else Path, call, kill)
-        with pytest.raises(Killed):
-            create(CONFIG)
+def test_a_run_killed_during_creation_does_not_block_its_name(call):
+    with killed_in(os if call == "replace" else Path, call, at=1):
+        create(CONFIG)
     assert create(CONFIG).read_config() == CONFIG
 
 
@@ -151,10 +128,8 @@ def test_a_file_named_runs_is_an_error():
 
 
 def test_a_full_disk_during_creation_leaves_no_run(monkeypatch):
-    def fail(*args, **options):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", fail)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(Path, "write_text", Mock(side_effect=full))
     with pytest.raises(UserError, match="No space left"):
         create(CONFIG)
     assert not RUNS.exists()

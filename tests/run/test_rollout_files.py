@@ -8,6 +8,7 @@ import json
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -193,11 +194,8 @@ def test_a_bomb_is_refused(tmp_path, monkeypatch, character):
 
 def test_a_full_disk_is_one_error_and_leaves_what_was_there(path, monkeypatch):
     write_rollouts(path, [RECORD])
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=full))
     with pytest.raises(RunError, match=r"step-000001.*No space left.*free some disk space"):
         write_rollouts(path, [RECORD] * 2)
     assert read_rollouts(path) == [RECORD]

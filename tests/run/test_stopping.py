@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,6 +18,14 @@ from your_ai.run.stopping import SIGNALS, Interrupted, Stop, stop_signals
 
 PATIENCE_S = 10.0
 by_name = pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+
+
+@contextlib.contextmanager
+def training() -> Iterator[Stop]:
+    """The block is training, which ends after a step if there is a signal."""
+    with stop_signals() as stop:
+        stop.graceful = True
+        yield stop
 
 
 def send(number: int) -> None:
@@ -53,16 +64,15 @@ def test_a_signal_before_the_first_step_raises_interrupted(number):
 
 @by_name
 def test_a_signal_during_training_is_recorded(number):
-    with stop_signals() as stop:
-        stop.graceful = True
+    with training() as stop:
         send(number)
         wait_until(lambda: stop)
     assert stop.received == number
 
 
 def test_without_a_signal_nothing_is_recorded():
-    with stop_signals() as stop:
-        stop.graceful = True
+    with training() as stop:
+        pass
     assert not stop
 
 
@@ -78,8 +88,7 @@ def test_the_stop_has_the_name_of_the_signal(number, name):
 
 def test_the_first_signal_calls_on_first_once(exits):
     calls = []
-    with stop_signals() as stop:
-        stop.graceful = True
+    with training() as stop:
         stop.on_first = lambda: calls.append("first")
         send(signal.SIGINT)
         wait_until(lambda: calls)
@@ -90,8 +99,7 @@ def test_the_first_signal_calls_on_first_once(exits):
 @by_name
 def test_the_second_signal_exits_immediately(exits, number):
     calls = []
-    with stop_signals() as stop:
-        stop.graceful = True
+    with training() as stop:
         stop.on_second = lambda: calls.append("second")
         send(signal.SIGTERM)
         wait_until(lambda: stop)
@@ -104,13 +112,8 @@ def test_the_second_signal_exits_immediately(exits, number):
 def test_the_second_signal_exits_even_if_on_first_failed(exits, monkeypatch):
     """on_first writes to a disk, which may be full."""
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
-
-    def fail() -> None:
-        raise OSError
-
-    with stop_signals() as stop:
-        stop.graceful = True
-        stop.on_first = fail
+    with training() as stop:
+        stop.on_first = Mock(side_effect=OSError)
         send(signal.SIGINT)
         wait_until(lambda: stop)
         send(signal.SIGINT)
@@ -122,8 +125,7 @@ def test_other_signals_do_not_stop(monkeypatch):
     seen = []
     old = signal.signal(signal.SIGUSR1, lambda *_: seen.append(1))
     try:
-        with stop_signals() as stop:
-            stop.graceful = True
+        with training() as stop:
             send(signal.SIGUSR1)
             wait_until(lambda: seen)
             assert not stop
@@ -142,21 +144,15 @@ def test_an_ignored_sighup_stays_ignored_but_sigint_is_handled():
             signal.signal(number, handler)
 
 
-def test_the_handlers_are_restored():
+@pytest.mark.parametrize("error", [None, ZeroDivisionError])
+def test_the_handlers_are_restored(error):
     before, fd = handlers(), wakeup_fd()
-    with stop_signals() as stop:
-        stop.graceful = True
+    with pytest.raises(error) if error else contextlib.nullcontext(), training() as stop:
         assert handlers() != before
+        if error:
+            raise error
         send(signal.SIGTERM)
         wait_until(lambda: stop)
-    assert handlers() == before
-    assert wakeup_fd() == fd
-
-
-def test_the_handlers_are_restored_after_an_error():
-    before, fd = handlers(), wakeup_fd()
-    with pytest.raises(ZeroDivisionError), stop_signals():
-        raise ZeroDivisionError
     assert handlers() == before
     assert wakeup_fd() == fd
 

@@ -245,26 +245,23 @@ def test_closed_output_pipe_does_not_end_the_run(configure, run):
     assert events_of(run, events.Finished)[0].reason == "done"
 
 
-def test_signal_during_startup_leaves_no_run_folder(arguments, run):
+@pytest.mark.parametrize("before_handlers", [False, True])
+def test_signal_during_startup_leaves_no_run_folder(
+    tmp_path, arguments, run, monkeypatch, before_handlers
+):
+    """Before the supervisor handles any, Python ends with status 1, not by the signal."""
+    if before_handlers:
+        slow = "import sys, time\nif 'your_ai.session.supervisor' in sys.orig_argv: time.sleep(30)"
+        monkeypatch.setenv("PYTHONPATH", str(write_site(tmp_path / "site", slow)))
     process = subprocess.Popen(
         [sys.executable, "-m", "your_ai", *arguments], stderr=subprocess.PIPE, text=True
     )
     wait_until((run.path / child.LOG).exists)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, error) == (
-        130, "stopped before the first step; nothing was changed\n",
-    )  # fmt: skip
+    assert error == "stopped before the first step; nothing was changed\n"
+    assert process.returncode == 130
     assert not run.path.exists()
-
-
-def test_signal_before_the_supervisor_handles_any_leaves_no_run_folder(
-    tmp_path, arguments, run, monkeypatch
-):
-    """Python ends with status 1, not by the signal, if it comes while it starts."""
-    slow = "import sys, time\nif 'your_ai.session.supervisor' in sys.orig_argv: time.sleep(30)\n"
-    monkeypatch.setenv("PYTHONPATH", str(write_site(tmp_path / "site", slow)))
-    test_signal_during_startup_leaves_no_run_folder(arguments, run)
 
 
 def test_watch_shows_why_a_detached_run_failed(arguments, run):

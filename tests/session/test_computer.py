@@ -10,11 +10,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
-import psutil
 import pytest
 
-from tests.conftest import events_of, wait_until
+from tests.conftest import events_of, is_alive, wait_until
+from tests.programs import script
 from your_ai.config import TrainConfig
 from your_ai.errors import RunError
 from your_ai.run import events, folder, host
@@ -27,7 +28,7 @@ from your_ai.session.computer import changes_text, is_news, looked_after, notifi
 FINISHED = events.Finished(step=1200, reason="done", adapter="a", seconds=3723.0)
 
 # Like caffeinate -is -w PID: it ends after that process. It writes who it is and whom it watches.
-CAFFEINATE = """#!/bin/sh
+CAFFEINATE = """
 test "$1 $2" = "-is -w" || exit 1
 touch "awake/$3.$$"
 while :; do
@@ -52,8 +53,7 @@ sys.exit(supervise_run("r", "", None, [], command=[sys.executable, "-c", train])
 @pytest.fixture
 def run(own_folder: Path) -> RunFolder:
     found = folder.create(TrainConfig(model="m", data="d", run="r"))
-    with contextlib.closing(events.EventLog(found.events)) as log:
-        log.write(events.Stage(text="loading m"))
+    events.write_event(found.events, events.Stage(text="loading m"))
     return found
 
 
@@ -78,22 +78,14 @@ def trainers() -> set[int]:
 def watched() -> set[int]:
     """The processes for which a caffeinate runs."""
     pairs = [[int(part) for part in name.split(".")] for name in os.listdir("awake")]
-    return {process for process, caffeinate in pairs if lives(caffeinate)}
-
-
-def lives(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return {process for process, caffeinate in pairs if is_alive(caffeinate)}
 
 
 def test_mac_is_awake_while_any_process_of_the_run_lives(run, own_folder, monkeypatch):
     """Also after kill -9 of each of them, in the order that is hardest."""
-    for place in ("bin", "awake", "training"):
+    for place in ("awake", "training"):
         Path(place).mkdir()
-    Path("bin/caffeinate").write_text(CAFFEINATE)
-    Path("bin/caffeinate").chmod(0o755)
+    script(Path("bin"), "caffeinate", CAFFEINATE)
     monkeypatch.setenv("PATH", f"{own_folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
     with subprocess.Popen([sys.executable, "-c", SUPERVISOR]) as supervisor:
         try:
@@ -192,18 +184,13 @@ def test_battery_of_a_laptop_on_mains_power_is_not_news():
 
 
 def test_full_disk_does_not_end_the_watch(run, monkeypatch):
-    monkeypatch.setattr(computer, "EventLog", fails)
+    monkeypatch.setattr(computer, "EventLog", Mock(side_effect=RunError("disk is full")))
     computer.write_state(run, HostState(), HostState(source="battery"))
 
 
-def fails(*_: object) -> None:
-    raise RunError("disk is full")
-
-
 def write(run: RunFolder, *written: events.Event) -> None:
-    with contextlib.closing(events.EventLog(run.events)) as log:
-        for event in written:
-            log.write(event)
+    for event in written:
+        events.write_event(run.events, event)
 
 
 def test_detached_run_notifies_when_it_has_finished(run, shown):

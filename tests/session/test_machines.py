@@ -49,17 +49,18 @@ def hostfile(tmp_path, content) -> str:
     return str(path)
 
 
+def machines_in(tmp_path, content) -> Machines:
+    """The hosts that a hostfile names."""
+    return machines_of(build({"hostfile": hostfile(tmp_path, content)}, "test"))
+
+
 def host(name: str, ip: str = "127.0.0.1", **more) -> dict:
     return {"ssh": name, "ips": [ip], **more}
 
 
 def test_a_hostfile_of_mlx_launch_is_read_with_limits(tmp_path):
-    content = {
-        "backend": "ring",
-        "envs": ["A=1"],
-        "hosts": [host("a"), host("b", "127.0.0.2", max_memory=16)],
-    }
-    found = machines_of(build({"hostfile": hostfile(tmp_path, content)}, "test"))
+    hosts = [host("a"), host("b", "127.0.0.2", max_memory=16)]
+    found = machines_in(tmp_path, {"backend": "ring", "envs": ["A=1"], "hosts": hosts})
     assert [h.max_memory for h in found.hosts] == [None, 16]
     written = json.loads(found.as_json())
     assert [h["ssh"] for h in written["hosts"]] == ["127.0.0.1", "b"]  # the first without ssh
@@ -106,7 +107,7 @@ def test_a_hostfile_of_mlx_launch_is_read_with_limits(tmp_path):
 )
 def test_wrong_hostfiles_are_refused_in_one_line(tmp_path, content, message):
     with pytest.raises(UserError, match=message) as raised:
-        machines_of(build({"hostfile": hostfile(tmp_path, content)}, "test"))
+        machines_in(tmp_path, content)
     assert "\n" not in str(raised.value)
 
 
@@ -114,9 +115,8 @@ def test_wrong_hostfiles_are_refused_in_one_line(tmp_path, content, message):
     "name", ["a b", "a;b", "a'b", 'a"b', "a\nb", "a\x1b[31m", "$(b)", "`b`", "~", "a*", "-a", ""]
 )
 def test_names_that_a_shell_could_read_as_more_are_no_hosts(tmp_path, name):
-    place = hostfile(tmp_path, {"hosts": [host("a"), host(name)]})
     with pytest.raises(UserError, match="is no host") as raised:
-        machines_of(build({"hostfile": place}, "test"))
+        machines_in(tmp_path, {"hosts": [host("a"), host(name)]})
     assert str(raised.value).isprintable()
     if name and name.isprintable():
         with pytest.raises(UserError, match="is no host"):
@@ -126,8 +126,7 @@ def test_names_that_a_shell_could_read_as_more_are_no_hosts(tmp_path, name):
 @pytest.mark.parametrize("name", ["mac1", "mac-2.local", "ann@10.0.0.2", "fe80::1%en0", "möwe"])
 def test_usual_names_are_hosts(tmp_path, name):
     hosts = [host("a"), host(name, "127.0.0.2", rdma=None)]
-    place = hostfile(tmp_path, {"hosts": hosts})
-    assert machines_of(build({"hostfile": place}, "test")).hosts[1].ssh == name
+    assert machines_in(tmp_path, {"hosts": hosts}).hosts[1].ssh == name
 
 
 def test_all_hosts_get_the_places_of_models_and_what_the_gpu_needs(monkeypatch):
@@ -156,7 +155,7 @@ def test_this_machine_is_not_another_host_as_well(monkeypatch):
 
 def test_a_hostfile_may_begin_with_a_byte_order_mark(tmp_path):
     content = "\ufeff" + json.dumps([host("a"), host("b", "127.0.0.2")])
-    assert len(machines_of(build({"hostfile": hostfile(tmp_path, content)}, "test")).hosts) == 2
+    assert len(machines_in(tmp_path, content).hosts) == 2
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import events_of, wait_until
+from tests.dashboard import frames
 from your_ai.config import TrainConfig
 from your_ai.errors import Interrupted, UserError
 from your_ai.memory.limit import GB, MachineMemory, detect
@@ -188,10 +189,7 @@ def test_nothing_begins_while_another_process_starts_a_run(free):
     assert begins(run)
 
 
-START = Started(
-    step=0, steps=9, steps_per_epoch=9, model="m", rows=1, trainable_parameters=1,
-    dtype="float32", plan="",
-)  # fmt: skip
+START = frames.started()
 DONE = Finished(step=9, reason="done", adapter="runs/r/adapter", seconds=1.0)
 
 

@@ -22,6 +22,9 @@ def step(number: int, seconds: float = 1.0) -> events.Step:
 STARTED = frames.started(steps=99, steps_per_epoch=9)
 SAVED = events.Checkpoint(step=3, folder="", seconds=1.0)
 VALIDATED = frames.validation(3)
+SMALLER_PLAN = events.Action(
+    step=3, kind="smaller_plan", cause="", before_bytes=1, after_bytes=1, seconds=1
+)
 GAUGES, NOTICE = events.Gauges(), events.Notice(text="")
 STEPS = [STARTED, *[step(n) for n in (1, 2, 3)]]
 
@@ -58,15 +61,7 @@ def wait(watch: StallWatch, seconds: float, *written: events.Event) -> list[str]
         ([*STEPS, events.Stage(text="generating: 3 of 8 completions")], 10),
         ([*STEPS, events.Paused(step=3)], math.inf),
         ([*STEPS, events.Paused(step=3), events.Continued(step=3, seconds=1.0)], 10),
-        (
-            [
-                *STEPS,
-                events.Action(
-                    step=3, kind="smaller_plan", cause="", before_bytes=1, after_bytes=1, seconds=1
-                ),
-            ],
-            100,
-        ),
+        ([*STEPS, SMALLER_PLAN], 100),
         ([*STEPS, STARTED, SAVED], 100),  # again in one process, with another plan
         ([*STEPS, events.Finished(step=3, reason="done", adapter="", seconds=1.0), SAVED], 100),
     ],

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -151,9 +152,9 @@ def children(run: RunFolder, *lives: str) -> list[str]:
     return [sys.executable, "child.py"]
 
 
-def supervised(run: RunFolder, *lives: str) -> int:
+def supervised(run: RunFolder, *lives: str, **options: Any) -> int:
     with recorded_signals() as received:
-        return supervise(run, received, command=children(run, *lives))
+        return supervise(run, received, command=children(run, *lives), **options)
 
 
 def levels(run: RunFolder) -> list[int]:
@@ -241,11 +242,8 @@ def test_gives_up_at_the_third_death_without_a_new_checkpoint(run):
         "runs/r: training died: killed by SIGKILL after step 1; 3 deaths in a row without a new "
         "checkpoint; its output is in runs/r/process.log; continue with: your_ai train --resume r"
     )
-    assert [(died.step, died.level) for died in events_of(run, events.Died)] == [
-        (1, 0),
-        (1, 0),
-        (1, None),
-    ]
+    found = [(died.step, died.level) for died in events_of(run, events.Died)]
+    assert found == [(1, 0), (1, 0), (1, None)]
 
 
 @pytest.mark.parametrize("number", ["SIGSEGV", "SIGBUS", "SIGABRT"])
@@ -329,7 +327,7 @@ def test_gives_up_at_the_third_stall_without_a_new_checkpoint(run):
     """Each of them is given more time than the one before."""
     life = "start(); save(0); [step(n) for n in (1, 2, 3)]; time.sleep(60)"
     with pytest.raises(Lost) as caught:
-        supervise(run, [], command=children(run, life), patience=SOON)
+        supervised(run, life, patience=SOON)
     assert "it did not answer with its stack; 3 stalls in a row without a new" in str(caught.value)
     deaths = [record for record in events.tail(run.events)[0] if type(record.event) is events.Died]
     assert [died.event.level for died in deaths] == [0, 0, None]
@@ -339,14 +337,14 @@ def test_gives_up_at_the_third_stall_without_a_new_checkpoint(run):
 
 def test_paused_process_does_not_stall(run):
     life = "start(); step(1); log.write(events.Paused(step=1)); time.sleep(1.5); finish()"
-    assert supervise(run, [], command=children(run, life), patience=SOON) == DONE
+    assert supervised(run, life, patience=SOON) == DONE
     assert events_of(run, events.Died) == []
 
 
 def test_process_in_a_debugger_is_left_alone(run, monkeypatch):
     monkeypatch.setattr(host, "process_state", lambda pid: "debugged")
     life = "start(); step(1); time.sleep(1.5); finish()"
-    assert supervise(run, [], command=children(run, life), patience=SOON) == DONE
+    assert supervised(run, life, patience=SOON) == DONE
     (notice,) = events_of(run, events.Notice)
     assert "a debugger has stopped process" in notice.text
     assert events_of(run, events.Died) == []
@@ -360,8 +358,7 @@ def test_process_that_goes_on_after_all_is_left_alone(run):
     hear = "heard = []; signal.signal(signal.SIGUSR1, answer)\n"
     stall = "while not heard: time.sleep(0.05)\n"
     life = f"{answer}{hear}start(); step(1)\n{stall}time.sleep(0.5); finish()"
-    patience = dataclasses.replace(SOON, least_s=1.0)
-    assert supervise(run, [], command=children(run, life), patience=patience) == DONE
+    assert supervised(run, life, patience=dataclasses.replace(SOON, least_s=1.0)) == DONE
     (notice,) = events_of(run, events.Notice)
     assert "but then it went on; its stack is in runs/r/process.log" in notice.text
 
@@ -472,13 +469,16 @@ def test_signal_handlers_are_restored(run):
 
 
 @contextlib.contextmanager
-def running(run: RunFolder, *lives: str) -> Iterator[subprocess.Popen[str]]:
-    """A supervisor in another process."""
-    command = [sys.executable, "-c", SUPERVISOR, str(run.path), *children(run, *lives)]
+def running(
+    run: RunFolder, life: str, first: type = events.Step
+) -> Iterator[subprocess.Popen[str]]:
+    """A supervisor in another process, once its child has written a first event of this kind."""
+    command = [sys.executable, "-c", SUPERVISOR, str(run.path), *children(run, life)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     try:
+        wait_until(lambda: events_of(run, first))
         yield process
     finally:
         process.kill()
@@ -488,7 +488,6 @@ def running(run: RunFolder, *lives: str) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_first_signal_lets_the_child_finish(run, number):
     with running(run, "SLOW = False" + TRAIN) as process:
-        wait_until(lambda: events_of(run, events.Step))
         process.send_signal(number)
         output, _ = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, output) == (128 + number, "")
@@ -498,7 +497,6 @@ def test_first_signal_lets_the_child_finish(run, number):
 def test_ctrl_c_in_the_terminal_reaches_the_child_only_once(run):
     """The whole foreground process group gets it; the child must not be in that group."""
     with running(run, "SLOW = True" + TRAIN) as process:
-        wait_until(lambda: events_of(run, events.Step))
         os.killpg(process.pid, signal.SIGINT)
         wait_until(lambda: events_of(run, events.Notice))
         time.sleep(0.2)
@@ -507,7 +505,6 @@ def test_ctrl_c_in_the_terminal_reaches_the_child_only_once(run):
 
 def test_second_signal_ends_the_run_immediately(run):
     with running(run, "SLOW = True" + TRAIN) as process:
-        wait_until(lambda: events_of(run, events.Step))
         process.send_signal(signal.SIGINT)
         wait_until(lambda: events_of(run, events.Notice))
         process.send_signal(signal.SIGINT)
@@ -520,7 +517,6 @@ def test_second_signal_ends_the_run_immediately(run):
 def test_third_signal_kills_a_child_that_ignores_signals(run):
     life = "signal.signal(signal.SIGINT, lambda *_: act('heard')); start(); step(1)\n"
     with running(run, life + "while True: time.sleep(0.01)") as process:
-        wait_until(lambda: events_of(run, events.Step))
         for heard in (1, 2):
             process.send_signal(signal.SIGINT)
             wait_until(lambda heard=heard: len(events_of(run, events.Action)) == heard)
@@ -533,8 +529,7 @@ def test_third_signal_kills_a_child_that_ignores_signals(run):
 def test_signal_while_the_child_loads_is_before_the_first_step(run):
     life = "limit(1)\nwith stop_signals(): time.sleep(60)"
     catch = f"try:\n exec({life!r})\nexcept Interrupted as stop: sys.exit(128 + stop.number)"
-    with running(run, catch) as process:
-        wait_until(lambda: events_of(run, events.Limit))
+    with running(run, catch, events.Limit) as process:
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, output) == (143, "before the first step\n")
@@ -543,7 +538,6 @@ def test_signal_while_the_child_loads_is_before_the_first_step(run):
 def test_child_ends_when_the_supervisor_is_killed(run):
     hold = "import fcntl\nheld = (folder / 'held').open('w')\nfcntl.flock(held, fcntl.LOCK_EX)\n"
     with running(run, f"{hold}SLOW = False{TRAIN}") as process:
-        wait_until(lambda: events_of(run, events.Step))
 
         def gone() -> bool:
             with (run.path / "held").open() as held, contextlib.suppress(BlockingIOError):

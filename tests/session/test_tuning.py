@@ -16,7 +16,7 @@ import pytest
 from optuna.study import Study
 from optuna.trial import Trial
 
-from tests.conftest import chat, refused, write_rows
+from tests.conftest import Killed, chat, refused, write_rows
 from tests.dashboard import frames
 from tests.dashboard.frames import validation
 from your_ai.config import TrainConfig, resolve
@@ -32,10 +32,6 @@ from your_ai.session.tuning import EndedRun, TrialStopped, TrialWatch, TuneFolde
 STEPS = 4
 FULL_DISK = EndedRun(FAILED, "error: runs/r: cannot be written (No space left on device)")
 REFUSED = EndedRun(USER, "error: it does not fit into 0.1 GB")
-
-
-class Killed(Exception):
-    """Stands for kill -9 of the tuner."""
 
 
 @dataclass
@@ -259,9 +255,8 @@ DIVERGED = [events.Skipped(step=3, reason="nan", in_a_row=5, total=5)]
 )
 def test_how_a_trial_ended(own_folder, ended, more, expected):
     run = RunFolder(own_folder)
-    with contextlib.closing(EventLog(run.events)) as log:
-        for event in (started(), validation(2, 1.5), *more):
-            log.write(event)
+    for event in (started(), validation(2, 1.5), *more):
+        events.write_event(run.events, event)
     watch = TrialWatch(run)
     assert not watch.read()
     if isinstance(expected, type):

@@ -55,7 +55,7 @@ def streamed(folder: Path, dora: bool) -> Roles:
 def test_streamed_weights_give_the_same(tmp_path: Path, kind: Kind, settings: SoftSettings):
     resident = make(tmp_path, kind).roles
     files = streamed(tmp_path / "base", kind.dora)
-    reward = RewardNetwork(network_of(plain_of(tmp_path / "base")), files.reward.score)
+    reward = RewardNetwork(plain_of(tmp_path / "base"), files.reward.score)
     ours = sweep_engine(files, settings)
     theirs = column_engine(replace(resident, reward=reward), settings)
     sampled = theirs.sample(PROMPTS, KEYS, 5, [])
@@ -69,8 +69,9 @@ def test_streamed_weights_give_the_same(tmp_path: Path, kind: Kind, settings: So
         column_engine(files, settings)
 
 
-def plain_of(folder: Path):
-    return model.load_network(folder, mx.float32)[0]
+def plain_of(folder: Path) -> Network:
+    """The network of a folder, without adapters."""
+    return network_of(model.load_network(folder, mx.float32)[0])
 
 
 def network(folder: Path, architecture: str, **changes) -> Network:
@@ -97,7 +98,7 @@ def test_sampled_tokens_are_those_of_the_models_own_logits(tmp_path: Path):
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mistral", "qwen2-tied"])
 def test_columns_and_sweeps_agree_on_other_architectures(tmp_path: Path, architecture: str):
     policy = network(tmp_path / "m", architecture)
-    frozen = policy_copy(tmp_path / "m")
+    frozen = plain_of(tmp_path / "m")
     score = mx.random.normal((32,), key=mx.random.key(2))
     roles, settings = Roles(policy, RewardNetwork(frozen, score), frozen), SoftSettings(kl_beta=0.2)
     engines = [column_engine(roles, settings), sweep_engine(roles, settings)]
@@ -109,7 +110,7 @@ def test_columns_and_sweeps_agree_on_other_architectures(tmp_path: Path, archite
 def test_sweeps_serve_caches_that_columns_do_not(tmp_path: Path):
     """Gemma 3's rotating caches: the gradient has the right direction in each of a few weights."""
     policy = network(tmp_path / "m", "gemma3_text")
-    roles = Roles(policy, RewardNetwork(policy_copy(tmp_path / "m"), mx.ones((32,))))
+    roles = Roles(policy, RewardNetwork(plain_of(tmp_path / "m"), mx.ones((32,))))
     settings = SoftSettings(relaxed=True)  # differentiable as a whole, so differences tell
     with pytest.raises(UserError, match="gemma3_text: its cache is not"):
         column_engine(roles, settings)
@@ -130,10 +131,6 @@ def test_sweeps_serve_caches_that_columns_do_not(tmp_path: Path):
         sums, _ = engine.gradients(prompts, sampled, keys, weights, 1.0)
         losses.append(sums.loss.item())
     assert (losses[1] - losses[0]) / 2e-4 == pytest.approx(size, rel=2e-2)
-
-
-def policy_copy(folder: Path) -> Network:
-    return network_of(plain_of(folder))
 
 
 def test_an_embedding_that_is_not_linear_is_refused(tmp_path: Path):
@@ -177,7 +174,7 @@ def test_a_step_may_be_stopped_before_any_token(tmp_path: Path, make_engine):
         if len(rows) == limit:
             raise KeyboardInterrupt
 
-    roles = Roles(policy, RewardNetwork(policy_copy(tmp_path / "m"), mx.ones((32,))))
+    roles = Roles(policy, RewardNetwork(plain_of(tmp_path / "m"), mx.ones((32,))))
     engine, limit = make_engine(roles, SoftSettings(step=step)), 0
     sampled = engine.sample(PROMPTS, KEYS, 4, [])
     assert rows == [3] * 4

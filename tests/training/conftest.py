@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,12 +18,7 @@ def rewarded(configure: Callable[..., TrainConfig], own_folder: Path) -> Callabl
     asked = ["Ask", "Ask please", "Ask for more, please", "What is it?"]
     rows = [{"prompt": text, "answer": str(i), "wanted": "e"} for i, text in enumerate(asked)]
     data = write_rows(own_folder / "prompts.jsonl", rows)
-
-    def make(**settings: Any) -> TrainConfig:
-        first = {
-            "data": str(data), "valid": "none", "objective": "grpo", "reward": ["length:3"],
-            "rollouts": 3, "prompts_per_step": 2, "max_new_tokens": 6, "max_steps": 3,
-        }  # fmt: skip
-        return configure(**{**first, **settings})
-
-    return make
+    return partial(
+        configure, data=str(data), valid="none", objective="grpo", reward=["length:3"], rollouts=3,
+        prompts_per_step=2, max_new_tokens=6, max_steps=3,
+    )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.conftest import chat, losses_of, resume, train, train_once, write_rows
+from tests.conftest import chat, losses_of, train, train_once, whole_and_resumed, write_rows
 from tests.training.test_from_adapter import WHOLE, train_from
 from tests.training.test_preferences import LABELED, PAIRS
 from tests.training.test_train import final_files
@@ -48,9 +48,7 @@ def test_every_kind_of_run_follows_float32_and_resumes_bit_for_bit(
     first = {"data": str(data), "objective": objective, "valid": "none", **more}
     full = train(configure(run="full", **first, max_steps=2))
     first["adapter_dtype"] = "bfloat16"
-    whole = train(configure(run="whole", **first, max_steps=3))
-    cut = train(configure(run="cut", **first, max_steps=2))
-    assert resume(cut, max_steps=3) == 0
+    whole, cut = whole_and_resumed(configure, 2, 3, **first)
     assert final_files(cut) == final_files(whole)
     followed = losses_of(whole)
     followed.pop(3)

@@ -7,16 +7,29 @@ import json
 import textwrap
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import psutil
 import pytest
 import yaml
 
-from tests.conftest import Killed, adapter_of, call, events_of, losses_of, resume, train, write_rows
+from tests.conftest import (
+    adapter_of,
+    call,
+    chat,
+    events_of,
+    killed_in,
+    losses_of,
+    notices_of,
+    resume,
+    rollouts_of,
+    train,
+    train_once,
+    write_rows,
+)
 from your_ai.config import TrainConfig
 from your_ai.data.encode import Encoder
 from your_ai.environments.pool import EnvironmentPool
@@ -91,30 +104,18 @@ def talking(configure: Callable[..., TrainConfig], own_folder: Path) -> Callable
     (own_folder / "shops.py").write_text(textwrap.dedent(SHOP))
     rows = [{"city": city} for city in ("Oslo", "Lima", "Rome", "Cairo")]
     data = write_rows(own_folder / "tasks.jsonl", rows)
-
-    def make(**settings: Any) -> TrainConfig:
-        first = {
-            "model": "demo", "data": str(data), "valid": "none", "objective": "grpo",
-            "environment": "shops:Shop", "rollouts": 3, "prompts_per_step": 2, "max_steps": 2,
-            "max_new_tokens": 16, "max_seq_length": 128, "learning_rate": 1e-3, "samples": 0,
-            "lora_layers": 4,
-        }  # fmt: skip
-        return configure(**{**first, **settings})
-
-    return make
-
-
-def records_of(run: Any, step: int) -> list[RolloutRecord]:
-    found = read_rollouts(rollout_file(run.path, step))
-    assert found is not None
-    return found
+    return partial(
+        configure, model="demo", data=str(data), valid="none", objective="grpo",
+        environment="shops:Shop", rollouts=3, prompts_per_step=2, max_steps=2, max_new_tokens=16,
+        max_seq_length=128, learning_rate=1e-3, samples=0, lora_layers=4,
+    )  # fmt: skip
 
 
 def test_every_turn_is_written_with_its_tokens_and_rewards(talking):
     run = train(talking())
     tokenizer = open_tokenizer(find_model("demo"))
     ended = set()
-    for record in records_of(run, 1):
+    for record in rollouts_of(run, 1):
         talk = record.conversation
         assert talk is not None
         [part] = talk.parts
@@ -158,9 +159,6 @@ def test_what_is_heard_is_not_trained(talking, monkeypatch):
         assert not advantages[~row.trained].any()
 
 
-WHOLE: dict[str, bytes] = {}  # adapters of runs that nobody killed, by their settings
-
-
 @pytest.mark.parametrize(
     ("phase", "settings"),
     [
@@ -169,11 +167,8 @@ WHOLE: dict[str, bytes] = {}  # adapters of runs that nobody killed, by their se
         ("update", {"updates_per_batch": 2}), ("reward", {"rewritten_turns": "split"}),
     ],
 )  # fmt: skip
-def test_a_run_killed_in_any_phase_ends_with_the_same_adapter(
-    talking, monkeypatch, phase, settings
-):
-    if (key := str(settings)) not in WHOLE:
-        WHOLE[key] = adapter_of(train(talking(run="whole", save_every=1, **settings)))
+def test_a_run_killed_in_any_phase_ends_with_the_same_adapter(talking, phase, settings):
+    whole = train_once(talking(run="whole", save_every=1, **settings))
     owner, name = {
         "sample": (generation.Rollouts, "sample"),
         "hear": (Conversations, "heard"),
@@ -182,38 +177,24 @@ def test_a_run_killed_in_any_phase_ends_with_the_same_adapter(
         "score": (rollouts, "computed"),
         "update": (rollouts, "accumulate"),
     }[phase]
-    genuine, calls = getattr(owner, name), []
-
-    def once(*args, **kwargs):
-        calls.append(phase)
-        if len(calls) == 2:
-            raise Killed
-        return genuine(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, once)
-    with pytest.raises(Killed):
+    with killed_in(owner, name):
         train(talking(run="killed", save_every=1, **settings))
-    monkeypatch.setattr(owner, name, genuine)
     assert resume(find("killed")) == 0
-    assert adapter_of(find("killed")) == WHOLE[key]
+    assert adapter_of(find("killed")) == adapter_of(whole)
 
 
 @pytest.mark.parametrize("name", ["Shop", "Unsure"])
-def test_a_resumed_run_says_if_its_environment_is_not_pure(talking, monkeypatch, name):
-    config = talking(run="killed", environment=f"shops:{name}")
-    with monkeypatch.context() as patched:
-        patched.setattr(rollouts, "accumulate", Mock(side_effect=Killed))
-        with pytest.raises(Killed):
-            train(config)
+def test_a_resumed_run_says_if_its_environment_is_not_pure(talking, name):
+    with killed_in(rollouts, "accumulate", at=1):
+        train(talking(run="killed", environment=f"shops:{name}"))
     assert resume(find("killed")) == 0
-    texts = [event.text for event in events_of(find("killed"), events.Notice)]
-    assert any("is_pure" in text for text in texts) == (name == "Unsure")
+    assert any("is_pure" in text for text in notices_of(find("killed"))) == (name == "Unsure")
 
 
 def test_every_plan_hears_says_and_learns_the_same(talking):
     plans = ("fused", "staged", "streamed")
     runs = [train(talking(run=plan, plan=plan, kl_beta=0.05)) for plan in plans]
-    found = [[r.conversation for r in records_of(run, 2)] for run in runs]
+    found = [[r.conversation for r in rollouts_of(run, 2)] for run in runs]
     assert found[0] == found[1] == found[2]
     first, *others = (list(losses_of(run).values()) for run in runs)
     for losses in others:
@@ -225,15 +206,14 @@ def test_a_smaller_wave_and_slow_answers_change_no_token(talking, monkeypatch):
     monkeypatch.setattr("your_ai.training.trainer.Trainer.wave", 2)
     slow = train(talking(run="slow", environment="shops:Slow"))
     for step in (1, 2):
-        assert [r.tokens for r in records_of(slow, step)] == [
-            r.tokens for r in records_of(whole, step)
-        ]
+        found, wanted = ([r.tokens for r in rollouts_of(run, step)] for run in (slow, whole))
+        assert found == wanted
     assert any(step.metrics["conversation/waited_s"] > 0 for step in events_of(slow, events.Step))
 
 
 def test_an_environment_that_fails_ends_its_conversation_alone(talking):
     run = train(talking(environment="shops:Failing"))
-    records = [record for step in (1, 2) for record in records_of(run, step)]
+    records = [record for step in (1, 2) for record in rollouts_of(run, step)]
     ended = {record.conversation.ended for record in records}
     assert {text for text in ended if "out of stock" in text}
     assert "its process ended" in ended
@@ -254,7 +234,7 @@ def test_an_environment_that_fails_ends_its_conversation_alone(talking):
 )
 def test_conversations_that_are_ended_are_marked(talking, settings, wanted):
     run = train(talking(max_steps=1, **settings))
-    records = records_of(run, 1)
+    records = rollouts_of(run, 1)
     ended = [record for record in records if record.conversation.ended == wanted]
     assert ended
     assert not any(record.stopped for record in ended)
@@ -370,11 +350,8 @@ def test_texts_like_tokens_are_read_as_text(talking):
     end = tokenizer.eos_token_id
     turn = (*tokenizer.encode("no", add_special_tokens=False), end)
     heard = talks.reply((0, 0), talks.ask((0, 0), turn, True))
-    assert sum(token == end for token in heard.tokens) == 1
-    assert (
-        list(heard.tokens).count(tokenizer.encode("<|assistant|>", add_special_tokens=False)[0])
-        == 1
-    )
+    assistant = tokenizer.encode("<|assistant|>", add_special_tokens=False)[0]
+    assert [list(heard.tokens).count(token) for token in (end, assistant)] == [1, 1]
 
 
 def test_a_record_of_json_is_the_same_record(talking, own_folder):
@@ -471,14 +448,14 @@ def test_what_an_environment_counts_does_not_replace_what_the_run_counts(odd):
 def test_only_the_model_speaks_as_the_assistant(odd):
     with pytest.raises(RunError, match="no step of 1 changed a weight"):
         train(odd("Says", max_steps=1))
-    records = records_of(find("r"), 1)
+    records = rollouts_of(find("r"), 1)
     assert {r.reward for r in records} == {None}
     assert all("message of the assistant" in r.conversation.ended for r in records)
 
 
 @pytest.mark.parametrize("name", ["Long", "Huge"])
 def test_a_turn_without_room_for_the_next_has_credit(odd, name):
-    records = records_of(train(odd(name, credit="turn", max_seq_length=80, max_steps=1)), 1)
+    records = rollouts_of(train(odd(name, credit="turn", max_seq_length=80, max_steps=1)), 1)
     for record in records:
         assert record.conversation.ended == "--max-seq-length"
         assert len(record.conversation.advantages) == len(record.conversation.turns) == 1
@@ -486,7 +463,7 @@ def test_a_turn_without_room_for_the_next_has_credit(odd, name):
 
 def test_texts_of_a_prompt_that_look_like_tokens_are_text(odd):
     config = odd("Imitates", max_steps=1)
-    [part, *_] = records_of(train(config), 1)[0].conversation.parts
+    [part, *_] = rollouts_of(train(config), 1)[0].conversation.parts
     tokenizer = open_tokenizer(find_model(config.model))
     end = tokenizer.encode("<|end|>", add_special_tokens=False)
     assert part.prompt.count(*end) == 1
@@ -497,7 +474,7 @@ def test_a_conversation_that_cannot_begin_trains_nothing(odd, credit):
     rewards = ("environment", "contains:e")
     settings = {"credit": credit, "updates_per_batch": 2, "prompts_per_step": 4}
     run = train(odd("Begins", reward=rewards, **settings))
-    records = records_of(run, 1)
+    records = rollouts_of(run, 1)
     failed = [r for r in records if r.conversation.ended == "reset: ValueError: no lamps in Rome"]
     assert len(failed) == 3
     for record in failed:
@@ -505,26 +482,27 @@ def test_a_conversation_that_cannot_begin_trains_nothing(odd, credit):
         assert set(record.rewards.values()) == {None}
         assert record.conversation.parts == []
     assert events_of(run, events.Finished)[-1].reason == "done"
-    notices = [event.text for event in events_of(run, events.Notice)]
-    missing = [notice for notice in notices if "no lamps in Rome" in notice]
+    missing = [notice for notice in notices_of(run) if "no lamps in Rome" in notice]
     assert missing[0].endswith("3 rewards of 12 missing (3 x reset: ValueError: no lamps in Rome)")
     assert call("rollouts", run.name) == 0
 
 
-def test_an_environment_that_never_begins_ends_the_run_with_its_reason(odd):
-    with pytest.raises(UserError, match=r":1: the environment cannot begin: reset: ValueError: cl"):
-        train(odd("Never"))
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Never", r":1: the environment cannot begin: reset: ValueError: cl"),
+        ("Gives", "reset gave a reward"),  # before the first turn
+    ],
+)
+def test_an_environment_that_begins_no_conversation_ends_the_run_with_its_reason(odd, name, reason):
+    with pytest.raises(UserError, match=reason):
+        train(odd(name))
 
 
 def test_tools_that_the_template_does_not_show_are_refused(odd, monkeypatch):
     monkeypatch.setattr(conversations, "shows_tools", lambda *_: False)
     with pytest.raises(UserError, match="chat template does not show its tools"):
         train(odd("Tooled"))
-
-
-def test_a_reward_before_the_first_turn_is_refused(odd):
-    with pytest.raises(UserError, match="reset gave a reward"):
-        train(odd("Gives"))
 
 
 def test_a_template_that_changes_most_conversations_ends_the_run(talking, monkeypatch):
@@ -539,7 +517,7 @@ def test_a_template_that_changes_one_conversation_ends_it(talking, monkeypatch):
         "your_ai.data.sampled_chat.is_left_out", lambda *_: calls.append(0) or len(calls) == 1
     )
     run = train(talking(max_steps=1))
-    assert sum("chat template" in r.conversation.ended for r in records_of(run, 1)) == 1
+    assert sum("chat template" in r.conversation.ended for r in rollouts_of(run, 1)) == 1
 
 
 # -- tools
@@ -569,16 +547,11 @@ def tooled(talking, own_folder):
     return make
 
 
+KIND = {"role": "system", "content": "Be kind."}
 ASKED = [
     {"prompt": "What is it?", "system": "Be kind.", "completion": "3"},
     {"instruction": "What is it?", "output": "3", "system": "Be kind."},
-    {
-        "messages": [
-            {"role": "system", "content": "Be kind."},
-            {"role": "user", "content": "What is it?"},
-            {"role": "assistant", "content": "3"},
-        ]
-    },
+    {"messages": [KIND, *chat("What is it?", "3")["messages"]]},
     {
         "conversations": [
             {"from": "system", "value": "Be kind."},
@@ -592,7 +565,7 @@ ASKED = [
 @pytest.mark.parametrize("row", ASKED, ids=["prompt", "alpaca", "messages", "sharegpt"])
 def test_tools_are_asked_with_the_whole_prompt_of_a_row(tooled, row):
     run = train(tooled([row] * 2))
-    for record in records_of(run, 1):
+    for record in rollouts_of(run, 1):
         text = open_tokenizer(find_model("demo")).decode(record.conversation.parts[0].prompt)
         assert "Be kind." in text
         assert "What is it?" in text

@@ -6,12 +6,11 @@ import errno
 import itertools
 import json
 import os
-import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import numpy as np
@@ -20,20 +19,23 @@ import pytest
 from tests.conftest import (
     DEMO_FOLDER,
     TINY,
-    Killed,
     adapter_of,
     call,
     chat,
     events_of,
     flip,
+    killed_in,
     load_base,
     losses_of,
     make_model,
     resume,
+    rollouts_of,
     train,
     train_once,
+    whole_and_resumed,
     write_rows,
 )
+from tests.fault.processes import train_and_die
 from tests.training.test_distributed import difference, supervised
 from your_ai.data.encode import Encoder
 from your_ai.data.examples import Examples, RowCounts
@@ -46,7 +48,7 @@ from your_ai.memory.estimate import teacher_phases
 from your_ai.memory.plan import Budget
 from your_ai.run import events
 from your_ai.run.folder import RUNS, RunFolder, find
-from your_ai.run.rollout_files import read_rollouts, rollout_file, rollout_steps
+from your_ai.run.rollout_files import rollout_steps
 from your_ai.session import new_run
 from your_ai.training import train as recipe
 from your_ai.training.rollouts import prompt_of
@@ -54,7 +56,7 @@ from your_ai.training.rollouts import prompt_of
 ON_STUDENT: dict[str, Any] = {
     "distill_on": "student", "divergence": "reverse", "prompts_per_step": 3, "max_new_tokens": 6,
 }  # fmt: skip
-MIXED = {**ON_STUDENT, "distill_on": "data", "distill_student_share": 0.5, "max_steps": 6}
+MIXED = {**ON_STUDENT, "distill_on": "data", "distill_student_share": 0.5}
 PROMPT = "Answer as briefly as you can."
 
 
@@ -70,7 +72,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def distilled(configure, models):
-    """A function that makes the config of a short run, by default with the run `t` as teacher."""
+    """A function that makes the config of a short run, by default with the run `t` as teacher.
+
+    A prompt for teachers is in `prompt.txt`.
+    """
+    Path("prompt.txt").write_text(PROMPT)
 
     def make(teacher: str = "run:t", **settings: Any):
         if teacher == "run:t" and not (RUNS / "t").exists():
@@ -166,45 +172,23 @@ def test_stored_states_train_the_same_bytes_as_those_computed_in_each_step(
     assert not (stored.path / STATES).exists()  # of a run that is finished
 
 
-DIE = """
-import os, signal, sys
-from pathlib import Path
-from your_ai.engine import prefix
-from your_ai.run.folder import RUNS, RunFolder, find
-from your_ai.run.stopping import Stop
-from your_ai.training import train
-from your_ai.training.process import train_until_done
-
-folder, what, last, calls = RunFolder(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3]), 0
-owner, name = {"read": (prefix.DiskStore, "put"), "step": (train, "train_step")}[what]
-genuine = getattr(owner, name)
-
-def dying(*args):
-    global calls
-    calls += 1
-    if calls == last:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return genuine(*args)
-
-setattr(owner, name, dying)
-train_until_done(folder, folder.read_config(), Stop())
-"""
-
-
-@pytest.mark.parametrize(("what", "last", "missing"), [("read", 4, 7), ("step", 3, 0)])
+@pytest.mark.parametrize(
+    ("place", "last", "missing"),
+    [
+        ("your_ai.engine.prefix:DiskStore.put", 4, 7),
+        ("your_ai.training:train.train_step", 3, 0),
+    ],
+    ids=["read", "step"],
+)
 def test_a_killed_run_goes_on_with_what_the_teacher_computed(
-    distilled, monkeypatch, what, last, missing
+    distilled, monkeypatch, place, last, missing
 ):
     """Ten rows: three are stored when it is killed in the middle of the fourth, or all."""
     settings: dict[str, Any] = {"max_steps": 6, "save_every": 1, "lora_dropout": 0.1}
     whole = train_once(distilled(run="whole", **settings))
     killed = new_run.create(distilled(run="killed", **settings))
-    died = subprocess.run(
-        [sys.executable, "-c", DIE, str(killed.path), what, str(last)],
-        check=False, capture_output=True, text=True,
-    )  # fmt: skip
-    assert died.returncode == -signal.SIGKILL, died.stderr
-    put = counted_puts(monkeypatch)
+    train_and_die(killed, place, last)
+    put = after_each(monkeypatch, DiskStore, "put", lambda *_: None)
     assert resume(killed) == 0
     assert len(put) == missing
     assert adapter_of(killed) == adapter_of(whole)
@@ -215,36 +199,29 @@ def test_damaged_states_are_computed_again(distilled, monkeypatch, name, place):
     """Those of the text that was stored last, by a run that is killed before its third step."""
     settings: dict[str, Any] = {"max_steps": 6, "save_every": 1}
     whole = train_once(distilled(run="whole", **settings))
-    genuine = recipe.train_step
-
-    def train_step(loop, state):
-        if state.step == 2:
-            raise Killed
-        return genuine(loop, state)
-
     config = distilled(run="cut", **settings)
-    with monkeypatch.context() as patched:
-        patched.setattr(recipe, "train_step", train_step)
-        with pytest.raises(Killed):
-            train(config)
+    with killed_in(recipe, "train_step", at=3):
+        train(config)
     cut = find("cut")
     flip(cut.path / STATES / name, place)
-    put = counted_puts(monkeypatch)
+    put = after_each(monkeypatch, DiskStore, "put", lambda *_: None)
     assert resume(cut) == 0
     assert len(put) == 1
     assert adapter_of(cut) == adapter_of(whole)
 
 
-def counted_puts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of tokens of each text whose states are stored from now on."""
-    found: list[int] = []
-    genuine = DiskStore.put
+def after_each(
+    monkeypatch: pytest.MonkeyPatch, kind: type, name: str, read: Callable[..., Any]
+) -> list[Any]:
+    """What is read of an object and the arguments after each call of a method from now on."""
+    found: list[Any] = []
+    genuine = getattr(kind, name)
 
-    def put(self, key, states):
-        found.append(len(states))
-        genuine(self, key, states)
+    def called(self, *args):
+        genuine(self, *args)
+        found.append(read(self, *args))
 
-    monkeypatch.setattr(DiskStore, "put", put)
+    monkeypatch.setattr(kind, name, called)
     return found
 
 
@@ -256,28 +233,14 @@ def test_no_more_states_are_in_memory_than_the_plan_counts(
 ):
     """Validation compares many more rows than a step trains."""
     write_rows(data_folder / "valid.jsonl", [chat(f"Ask {i}", f"Answer {i}") for i in range(40)])
-    held: list[int] = []
-    put = MemoryStore.put
-
-    def noted(self, key, states):
-        put(self, key, states)
-        held.append(self.bytes_held)
-
-    monkeypatch.setattr(MemoryStore, "put", noted)
+    held = after_each(monkeypatch, MemoryStore, "put", lambda store, *_: store.bytes_held)
     train(distilled("wide", valid="", eval_every=1, max_steps=2, **settings))
     sizes = budgets[0].workload.teacher
     assert 0 < max(held) <= sizes.step_tokens * sizes.facts.hidden * sizes.facts.float_bytes
 
 
 def test_the_weights_of_a_teacher_in_memory_stay_there(distilled, budgets, monkeypatch):
-    left: list[int] = []
-    look = Teacher.look
-
-    def noted(self, texts):
-        look(self, texts)
-        left.append(self.engine.forget())
-
-    monkeypatch.setattr(Teacher, "look", noted)
+    left = after_each(monkeypatch, Teacher, "look", lambda teacher, _: teacher.engine.forget())
     train(distilled("wide", **ON_STUDENT))
     plan, facts = budgets[0].choice.option.plan, budgets[0].workload.teacher.facts
     assert plan.teacher_blocks == facts.blocks
@@ -288,7 +251,7 @@ def test_the_plan_of_a_mixture_counts_completions(distilled, data_folder, budget
     """Whose prompts are shorter than the longest row, and which are longer than any."""
     row = chat("Ask me", "Answer " * 20)
     write_rows(data_folder / "train.jsonl", [row, chat("Ask", "Answer")])
-    train(distilled(**{**MIXED, "max_new_tokens": 90, "max_steps": 1}))
+    train(distilled(**MIXED | {"max_new_tokens": 90}, max_steps=1))
     workload = budgets[-1].workload
     tokenizer = load_base(DEMO_FOLDER, mx.float32)[1]
     prompt = len(tokenizer.encode("<|user|>Ask me<|end|><|assistant|>"))
@@ -314,9 +277,8 @@ def test_a_mixture_with_too_long_completions_is_refused(distilled):
 
 @pytest.mark.parametrize("settings", [{}, ON_STUDENT], ids=["data", "student"])
 def test_the_plan_counts_a_long_prompt_of_the_teacher(distilled, own_folder, budgets, settings):
-    (own_folder / "short.txt").write_text(PROMPT)
     (own_folder / "long.txt").write_text(PROMPT * 200)
-    for name in ("short", "long"):
+    for name in ("prompt", "long"):
         prompt = {"teacher_prompt": f"{name}.txt", "max_steps": 1}
         train(distilled("", run=name, **{**settings, **prompt}))
     works = []
@@ -328,36 +290,24 @@ def test_the_plan_counts_a_long_prompt_of_the_teacher(distilled, own_folder, bud
     assert works[1] - works[0] > 4 * tokens * budgets[0].workload.facts.hidden
 
 
-def test_what_a_teacher_reads_instead_of_completions_is_dropped_with_them(distilled, own_folder):
-    (own_folder / "prompt.txt").write_text(PROMPT)
-    found: list[int] = []
-    genuine = Teacher.look
+def test_what_a_teacher_reads_instead_of_completions_is_dropped_with_them(distilled, monkeypatch):
+    def held(teacher, _):
+        return len(teacher.others) + len(teacher.others_of_step)
 
-    def noted(self, texts):
-        genuine(self, texts)
-        found.append(len(self.others) + len(self.others_of_step))
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Teacher, "look", noted)
-        train(distilled("", teacher_prompt="prompt.txt", **ON_STUDENT))
+    found = after_each(monkeypatch, Teacher, "look", held)
+    train(distilled("", teacher_prompt="prompt.txt", **ON_STUDENT))
     assert max(found) <= ON_STUDENT["prompts_per_step"]
 
 
-def test_the_log_says_that_the_teacher_reads_before_it_does(distilled, monkeypatch):
-    def killed(self, texts):
-        raise Killed
-
-    monkeypatch.setattr(Teacher, "look", killed)
-    with pytest.raises(Killed):
+def test_the_log_says_that_the_teacher_reads_before_it_does(distilled):
+    with killed_in(Teacher, "look", at=1):
         train(distilled(run="r"))
     assert events_of(find("r"), events.Stage)[-1].text == "the teacher reads the rows"
 
 
 def test_a_full_disk_names_the_cache_of_the_teacher(distilled, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(prefix, "write_at", full)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(prefix, "write_at", Mock(side_effect=full))
     with pytest.raises(RunError, match=r"--teacher-cache off$"):
         train(distilled())
 
@@ -407,7 +357,7 @@ def test_a_prompt_of_the_teacher_is_compared_answer_by_answer(
 ):
     questions = ["Ask", "Ask please", "What is it?"]
     data = write_rows(own_folder / "p.jsonl", [chat(text, "So it is") for text in questions])
-    (own_folder / "prompt.txt").write_text(PROMPT + "\n")
+    Path("prompt.txt").write_text(PROMPT + "\n")
     run = train(distilled(
         "", model=str(prompted), data=str(data), teacher_prompt="prompt.txt", batch_size=3,
         max_steps=1, **settings,
@@ -416,8 +366,9 @@ def test_a_prompt_of_the_teacher_is_compared_answer_by_answer(
     assert divergences_of(run) == [pytest.approx(wanted, rel=1e-4)]
 
 
-def test_a_prompt_of_the_teacher_goes_before_the_system_prompt_of_a_row(distilled, own_folder):
-    (own_folder / "prompt.txt").write_text(PROMPT)
+def test_a_prompt_of_the_teacher_goes_before_the_system_prompt_of_a_row(
+    distilled, own_folder, monkeypatch
+):
     row = chat("Ask", "So it is")
     system = {"role": "system", "content": "Be kind."}
     both = {"role": "system", "content": f"{PROMPT}\n\nBe kind."}
@@ -432,9 +383,8 @@ def test_a_prompt_of_the_teacher_goes_before_the_system_prompt_of_a_row(distille
         seen.extend(text.tokens.tolist() for text in texts)
         genuine(self, texts)
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Teacher, "look", noted)
-        train(distilled("", data=str(found[0]), teacher_prompt="prompt.txt", max_steps=1))
+    monkeypatch.setattr(Teacher, "look", noted)
+    train(distilled("", data=str(found[0]), teacher_prompt="prompt.txt", max_steps=1))
     (parsed,) = read_rows(found[1])
     tokens = Encoder(load_base(DEMO_FOLDER, mx.float32)[1]).encode(parsed).tokens
     assert seen[0] == tokens[:-1].tolist()
@@ -443,7 +393,6 @@ def test_a_prompt_of_the_teacher_goes_before_the_system_prompt_of_a_row(distille
 def test_rows_that_differ_only_in_what_is_trained_are_compared_at_their_own_tokens(
     distilled, own_folder
 ):
-    (own_folder / "prompt.txt").write_text(PROMPT)
     turns = [*chat("Ask", "So it is")["messages"], *chat("What is it?", "So is it")["messages"]]
     rows = [
         {"messages": [turns[0], {**turns[1], "weight": w}, turns[2], {**turns[3], "weight": 1 - w}]}
@@ -459,8 +408,7 @@ def test_rows_that_differ_only_in_what_is_trained_are_compared_at_their_own_toke
     assert loss_of("both", rows) == pytest.approx(np.mean(alone), rel=1e-5)
 
 
-def test_a_prompt_is_learned_from_completions_of_the_student(distilled, own_folder):
-    (own_folder / "prompt.txt").write_text(PROMPT)
+def test_a_prompt_is_learned_from_completions_of_the_student(distilled):
     found = divergences_of(train(distilled("", teacher_prompt="prompt.txt", **ALL, **ON_STUDENT)))
     assert np.mean(found[-4:]) < 0.8 * np.mean(found[:4])
 
@@ -503,26 +451,26 @@ def test_long_rows_are_validated_tile_by_tile_as_whole(distilled, monkeypatch):
 
 
 def test_a_mixture_trains_rows_and_completions_the_same_after_it_is_resumed(distilled):
-    whole = train(distilled(run="whole", **MIXED))
+    whole, cut = whole_and_resumed(distilled, 3, 6, **MIXED)
     of_student = [s.step for s in events_of(whole, events.Step) if "seconds/generate" in s.metrics]
     assert of_student == rollout_steps(whole.path)
     assert 0 < len(of_student) < 6
-    cut = train(distilled(run="cut", **{**MIXED, "max_steps": 3}))
-    assert resume(cut, max_steps=6) == 0
     assert adapter_of(cut) == adapter_of(whole)
 
 
 def test_completions_are_trained_as_they_were_written(distilled):
-    run = train(distilled(**{**ON_STUDENT, "max_steps": 2}))
+    run = train(distilled(**ON_STUDENT, max_steps=2))
     for step in events_of(run, events.Step):
-        records = read_rollouts(rollout_file(run.path, step.step))
+        records = rollouts_of(run, step.step)
         assert step.trained_tokens == sum(len(record.tokens) for record in records)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, MIXED], ids=["data", "mixed"])
+@pytest.mark.parametrize(
+    "settings", [{"max_steps": 4}, {**MIXED, "max_steps": 6}], ids=["data", "mixed"]
+)
 def test_two_processes_train_the_adapter_of_one(distilled, settings):
-    config = distilled(**{"max_steps": 4, **settings}, batch_size=4, max_memory=1.0, supervise=True)
+    config = distilled(**settings, batch_size=4, max_memory=1.0, supervise=True)
     one = train(replace(config, run="one"))
     two, status = supervised(replace(config, processes=2), "two")
     assert status == 0
@@ -553,7 +501,7 @@ TRAINED_HEAD = {"train": "embeddings,head"}
         ({**ON_STUDENT, "sft_weight": 1.0}, "--sft-weight: .* use it with --distill-on data"),
         ({"max_new_tokens": 4}, "--max-new-tokens: only works with completions of the student"),
         ({**ON_STUDENT, "teacher_cache": "off"}, "--teacher-cache: completions are new"),
-        ({"teacher_prompt": "p.txt", "too_long": "split"}, "--too-long split: not supported"),
+        ({"teacher_prompt": "prompt.txt", "too_long": "split"}, "--too-long split: not supported"),
         ({"objective": "sft"}, "--teacher: --objective sft uses it only with"),
         ({"teacher": ""}, "--teacher is missing"),
         ({"teacher": "run:nope"}, "--teacher run:nope: no run named nope"),
@@ -561,14 +509,13 @@ TRAINED_HEAD = {"train": "embeddings,head"}
         ({"teacher_prompt": "nope.txt"}, "nope.txt: cannot be read"),
         ({"teacher_prompt": "empty.txt"}, "--teacher-prompt empty.txt: is empty"),
         ({"teacher_prompt": "binary"}, "--teacher-prompt binary: is not UTF-8 text"),
-        ({"teacher": "", "teacher_prompt": "p.txt", **TRAINED_HEAD}, "name a --teacher"),
+        ({"teacher": "", "teacher_prompt": "prompt.txt", **TRAINED_HEAD}, "name a --teacher"),
         (TRAINED_HEAD, "the head of this model is trained"),
     ],
 )  # fmt: skip
 def test_wrong_settings_are_one_line(distilled, own_folder, settings, text):
     (own_folder / "empty.txt").touch()
     (own_folder / "binary").write_bytes(b"\xff\xfe")
-    (own_folder / "p.txt").write_text(PROMPT)
     with pytest.raises(UserError, match=text) as refusal:
         train(distilled(**settings))
     assert "\n" not in str(refusal.value)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from unittest.mock import Mock
 
 import mlx.core as mx
 import numpy as np
@@ -261,18 +262,14 @@ def test_a_slower_host_gets_less_from_then_on_and_after_a_restart():
         found.append(ranks.learn(step))
     (event,) = filter(None, found)
     assert (event.step, event.shares) == (FIRST_STEPS + MEASURED_STEPS, [1.0, 0.5])
-    again = Ranks(0, 2, ("mac1", "mac2"))
-    again.of_first = lambda make: make()
-    again.recall(lambda: [event])
-    again.begin_step(event.step - 1)
-    assert again.shares == (1.0, 1.0)
-    again.begin_step(event.step)
-    assert again.shares == (1.0, 0.5)
-    elsewhere = Ranks(0, 2, ("mac1", "mac3"))
-    elsewhere.of_first = lambda make: make()
-    elsewhere.recall(lambda: [event])
-    elsewhere.begin_step(event.step)
-    assert elsewhere.shares == (1.0, 1.0)
+    for host_name, shares in (("mac2", (1.0, 0.5)), ("mac3", (1.0, 1.0))):  # there, and elsewhere
+        again = Ranks(0, 2, ("mac1", host_name))
+        again.of_first = lambda make: make()
+        again.recall(lambda: [event])
+        again.begin_step(event.step - 1)
+        assert again.shares == (1.0, 1.0)
+        again.begin_step(event.step)
+        assert again.shares == shares
 
 
 def test_processes_of_one_machine_are_equally_fast():
@@ -431,21 +428,17 @@ def test_two_processes_train_the_adapter_of_one_even_if_one_is_killed(configure,
 
 def test_the_macs_of_other_ranks_are_kept_awake(monkeypatch):
     monkeypatch.setattr(host, "is_mac", lambda: True)
-    begun: list[str] = []
-
-    def begin(*command: str) -> None:
-        begun.append(command[0])
-
-    monkeypatch.setattr(host, "begun", begin)
+    begun = Mock(return_value=None)
+    monkeypatch.setattr(host, "begun", begun)
     other = Ranks(1, 2, ("mac1", "mac2"))
     for ranks, config in (
         (ALONE, TrainConfig()),
         (other, TrainConfig(allow_sleep=True)),
         (other, TrainConfig()),
     ):
-        before = len(begun)
+        begun.reset_mock()
         with awake_elsewhere(ranks, config):
-            assert len(begun) - before == (ranks is other and not config.allow_sleep)
+            assert begun.call_count == (ranks is other and not config.allow_sleep)
 
 
 def test_a_port_in_use_is_named_with_its_host(tmp_path, monkeypatch):
@@ -453,10 +446,7 @@ def test_a_port_in_use_is_named_with_its_host(tmp_path, monkeypatch):
     place.write_text('[["127.0.0.1:4601"], ["127.0.0.2:4602"]]')
     monkeypatch.setenv("MLX_HOSTFILE", str(place))
     monkeypatch.setenv("MLX_RANK", "1")
-
-    def init(**_: object) -> None:
-        raise RuntimeError("[ring] Couldn't bind socket (error: 98)")
-
-    monkeypatch.setattr(mx.distributed, "init", init)
+    taken = RuntimeError("[ring] Couldn't bind socket (error: 98)")
+    monkeypatch.setattr(mx.distributed, "init", Mock(side_effect=taken))
     with pytest.raises(UserError, match=r"rank 1 on .*: a port is in use there, of 127.0.0.2:4602"):
         join(5.0)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,9 +16,9 @@ import pytest
 from gguf import GGUFReader
 
 from tests.conftest import (
-    Killed,
     call,
     flip,
+    killed_in,
     losses_of,
     make_model,
     resume,
@@ -23,6 +26,7 @@ from tests.conftest import (
     train_once,
     write_rows,
 )
+from your_ai.config import TrainConfig
 from your_ai.errors import UserError
 from your_ai.export import gguf, mlxlm, peft
 from your_ai.export.adapter_files import find_adapter
@@ -42,13 +46,19 @@ from your_ai.training.first_adapters import STARTS, StartingLayer
 TOKENS = mx.random.randint(2, 700, (2, 24), key=mx.random.key(3))
 INITS = [("loftq", 4), ("loftq:3", 4), ("pissa", None), ("pissa", 4)]
 PLANS = ("fused", "staged", "streamed")
-LAYERS = {"lora_targets": ("q_proj", "mlp.down_proj"), "max_steps": 2}
 
 
 @pytest.fixture
 def float_model(tmp_path):
     """Its inputs are multiples of 64, as --quantize needs them."""
     return make_model(tmp_path / "base" / "model", "qwen2", None)
+
+
+@pytest.fixture
+def starting(configure, float_model) -> Callable[..., TrainConfig]:
+    """A function that makes the config of two steps on that model."""
+    targets = ("q_proj", "mlp.down_proj")
+    return partial(configure, model=str(float_model), lora_targets=targets, max_steps=2)
 
 
 def logits(network: nn.Module) -> mx.array:
@@ -62,11 +72,12 @@ def weights_of(network: nn.Module) -> dict[str, mx.array]:
     return {n: float32_weight(m, quantization_of(m)) for n, m in layers}
 
 
-def layer_of(bits: int | None, rank: int = 8, scale: float = 2.0) -> StartingLayer:
+def layer_of(bits: int | None, dtype: mx.Dtype = mx.float32, more: Any = 0) -> StartingLayer:
+    """A layer of random weights, to which `more` is added."""
     weight = nn.Linear(128, 96, bias=False)
-    weight.weight = mx.random.normal((96, 128), key=mx.random.key(1))
+    weight.weight = mx.random.normal((96, 128), key=mx.random.key(1)) + more
     base = weight if bits is None else nn.QuantizedLinear.from_linear(weight, 64, bits)
-    return StartingLayer(weight, base, rank, scale, mx.float32, seed=0)
+    return StartingLayer(weight, base, rank=8, scale=2.0, dtype=dtype, seed=0)
 
 
 def weight_at_start(layer: StartingLayer, found, taken) -> mx.array:
@@ -101,30 +112,26 @@ def test_pissa_leaves_the_weight_and_has_its_largest_part():
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_pissa_quantizes_the_rest_of_a_matrix_with_large_parts_more_closely(bits):
-    layer = layer_of(bits)
     u = mx.random.normal((96, 4), key=mx.random.key(5))
-    large = layer.weight.weight + u @ mx.random.normal((4, 128), key=mx.random.key(6))
-    layer.weight.weight = large
-    layer = StartingLayer(
-        layer.weight, nn.QuantizedLinear.from_linear(layer.weight, 64, bits), 8, 2.0, mx.float32, 0
-    )
+    large = u @ mx.random.normal((4, 128), key=mx.random.key(6))
+    layer = layer_of(bits, more=large)
+    large = layer.weight.weight
     without = mx.linalg.norm(layer.lost_rows(None, slice(None), []))
     error = mx.linalg.norm(large - weight_at_start(layer, *STARTS["pissa"](layer, 1)))
     assert error < 0.8 * without
 
 
 def test_bfloat16_adapters_are_rounded_before_the_base_loses_their_product():
-    layer = layer_of(None)
-    layer = StartingLayer(layer.weight, layer.base, 8, 2.0, mx.bfloat16, 0)
+    layer = layer_of(None, mx.bfloat16)
     found, taken = STARTS["pissa"](layer, 1)
     assert found["lora_a"].dtype == mx.bfloat16
     assert mx.allclose(weight_at_start(layer, found, taken), layer.weight.weight, atol=1e-5)
 
 
 @pytest.mark.parametrize(("init", "bits"), INITS)
-def test_every_plan_trains_the_same_from_there(configure, float_model, init, bits):
-    given = {"model": str(float_model), "init": init, "quantize": bits, **LAYERS}
-    runs = [train_once(configure(**given, run=plan, plan=plan)) for plan in PLANS]
+def test_every_plan_trains_the_same_from_there(starting, init, bits):
+    given = {"init": init, "quantize": bits}
+    runs = [train_once(starting(**given, run=plan, plan=plan)) for plan in PLANS]
     losses = [losses_of(run) for run in runs]
     for run, found in zip(runs[1:], losses[1:], strict=True):
         assert found == pytest.approx(losses[0], rel=1e-5)
@@ -136,9 +143,8 @@ def test_every_plan_trains_the_same_from_there(configure, float_model, init, bit
 
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize(("init", "bits"), INITS)
-def test_first_checkpoint_computes_what_weights_do(configure, float_model, init, bits, use_dora):
-    given = {"model": str(float_model), "quantize": bits, "keep": 5, "use_dora": use_dora, **LAYERS}
-    train_once(configure(**given, init=init, lora_rank=16))
+def test_first_checkpoint_computes_what_weights_do(starting, float_model, init, bits, use_dora):
+    train_once(starting(init=init, quantize=bits, keep=5, use_dora=use_dora, lora_rank=16))
     trained = open_trained("r", "0")
     exact = model.load_network(float_model, mx.float32)[0]
     if bits is None:
@@ -158,23 +164,11 @@ MOMENTS += [(at, each) for at in ("put_changed", "open_model") for each in INITS
 
 
 @pytest.mark.parametrize(("at", "start"), MOMENTS)
-def test_killed_while_it_is_made_it_gives_the_same_bytes(
-    configure, float_model, monkeypatch, at, start
-):
-    given = {"model": str(float_model), "init": start[0], "quantize": start[1], **LAYERS}
-    whole = train_once(configure(**given, run="whole"))
-    work, calls = getattr(first_adapters, at), []
-
-    def killed(*arguments):
-        calls.append(arguments)
-        if len(calls) == 2 or at == "open_model":
-            raise Killed
-        return work(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(first_adapters, at, killed)
-        with pytest.raises(Killed):
-            train(configure(**given, run="killed"))
+def test_killed_while_it_is_made_it_gives_the_same_bytes(starting, at, start):
+    given = {"init": start[0], "quantize": start[1]}
+    whole = train_once(starting(**given, run="whole"))
+    with killed_in(first_adapters, at, at=1 if at == "open_model" else 2):
+        train(starting(**given, run="killed"))
     run = RunFolder(RUNS / "killed")
     resume(run)
     for file in ("start/adapters.safetensors", "adapter/adapters.safetensors"):
@@ -183,20 +177,17 @@ def test_killed_while_it_is_made_it_gives_the_same_bytes(
 
 
 @pytest.mark.parametrize(("init", "bits"), [("pissa", None), ("loftq:2", 4)])
-def test_resumed_runs_end_like_those_that_never_stopped(configure, float_model, init, bits):
-    given = {"model": str(float_model), "init": init, "quantize": bits, **LAYERS}
-    whole = train_once(configure(**given | {"max_steps": 4, "run": "whole"}))
-    train_once(configure(**given))
-    run = RunFolder(RUNS / "r")
+def test_resumed_runs_end_like_those_that_never_stopped(starting, init, bits):
+    whole = train_once(starting(init=init, quantize=bits, max_steps=4, run="whole"))
+    run = train_once(starting(init=init, quantize=bits))
     shutil.rmtree(run.base)  # it can be made again
     resume(run, max_steps=4)
     name = "adapter/adapters.safetensors"
     assert (run.path / name).read_bytes() == (whole.path / name).read_bytes()
 
 
-def test_changed_base_weights_are_refused(configure, float_model):
-    train_once(configure(model=str(float_model), init="pissa", **LAYERS))
-    run = RunFolder(RUNS / "r")
+def test_changed_base_weights_are_refused(starting):
+    run = train_once(starting(init="pissa"))
     flip(run.base / "model.safetensors")
     with pytest.raises(UserError, match=r"runs/r/base: is missing or was changed.*--init pissa"):
         open_trained("r")
@@ -205,8 +196,8 @@ def test_changed_base_weights_are_refused(configure, float_model):
 
 
 @pytest.mark.parametrize(("init", "bits"), INITS)
-def test_fused_weights_are_those_of_training(configure, float_model, tmp_path, init, bits):
-    train_once(configure(model=str(float_model), init=init, quantize=bits, **LAYERS))
+def test_fused_weights_are_those_of_training(starting, float_model, tmp_path, init, bits):
+    train_once(starting(init=init, quantize=bits))
     trained, out = open_trained("r"), tmp_path / "out"
     for _ in fuse(trained, out, "dequantized", "float32"):
         pass
@@ -220,9 +211,8 @@ def test_fused_weights_are_those_of_training(configure, float_model, tmp_path, i
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_exported_adapters_are_added_to_the_base_itself(configure, float_model, tmp_path, use_dora):
-    given = {"model": str(float_model), "init": "pissa", "use_dora": use_dora}
-    train_once(configure(**given, **LAYERS | {"max_steps": 4}))
+def test_exported_adapters_are_added_to_the_base_itself(starting, float_model, tmp_path, use_dora):
+    train_once(starting(init="pissa", use_dora=use_dora, max_steps=4))
     trained = open_trained("r")
     wanted = logits(generate.load_run(trained)[0])
     for write, name in ((mlxlm.write, "mlx"), (peft.write, "peft")):
@@ -234,8 +224,8 @@ def test_exported_adapters_are_added_to_the_base_itself(configure, float_model, 
         assert mx.allclose(logits(network), wanted, rtol=1e-3, atol=1e-3)
 
 
-def test_adapter_for_llama_cpp_has_twice_the_rank(configure, float_model, tmp_path):
-    train_once(configure(model=str(float_model), init="pissa", **LAYERS))
+def test_adapter_for_llama_cpp_has_twice_the_rank(starting, float_model, tmp_path):
+    train_once(starting(init="pissa"))
     trained, file = open_trained("r"), tmp_path / "adapter.gguf"
     gguf.write_adapter(trained, file)
     found = {tensor.name: tensor.data for tensor in GGUFReader(file).tensors}
@@ -251,25 +241,25 @@ def test_adapter_for_llama_cpp_has_twice_the_rank(configure, float_model, tmp_pa
 
 
 @pytest.mark.parametrize(("init", "bits"), INITS)
-def test_reference_of_a_preference_is_the_model_at_the_start(configure, float_model, init, bits):
+def test_reference_of_a_preference_is_the_model_at_the_start(starting, init, bits):
     rows = [{"prompt": f"Ask {i}", "chosen": "yes", "rejected": "no"} for i in range(4)]
     data = write_rows(Path("pairs") / "train.jsonl", rows)
-    given = {"model": str(float_model), "init": init, "quantize": bits, "learning_rate": 1e-4}
-    run = train(configure(**given | LAYERS, objective="dpo", data=str(data), valid="none"))
+    given = {"init": init, "quantize": bits, "learning_rate": 1e-4, "objective": "dpo"}
+    run = train(starting(**given, data=str(data), valid="none"))
     assert losses_of(run)[1] == pytest.approx(np.log(2), abs=1e-5)
 
 
 @pytest.mark.parametrize("init", ["loftq", "pissa"])
-def test_adapters_are_not_read_without_their_base(configure, float_model, init):
-    train_once(configure(model=str(float_model), init=init, quantize=4, **LAYERS))
+def test_adapters_are_not_read_without_their_base(starting, init):
+    train_once(starting(init=init, quantize=4))
     for source in ("r", "runs/r/adapter"):
         with pytest.raises(UserError, match=f"began with --init {init}, so it is added to other"):
             find_adapter(source, "--from")
 
 
-def test_base_of_an_evaluation_is_the_model_that_it_began_from(configure, float_model, capsys):
-    train_once(configure(model=str(float_model), run="plain", **LAYERS))
-    train_once(configure(model=str(float_model), init="pissa", **LAYERS))
+def test_base_of_an_evaluation_is_the_model_that_it_began_from(starting, capsys):
+    train_once(starting(run="plain"))
+    train_once(starting(init="pissa"))
     losses = []
     for run in ("plain", "r"):
         assert call("eval", run, "--json") == 0

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 
-from tests.conftest import adapter_of, events_of, resume, train
+from tests.conftest import adapter_of, events_of, notices_of, resume, rollouts_of, train
 from tests.rewards import server as faults
-from tests.rewards.server import Answerer, JudgeServer
+from tests.rewards.server import Answerer, JudgeServer, graded
 from your_ai.config import TrainConfig
 from your_ai.errors import RunError
 from your_ai.hub.find import store
 from your_ai.rewards import judge
 from your_ai.run import events
 from your_ai.run.folder import RunFolder, find
-from your_ai.run.rollout_files import RolloutRecord, read_rollouts, rollout_file, rollout_steps
+from your_ai.run.rollout_files import RolloutRecord, rollout_steps
 
 STEPS = 2
 
@@ -46,21 +44,12 @@ def judged(rewarded, server) -> Callable[..., TrainConfig]:
     return partial(rewarded, reward=["judge"], save_every=1, **of_judge, **sizes)
 
 
-def graded(body: dict) -> str:
-    """A reply whose grade depends on what is graded: that it is not another one's."""
-    names = body["response_format"]["json_schema"]["schema"]["required"]
-    return json.dumps(
-        dict.fromkeys(names, zlib.crc32(body["messages"][1]["content"].encode()) % 11)
-    )
-
-
 def forget_replies() -> None:
     (store() / "cache" / "judge.sqlite").unlink()
 
 
 def records_of(run: RunFolder) -> list[RolloutRecord]:
-    found = [read_rollouts(rollout_file(run.path, step)) for step in rollout_steps(run.path)]
-    return [record for each in found for record in each]
+    return [record for step in rollout_steps(run.path) for record in rollouts_of(run, step)]
 
 
 def metric(run: RunFolder, name: str) -> float:
@@ -112,23 +101,24 @@ def test_a_repeated_run_asks_only_the_first_question(judged, server):
     assert adapter_of(again) == adapter_of(whole)
 
 
-@pytest.mark.parametrize("fault", ["key", "grades", "away"])
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        pytest.param(faults.status(401, "key revoked"), "HTTP 401: key revoked", id="key"),
+        pytest.param(faults.says("Very good."), "cannot be used", id="grades"),
+        pytest.param(faults.status(503), "HTTP 503|answered", id="away"),
+    ],
+)
 def test_a_fault_that_stays_ends_the_run_and_a_resumed_one_ends_the_same(
-    judged, server, monkeypatch, fault
+    judged, server, monkeypatch, fault, why
 ):
     """The rewards of one step are known, those of the next cannot be."""
     whole = train(judged(run="whole"))
     forget_replies()
     monkeypatch.setattr(judge, "PATIENCE_S", 0.2)
     known = len({(r.question, r.completion) for r in records_of(whole)[:8]})
-    lasting = {
-        "key": faults.status(401, "key revoked"),
-        "grades": faults.says("Very good."),
-        "away": faults.status(503),
-    }[fault]
-    why = {"key": "HTTP 401: key revoked", "grades": "cannot be used", "away": "HTTP 503|answered"}
-    server.odd, server.always = [Answerer.grade] * (1 + known), lasting
-    with pytest.raises(RunError, match=rf"step 2: more than half .* in a row .*({why[fault]})"):
+    server.odd, server.always = [Answerer.grade] * (1 + known), fault
+    with pytest.raises(RunError, match=rf"step 2: more than half .* in a row .*({why})"):
         train(judged(run="failed"))
     failed = find("failed")
     assert [step.step for step in events_of(failed, events.Step)] == [1]
@@ -156,8 +146,7 @@ def test_what_stays_missing_is_shown_as_missing(judged, server):
     assert 0 < len(missing) < len(records)
     assert all(r.reply == "no grades" and r.advantage == 0 for r in missing)
     assert metric(run, "rewards/missing") == metric(run, "judge/missing") == len(missing)
-    notices = [n.text for n in events_of(run, events.Notice)]
-    assert any("missing" in text and "it is not JSON" in text for text in notices)
+    assert any("missing" in text and "it is not JSON" in text for text in notices_of(run))
     assert missing[0].rewards == {"judge": None}
 
 

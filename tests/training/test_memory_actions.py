@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import mlx.core as mx
 import numpy as np
@@ -17,9 +19,11 @@ from tests.conftest import (
     notices_of,
     resume,
     train,
+    train_once,
     with_functions,
     write_rows,
 )
+from your_ai.config import TrainConfig
 from your_ai.memory import governor, plan, probe
 from your_ai.memory.governor import LARGE, MemoryAction, MemoryObservation, Watch
 from your_ai.memory.probe import Highest
@@ -108,9 +112,11 @@ def batches_of(governor: Governor, step: int = 0) -> list[Any]:
     return governor.trainer.schedule.batches_of(step, governor.rows_at)
 
 
-def boundary(made: Governed, step: int = 1) -> MemoryAction | None:
-    """What the governor wants between two steps, after `step`."""
+def boundary(made: Governed, step: int = 1, **seen: int | None) -> MemoryAction | None:
+    """What the governor wants between two steps, after `step`, in which it saw this."""
     made.governor.look()
+    if seen:
+        made.governor.seen = dataclasses.replace(SAMPLE, **seen), None
     return made.governor.after_step(step, batches_of(made.governor))
 
 
@@ -219,8 +225,7 @@ def test_rows_shrink_after_a_step_that_needs_more_than_estimated(governed, decid
     batches = batches_of(made.governor)
     rows, tokens = batches[0].tokens.shape
     assert (rows, made.governor.rows_at(tokens)) == (4, 4)
-    made.governor.seen = dataclasses.replace(SAMPLE, peak_bytes=3 * GB), None
-    made.governor.after_step(1, batches)
+    boundary(made, peak_bytes=3 * GB)
     assert 1 <= made.governor.rows_at(tokens) < 4
     assert len(batches_of(made.governor)) > 1
 
@@ -228,20 +233,17 @@ def test_rows_shrink_after_a_step_that_needs_more_than_estimated(governed, decid
 def test_unreadable_peak_changes_no_correction(governed, decided):
     decided()
     made = governed(batch_size=4)
-    batches = batches_of(made.governor)
     for peak_bytes in (None, 0):
-        made.governor.seen = dataclasses.replace(SAMPLE, peak_bytes=peak_bytes), None
-        made.governor.after_step(1, batches)
+        boundary(made, peak_bytes=peak_bytes)
     assert made.governor.corrections.ratios == {}
 
 
 def test_resumed_run_has_the_corrections_learned_up_to_its_step(governed, decided):
     decided()
     made = governed(batch_size=4)
-    batches, governor = batches_of(made.governor), made.governor
+    governor = made.governor
     for step, peak_bytes in ((1, 60 * MB), (2, 50 * MB), (3, 70 * MB)):
-        governor.seen = dataclasses.replace(SAMPLE, peak_bytes=peak_bytes), None
-        governor.after_step(step, batches)
+        boundary(made, step, peak_bytes=peak_bytes)
     seen = events_of(made.run, events.Corrected)
     assert [event.step for event in seen] == [1, 3]  # the second peak was not higher
 
@@ -286,11 +288,7 @@ def quick(configure, data_folder, monkeypatch) -> Callable[..., Any]:
     monkeypatch.setattr(plan, "NOTICEABLY", 0.9999)
     write_rows(data_folder / "train.jsonl", [chat(f"Ask {i}", "Yes") for i in range(8)])
     (data_folder / "valid.jsonl").unlink()
-
-    def make(**settings: Any) -> Any:
-        return configure(**{"lora_layers": 1, "max_steps": 4, "batch_size": 4, **settings})
-
-    return make
+    return partial(configure, lora_layers=1, max_steps=4, batch_size=4)
 
 
 PROCESS = "the memory of the process cannot be read"
@@ -303,11 +301,8 @@ def without_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def process_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> int:
-        raise OSError(5, "Input/output error")
-
     for name in ("resident_bytes", "rusage"):
-        monkeypatch.setattr(probe, name, fail)
+        monkeypatch.setattr(probe, name, Mock(side_effect=OSError(5, "Input/output error")))
 
 
 def without_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,22 +329,16 @@ def ramp(monkeypatch: pytest.MonkeyPatch, run: RunFolder, *pressures: int | None
     monkeypatch.setattr(probe, "read", pressed)
 
 
-def resumed(
-    monkeypatch: pytest.MonkeyPatch, run: RunFolder, *pressures: int | None, failures: Any = ()
-) -> None:
-    """Resume a run whose gauges fail, or show this pressure at the end of each step."""
-    with monkeypatch.context() as patch:
+def trained(config: TrainConfig, *pressures: int | None, failures: Any = ()) -> RunFolder:
+    """A run whose gauges fail, or show this pressure at the end of each step."""
+    run = folder.create(config)
+    with pytest.MonkeyPatch.context() as patch:
         for fail in failures:
             fail(patch)
         if pressures:
             ramp(patch, run, *pressures)
         assert resume(run) == 0
-
-
-@pytest.fixture(scope="module")
-def whole_losses() -> dict[int, float]:
-    """The losses of a quick run that nothing happens to, once one was trained."""
-    return {}
+    return run
 
 
 @pytest.mark.parametrize(
@@ -365,23 +354,18 @@ def whole_losses() -> dict[int, float]:
     ],
     ids=lambda value: "-".join(getattr(v, "__name__", "") for v in value) or "none",
 )
-def test_failing_gauges_give_one_notice_and_do_not_end_the_run(
-    quick, whole_losses, monkeypatch, failures, notices
-):
-    if not whole_losses:
-        whole_losses.update(losses_of(train(quick(run="whole"))))
-    run = folder.create(quick())
-    resumed(monkeypatch, run, failures=failures)
+def test_failing_gauges_give_one_notice_and_do_not_end_the_run(quick, failures, notices):
+    whole = train_once(quick(run="whole"))
+    run = trained(quick(), failures=failures)
     found = [text for text in notices_of(run) if text.startswith((PROCESS, ACTIVE, BLIND))]
     assert len(found) == len(notices)
     for text, beginning in zip(sorted(found), sorted(notices), strict=True):
         assert text.startswith(beginning)
-    assert losses_of(run) == whole_losses
+    assert losses_of(run) == losses_of(whole)
 
 
-def test_step_events_contain_none_for_unreadable_gauges(quick, monkeypatch):
-    run = folder.create(quick())
-    resumed(monkeypatch, run, failures=[without_process])
+def test_step_events_contain_none_for_unreadable_gauges(quick):
+    run = trained(quick(), failures=[without_process])
     for step in events_of(run, events.Step):
         assert (step.process_bytes, step.highest_bytes) == (None, None)
         assert step.active_bytes > 0
@@ -405,35 +389,26 @@ def test_gauge_that_fails_during_the_run_gives_a_notice_then(quick, monkeypatch)
 # -- rising memory pressure
 
 
-def test_rising_pressure_takes_the_actions_in_order(quick, monkeypatch):
-    run = folder.create(quick(max_steps=9))
-    resumed(monkeypatch, run, 1, 1, 2, 2, 2, 4)
-    found = actions_of(run)
-    assert [(a.step, a.kind) for a in found] == [
-        (3, "clear_cache"),
-        (4, "reload_lora"),
-        (6, "smaller_plan"),
-    ]
-    assert [a.cause for a in found] == [
-        "the system's memory pressure is 2 (warning)",
-        "the system's memory pressure is 2 (warning)",
-        "the system's memory pressure is 4 (critical)",
+def test_rising_pressure_takes_the_actions_in_order(quick):
+    run = trained(quick(max_steps=9), 1, 1, 2, 2, 2, 4)
+    assert [(a.step, a.kind, a.cause) for a in actions_of(run)] == [
+        (3, "clear_cache", "the system's memory pressure is 2 (warning)"),
+        (4, "reload_lora", "the system's memory pressure is 2 (warning)"),
+        (6, "smaller_plan", "the system's memory pressure is 4 (critical)"),
     ]
     assert [event.level for event in events_of(run, events.Planned)] == [0, 1]
     assert [event.step for event in events_of(run, events.Step)] == list(range(1, 10))
 
 
-def test_notices_are_not_repeated_under_the_next_plan(quick, monkeypatch):
-    run = folder.create(quick())
-    resumed(monkeypatch, run, 4, 4, failures=[active_is_0])
+def test_notices_are_not_repeated_under_the_next_plan(quick):
+    run = trained(quick(), 4, 4, failures=[active_is_0])
     assert len(events_of(run, events.Planned)) == 2
     assert len([text for text in notices_of(run) if text.startswith(ACTIVE)]) == 1
 
 
 def test_larger_plan_returns_after_many_steps_with_low_memory(quick, monkeypatch):
     monkeypatch.setattr(governor, "HEADROOM_STEPS", 6)
-    run = folder.create(quick(max_steps=16))
-    resumed(monkeypatch, run, 4, 4)
+    run = trained(quick(max_steps=16), 4, 4)
     assert [event.level for event in events_of(run, events.Planned)] == [0, 1, 0]
     assert [a.kind for a in actions_of(run)][-2:] == ["smaller_plan", "larger_plan"]
     assert [event.step for event in events_of(run, events.Step)] == list(range(1, 17))
@@ -449,12 +424,7 @@ def uneven(configure, data_folder) -> Callable[..., Any]:
     rows += [chat("Ask", "Yes" + " please" * (380 + i)) for i in range(8)]
     write_rows(data_folder / "train.jsonl", rows)
     (data_folder / "valid.jsonl").unlink()
-    first = {"batch_size": 8, "max_steps": None, "epochs": 1, "lora_layers": 1}
-
-    def make(**settings: Any) -> Any:
-        return configure(**{**first, **settings})
-
-    return make
+    return partial(configure, batch_size=8, max_steps=None, epochs=1, lora_layers=1)
 
 
 @pytest.fixture
@@ -510,8 +480,7 @@ def test_split_batches_contain_each_row_once(governed, decided):
     made = governed(batch_size=4, grad_accumulation=2, max_memory=1.0)
     plan_of_steps = made.governor.trainer.schedule
     for peak_bytes in (100 * MB, 2 * GB, 9 * GB):
-        made.governor.seen = dataclasses.replace(SAMPLE, peak_bytes=peak_bytes), None
-        made.governor.after_step(1, batches_of(made.governor))
+        boundary(made, peak_bytes=peak_bytes)
         for step in range(plan_of_steps.steps_per_epoch):
             batches = batches_of(made.governor, step)
             lengths = np.concatenate([batch.lengths[batch.lengths > 0] for batch in batches])

@@ -5,16 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
 import pytest
 
-from tests.conftest import TINY, events_of, flip, make_model, train
+from tests.conftest import TINY, events_of, flip, make_model, rollouts_of, train
 from your_ai.config.requests import TinkerRequest
 from your_ai.engine.gradients import SpilledGradients
 from your_ai.errors import RunError, UserError
@@ -24,7 +25,7 @@ from your_ai.nets import model as nets
 from your_ai.objectives.outside import LOSSES
 from your_ai.run import checkpoint, events
 from your_ai.run.folder import RUNS, RunFolder
-from your_ai.run.rollout_files import RolloutRecord, read_rollouts, rollout_file
+from your_ai.run.rollout_files import RolloutRecord
 from your_ai.training import outside as outside_module
 from your_ai.training import rollouts
 from your_ai.training import train as recipe
@@ -43,6 +44,12 @@ from your_ai.training.outside_texts import OutsideText, batches_of
 
 SHAPE = LoraShape(4, 1)
 FAST = Adam(learning_rate=1e-2)
+AS_A_LOOP: dict[str, Any] = {  # settings of a run that are those of loops
+    "max_steps": 5, "lora_targets": ["all-linear"], "lora_layers": "all", "lora_rank": 4,
+    "lora_alpha": 32.0, "seed": 1, "lr_schedule": "constant", "warmup_steps": 0,
+    "weight_decay": 0.0, "adam_beta2": 0.95, "adam_epsilon": 1e-12, "adam_bias_correction": True,
+    "max_grad_norm": 0.0,
+}  # fmt: skip
 
 
 def text(count: int, seed: int = 0, **columns: float) -> OutsideText:
@@ -69,6 +76,16 @@ def outside(tiny_model, own_folder) -> Callable[..., Outside]:
     return make
 
 
+@pytest.fixture
+def loops(outside) -> Outside:
+    return outside()
+
+
+@pytest.fixture
+def made(loops) -> OutsideModel:
+    return loops.create(SHAPE, RUNS / "a")
+
+
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model with a head of its own."""
@@ -76,11 +93,24 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_model(place / "untied", "qwen3", tie_word_embeddings=False))
 
 
+def copied(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {name: np.array(array) for name, array in arrays.items()}
+
+
 def adapters(outside: Outside) -> dict[str, np.ndarray]:
     assert outside.base.bench is not None
-    return {
-        n: np.array(a) for n, a in nets.adapter_arrays(outside.base.bench.opened.network).items()
-    }
+    return copied(nets.adapter_arrays(outside.base.bench.opened.network))
+
+
+def scores(outside: Outside, of: OutsideModel | SavedAdapters) -> np.ndarray:
+    """The log-probabilities of all targets of `TEXTS`."""
+    return np.concatenate(outside.log_probabilities(of, TEXTS))
+
+
+def saved_by(outside: Outside, model: OutsideModel, with_optimizer: bool = True) -> Path:
+    place = RUNS / "a" / "weights" / "one"
+    outside.base.save(model, place, with_optimizer=with_optimizer)
+    return place
 
 
 def step(outside: Outside, model: OutsideModel, loss: str = "cross_entropy") -> None:
@@ -98,7 +128,6 @@ def distance(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> flo
 
 def test_the_same_rows_train_the_same_adapter_as_a_run(outside, configure, monkeypatch):
     steps: list[list[OutsideText]] = []
-    losses: list[float] = []
     step_of = recipe.train_step
 
     def noted(loop, state):
@@ -120,13 +149,7 @@ def test_the_same_rows_train_the_same_adapter_as_a_run(outside, configure, monke
         return step_of(loop, state)
 
     monkeypatch.setattr(recipe, "train_step", noted)
-    config = configure(
-        max_steps=5, lora_targets=["all-linear"], lora_layers="all", lora_rank=4, lora_alpha=32.0,
-        seed=1, learning_rate=1e-2, lr_schedule="constant", warmup_steps=0, weight_decay=0.0,
-        adam_beta2=0.95, adam_epsilon=1e-12, adam_bias_correction=True, max_grad_norm=0.0,
-        valid="none",
-    )  # fmt: skip
-    run = train(config)
+    run = train(configure(**AS_A_LOOP, learning_rate=1e-2, valid="none"))
     losses = [step.loss for step in events_of(run, events.Step)]
     loops = outside(max_seq_length=256)
     made = loops.create(SHAPE, RUNS / "loop")
@@ -134,7 +157,7 @@ def test_the_same_rows_train_the_same_adapter_as_a_run(outside, configure, monke
         found, _ = loops.add_gradients(made, texts, "cross_entropy")
         assert found == pytest.approx(loss, rel=1e-6)
         loops.update(made, FAST)
-    trained = {n: np.array(a) for n, a in checkpoint.load_adapters(run.adapter).items()}
+    trained = copied(checkpoint.load_adapters(run.adapter))
     assert distance(trained, adapters(loops)) < 1e-6
 
 
@@ -151,21 +174,16 @@ def test_the_rollouts_of_a_run_train_the_same_adapter(outside, rewarded, monkeyp
         return step_of(loop, state)
 
     monkeypatch.setattr(recipe, "train_step", noted)
-    run = train(
-        rewarded(
-            max_steps=5, lora_targets=["all-linear"], lora_layers="all", lora_rank=4,
-            lora_alpha=32.0, seed=1, learning_rate=3e-3, lr_schedule="constant", warmup_steps=0,
-            weight_decay=0.0, adam_beta2=0.95, adam_epsilon=1e-12, adam_bias_correction=True,
-            max_grad_norm=0.0, updates_per_batch=updates, reward=["contains:e"], rollouts=6,
-            kl_beta=0.0, clip_low=0.2, clip_high=0.3,
-        )
-    )  # fmt: skip
+    run = train(rewarded(
+        **AS_A_LOOP, learning_rate=3e-3, updates_per_batch=updates, reward=["contains:e"],
+        rollouts=6, kl_beta=0.0, clip_low=0.2, clip_high=0.3,
+    ))  # fmt: skip
     found = events_of(run, events.Step)
     assert [step.grad_norm > 1 for step in found].count(True) >= 4  # rewards may be equal
     loops = outside(max_seq_length=256)
     made, clipped = loops.create(SHAPE, RUNS / "loop"), 0.0
     for number, step in enumerate(found):
-        records = read_rollouts(rollout_file(run.path, number - number % updates + 1))
+        records = rollouts_of(run, number - number % updates + 1)
         total = sum(len(record.tokens) for record in records)
         texts = [rolled_out(prompts[r.row], r, r.advantage / total) for r in records]
         if updates == 1:  # the run takes those of its only update
@@ -182,7 +200,7 @@ def test_the_rollouts_of_a_run_train_the_same_adapter(outside, rewarded, monkeyp
         clipped = max(clipped, *(abs(r - 1).max() for r in ratios))
         loops.update(made, Adam(learning_rate=3e-3))
     assert clipped > 0.3 if updates > 1 else clipped < 1e-4
-    trained = {n: np.array(a) for n, a in checkpoint.load_adapters(run.adapter).items()}
+    trained = copied(checkpoint.load_adapters(run.adapter))
     assert distance(trained, adapters(loops)) < 1e-6
 
 
@@ -196,17 +214,14 @@ def rolled_out(prompt: np.ndarray, record: RolloutRecord, advantage: float) -> O
     return OutsideText(whole[:-1], places, whole[places + 1], columns, places >= 0)
 
 
-def test_an_export_that_fails_leaves_the_one_that_was_there(outside, monkeypatch):
-    loops = outside()
+def test_an_export_that_fails_leaves_the_one_that_was_there(loops, monkeypatch):
     made, target = loops.create(SHAPE, RUNS / "loop"), RUNS / "loop" / "external_weights" / "a"
     loops.export(made, target, "mlx", lambda folder: (folder / "more").touch())
     before = {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
     assert {path.name for path in before} > {"more", "adapter_model.safetensors", "README.md"}
-
-    def full(trained, place):
-        raise UserError("no space") from OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(outside_module.peft, "write", full)
+    full = UserError("no space")
+    full.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(outside_module.peft, "write", Mock(side_effect=full))
     with pytest.raises(UserError, match="no space"):
         loops.export(made, target, "mlx", lambda folder: None)
     assert [path.name for path in target.parent.iterdir()] == ["a"]
@@ -244,9 +259,7 @@ def plain(loss: str, x: np.ndarray, columns: dict[str, np.ndarray]) -> tuple[flo
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_each_loss_has_the_gradients_of_its_formula(outside, loss):
-    loops = outside()
-    made = loops.create(SHAPE, RUNS / "a")
+def test_each_loss_has_the_gradients_of_its_formula(loops, made, loss):
     given = text(30, 5)
     before = loops.log_probabilities(made, [given])[0].astype(np.float64)
     rng = np.random.default_rng(0)
@@ -264,8 +277,7 @@ def test_each_loss_has_the_gradients_of_its_formula(outside, loss):
     weights = {**columns, "advantages": (-slopes).astype(np.float32)}
     loops.add_gradients(made, [given._replace(columns=weights)], "cross_entropy")
     wanted = loops.base.bench.gradients.arrays
-    first, second = ({n: np.array(a) for n, a in g.items()} for g in (wanted, grads))
-    assert distance(first, second) < 2e-4
+    assert distance(copied(wanted), copied(grads)) < 2e-4
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -281,7 +293,7 @@ def test_each_plan_gives_the_same_log_probabilities_and_gradients(outside, untie
         scores = loops.log_probabilities(made, TEXTS)
         assert np.concatenate(found) == pytest.approx(np.concatenate(scores), abs=1e-5)
         held = loops.base.bench.gradients
-        grads = {n: np.array(a) for n, a in held.take(list(held.sizes())).items()}
+        grads = copied(held.take(list(held.sizes())))
         results.append((loss, np.concatenate(found), grads))
         assert any("lm_head" in name for name in grads) is not tied
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
@@ -335,30 +347,21 @@ def test_models_take_turns_and_keep_gradients_and_optimizers(outside, disk):
         assert distance(alone[name], adapters(loops)) < 1e-6
 
 
-def test_a_sampler_asks_what_was_saved_and_training_goes_on_unchanged(outside):
-    loops = outside()
-    made = loops.create(SHAPE, RUNS / "a")
+def test_a_sampler_asks_what_was_saved_and_training_goes_on_unchanged(loops, made):
     step(loops, made)
-    saved = RUNS / "a" / "sampler_weights" / "one"
-    loops.base.save(made, saved, with_optimizer=False)
-    before = np.concatenate(loops.log_probabilities(made, TEXTS))
-    base = np.concatenate(loops.log_probabilities(BASE, TEXTS))
+    saved = saved_by(loops, made, with_optimizer=False)
+    before, base = scores(loops, made), scores(loops, BASE)
     step(loops, made)
-    after = np.concatenate(loops.log_probabilities(made, TEXTS))
-    assert np.array_equal(
-        np.concatenate(loops.log_probabilities(SavedAdapters.at(saved), TEXTS)), before
-    )
-    assert np.array_equal(np.concatenate(loops.log_probabilities(BASE, TEXTS)), base)
-    assert np.array_equal(np.concatenate(loops.log_probabilities(made, TEXTS)), after)
+    after = scores(loops, made)
+    assert np.array_equal(scores(loops, SavedAdapters.at(saved)), before)
+    assert np.array_equal(scores(loops, BASE), base)
+    assert np.array_equal(scores(loops, made), after)
     assert not np.array_equal(before, after)
 
 
-def test_what_was_saved_goes_on_with_the_same_bytes(outside):
-    loops = outside()
-    made = loops.create(SHAPE, RUNS / "a")
+def test_what_was_saved_goes_on_with_the_same_bytes(outside, loops, made):
     step(loops, made)
-    saved = RUNS / "a" / "weights" / "one"
-    loops.base.save(made, saved)
+    saved = saved_by(loops, made)
     step(loops, made)
     wanted = adapters(loops)
     again = outside()
@@ -369,25 +372,19 @@ def test_what_was_saved_goes_on_with_the_same_bytes(outside):
     assert all(np.array_equal(wanted[name], found[name]) for name in wanted)
 
 
-def test_a_sampler_that_was_replaced_is_read_again(outside):
-    loops = outside()
-    made = loops.create(SHAPE, RUNS / "a")
-    saved = RUNS / "a" / "sampler_weights" / "one"
+def test_a_sampler_that_was_replaced_is_read_again(loops, made):
     found = []
     for _ in range(2):
         step(loops, made)
-        loops.base.save(made, saved, with_optimizer=False)
-        asked = loops.log_probabilities(SavedAdapters.at(saved), TEXTS)
-        wanted = loops.log_probabilities(made, TEXTS)
-        assert np.array_equal(np.concatenate(asked), np.concatenate(wanted))
-        found.append(np.concatenate(asked))
-        loops.log_probabilities(SavedAdapters.at(saved), TEXTS)  # it is the one that is there
+        saved = saved_by(loops, made, with_optimizer=False)
+        found.append(scores(loops, SavedAdapters.at(saved)))
+        assert np.array_equal(found[-1], scores(loops, made))
+        scores(loops, SavedAdapters.at(saved))  # it is the one that is there
     assert not np.array_equal(*found)
 
 
-def test_gradients_that_wait_are_not_in_memory_beside_completions(outside):
+def test_gradients_that_wait_are_not_in_memory_beside_completions(loops):
     """The plan does not count them there. They are used afterwards."""
-    loops = outside()
     undisturbed, made = loops.create(SHAPE, RUNS / "a"), loops.create(SHAPE, RUNS / "b")
     for each in (undisturbed, made):
         loops.add_gradients(each, TEXTS, "ppo")
@@ -420,9 +417,8 @@ def test_gradients_that_cannot_be_put_away_are_kept(outside, monkeypatch, disk):
     assert loops.update(first, FAST)["grad_norm"] == pytest.approx(wanted, rel=1e-6)
 
 
-def test_the_policy_frees_memory_after_steps(outside):
+def test_the_policy_frees_memory_after_steps(loops):
     """The training goes on as before."""
-    loops = outside()
     made, other = loops.create(SHAPE, RUNS / "a"), loops.create(SHAPE, RUNS / "b")
     loops.policy = replace(loops.policy, clear_cache_every=0, reload_interval=2)
     for _ in range(4):
@@ -452,19 +448,13 @@ def test_the_plan_counts_a_prompt_for_each_completion(outside):
     assert (rollouts.group, rollouts.rows) == (1, 6)
 
 
-def test_completions_have_the_log_probabilities_of_their_texts(outside):
-    loops = outside()
-    made = loops.create(SHAPE, RUNS / "a")
+def test_completions_have_the_log_probabilities_of_their_texts(loops, made):
     prompts = [RolloutPrompt(np.arange(3, 9), (1, 2)), RolloutPrompt(np.arange(5, 30), (3,), 5)]
     ends = RolloutPrompt(np.arange(3, 9), (1,), ends=lambda found: len(found) == 3)
     found = loops.sampled(made, [*prompts, ends], sampler_of(1.0), (), 8)
     lengths = {(c.prompt, c.sample): (len(c.tokens), c.stopped) for c in found}
-    assert lengths == {
-        (0, 0): (8, False),
-        (0, 1): (8, False),
-        (1, 0): (5, False),
-        (2, 0): (3, True),
-    }
+    whole = {(0, 0): (8, False), (0, 1): (8, False), (1, 0): (5, False)}
+    assert lengths == {**whole, (2, 0): (3, True)}
 
 
 @pytest.mark.parametrize("plan", ["fused", "staged", "streamed"])
@@ -495,9 +485,7 @@ def of_targets(tokens: np.ndarray, positions: np.ndarray, ids: np.ndarray) -> Ou
     )
 
 
-def test_events_show_a_loop_as_a_run(outside):
-    loops = outside()
-    made = loops.create(SHAPE, RUNS / "a")
+def test_events_show_a_loop_as_a_run(loops, made):
     step(loops, made)
     loops.end(made)
     (event,) = events_of(RunFolder(RUNS / "a"), events.Step)
@@ -505,9 +493,8 @@ def test_events_show_a_loop_as_a_run(outside):
     assert (RUNS / "a" / "adapter" / checkpoint.ADAPTERS).is_file()
 
 
-def test_models_keep_no_files_open(outside):
+def test_models_keep_no_files_open(loops):
     """A server has any number of them, and macOS allows a process 256 files."""
-    loops = outside()
     models = [loops.create(SHAPE, RUNS / "a0")]
     step(loops, models[0])
     before = psutil.Process().num_fds()
@@ -517,17 +504,12 @@ def test_models_keep_no_files_open(outside):
     assert psutil.Process().num_fds() == before
 
 
-def test_a_step_that_cannot_be_recorded_is_done(outside, monkeypatch, capsys):
+def test_a_step_that_cannot_be_recorded_is_done(loops, made, monkeypatch, capsys):
     """Its loop must not take it for one that changed nothing."""
-    loops = outside()
-    made = loops.create(SHAPE, RUNS / "a")
     before = adapters(loops)
     loops.add_gradients(made, TEXTS, "ppo")
-
-    def full(_: events.Event) -> None:
-        raise RunError("events.jsonl: cannot be written (No space left on device)")
-
-    monkeypatch.setattr(made.log, "write", full)
+    full = RunError("events.jsonl: cannot be written (No space left on device)")
+    monkeypatch.setattr(made.log, "write", Mock(side_effect=full))
     assert loops.update(made, FAST)["grad_norm"] > 0
     assert distance(adapters(loops), before) > 0
     assert capsys.readouterr().err.count("No space left") == 1
@@ -541,9 +523,7 @@ def test_a_step_that_cannot_be_recorded_is_done(outside, monkeypatch, capsys):
         (text(5)._replace(targets=np.full(5, -1, np.int32)), "token id -1"),
     ],
 )
-def test_a_text_that_cannot_be_trained_is_refused_before_any_gradient(outside, given, reason):
-    loops = outside()
-    made = loops.create(SHAPE, RUNS / "a")
+def test_a_text_that_cannot_be_trained_is_refused_before_any_gradient(loops, made, given, reason):
     with pytest.raises(UserError, match=reason):
         loops.add_gradients(made, [text(5), given], "cross_entropy")
     with pytest.raises(UserError, match="no gradients"):
@@ -559,10 +539,8 @@ def test_a_text_that_cannot_be_trained_is_refused_before_any_gradient(outside, g
     ],
     ids=["a rate of 0", "large", "small"],
 )
-def test_a_step_may_have_all_settings_that_the_server_takes(outside, adam):
+def test_a_step_may_have_all_settings_that_the_server_takes(loops, made, adam):
     """A rate of 0 is that of the first step of a warmup, and of the last of a decay."""
-    loops = outside()
-    made = loops.create(SHAPE, RUNS / "a")
     before = adapters(loops)
     loops.add_gradients(made, TEXTS, "ppo")
     assert loops.update(made, adam)["grad_norm"] > 0
@@ -572,14 +550,9 @@ def test_a_step_may_have_all_settings_that_the_server_takes(outside, adam):
     assert is_same == (adam.learning_rate == 0)
 
 
-def test_a_step_that_fails_leaves_no_gradients_to_the_next(outside, monkeypatch):
-    loops = outside()
-    made = loops.create(SHAPE, RUNS / "a")
+def test_a_step_that_fails_leaves_no_gradients_to_the_next(loops, made, monkeypatch):
     loops.add_gradients(made, TEXTS, "ppo")
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("out of memory")
-
+    fail = Mock(side_effect=RuntimeError("out of memory"))
     with monkeypatch.context() as patched:
         patched.setattr(loops, "update_of", lambda *_: fail)
         with pytest.raises(RuntimeError):
@@ -591,9 +564,7 @@ def test_a_step_that_fails_leaves_no_gradients_to_the_next(outside, monkeypatch)
     assert loops.update(other, FAST)["grad_norm"] == pytest.approx(norm, rel=1e-6)
 
 
-def test_gradients_that_are_not_finite_change_nothing(outside):
-    loops = outside()
-    made = loops.create(SHAPE, RUNS / "a")
+def test_gradients_that_are_not_finite_change_nothing(loops, made):
     before = adapters(loops)
     loops.add_gradients(made, [text(5, advantages=1e38, old=-80.0)], "importance_sampling")
     with pytest.raises(UserError, match="gradient norm"):
@@ -602,21 +573,8 @@ def test_gradients_that_are_not_finite_change_nothing(outside):
     assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
-def test_damage_of_what_was_saved_is_noticed(outside):
-    loops = outside()
-    made = loops.create(SHAPE, RUNS / "a")
-    saved = RUNS / "a" / "weights" / "one"
-    loops.base.save(made, saved)
-    path = saved / checkpoint.ADAPTERS
-    path.write_bytes(path.read_bytes()[:-8] + bytes(8 * [255]))
-    with pytest.raises(UserError, match=str(path.name)):
-        loops.base.load(made, saved, with_optimizer=True)
-
-
-def test_several_targets_of_a_token_are_separate(outside):
+def test_several_targets_of_a_token_are_separate(loops, made):
     """As in targets of shape (T, K)."""
-    loops = outside()
-    made = loops.create(SHAPE, RUNS / "a")
     one = text(12)
     twice = one._replace(
         positions=np.repeat(one.positions, 2),
@@ -643,10 +601,8 @@ def table(count: int, width: int, seed: int) -> OutsideText:
 
 
 @pytest.mark.parametrize("loss", ["ppo", "gspo"])
-def test_many_targets_need_no_more_memory_than_the_plan_counts(outside, loss, monkeypatch):
+def test_many_targets_need_no_more_memory_than_the_plan_counts(loops, made, loss, monkeypatch):
     """It counts one for each token of the rows. The gradients are those of all targets."""
-    loops = outside()
-    made = loops.create(SHAPE, RUNS / "a")
     texts = [table(30, 5, 1), table(30, 1, 2), table(9, 7, 3), table(28, 1, 4), table(0, 1, 5)]
     none = np.zeros(0, np.int32)
     columns = {name: array[:0] for name, array in texts[0].columns.items()}
@@ -663,7 +619,7 @@ def test_many_targets_need_no_more_memory_than_the_plan_counts(outside, loss, mo
     monkeypatch.setattr(outside_module, "batches_of", noted)
     total, found = loops.add_gradients(made, texts, loss)
     assert loops.base.bench is not None
-    gradients = {n: np.array(a) for n, a in loops.base.bench.gradients.arrays.items()}
+    gradients = copied(loops.base.bench.gradients.arrays)
     assert all(slots <= rows * batch.tokens.shape[1] for slots, rows, batch in sizes)
     assert max(slots for slots, _, _ in sizes) > 32
     loops.base.bench.gradients.clear()
@@ -673,21 +629,12 @@ def test_many_targets_need_no_more_memory_than_the_plan_counts(outside, loss, mo
     assert total == pytest.approx(wanted_total, rel=1e-5)
     for own, other in zip(found, wanted, strict=True):
         assert own == pytest.approx(other, rel=1e-5)
-    again = {n: np.array(a) for n, a in loops.base.bench.gradients.arrays.items()}
-    assert distance(gradients, again) < 1e-5
+    assert distance(gradients, copied(loops.base.bench.gradients.arrays)) < 1e-5
 
 
-def test_gradients_that_fail_leave_none_of_their_texts(outside):
-    loops = outside()
-    made = loops.create(SHAPE, RUNS / "a")
+def test_gradients_that_fail_leave_none_of_their_texts(loops, made):
     before = adapters(loops)
-    calls = iter([None, None, RunError("the server stops")])
-
-    def stop() -> None:
-        if (error := next(calls)) is not None:
-            raise error
-
-    loops.check_stop = stop
+    loops.check_stop = Mock(side_effect=[None, None, RunError("the server stops")])
     with pytest.raises(RunError):
         loops.add_gradients(made, TEXTS + TEXTS, "ppo")
     loops.check_stop = lambda: None
@@ -697,15 +644,9 @@ def test_gradients_that_fail_leave_none_of_their_texts(outside):
     step(loops, made, "ppo")
 
 
-def test_completions_end_when_the_server_stops(outside):
-    loops = outside()
-    made = loops.create(SHAPE, RUNS / "a")
+def test_completions_end_when_the_server_stops(loops, made):
     before = adapters(loops)
-
-    def stop() -> None:
-        raise RunError("the server stops")
-
-    loops.check_stop = stop
+    loops.check_stop = Mock(side_effect=RunError("the server stops"))
     prompts = [RolloutPrompt(np.array([3, 4]), (1, 2))]
     with pytest.raises(RunError):
         loops.sampled(made, prompts, sampler_of(1.0), [0], 9)
@@ -716,8 +657,7 @@ def test_completions_end_when_the_server_stops(outside):
 def test_what_was_saved_of_another_base_is_refused(outside, tmp_path):
     """Of the same shapes, so that nothing else tells."""
     loops = outside(model=str(make_model(tmp_path / "other", seed=5, **TINY)))
-    saved = RUNS / "a" / "weights" / "one"
-    loops.base.save(loops.create(SHAPE, RUNS / "a"), saved)
+    saved = saved_by(loops, loops.create(SHAPE, RUNS / "a"))
     again = outside()
     made = again.create(SHAPE, RUNS / "b")
     before = adapters(again)
@@ -729,12 +669,9 @@ def test_what_was_saved_of_another_base_is_refused(outside, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["optimizer.safetensors", checkpoint.ADAPTERS])
-def test_a_damaged_file_changes_nothing(outside, name):
-    loops = outside()
-    made = loops.create(SHAPE, RUNS / "a")
+def test_a_damaged_file_changes_nothing(loops, made, name):
     step(loops, made, "ppo")
-    saved = RUNS / "a" / "weights" / "one"
-    loops.base.save(made, saved)
+    saved = saved_by(loops, made)
     step(loops, made, "ppo")
     before = adapters(loops)
     flip(saved / name, -20)
@@ -744,11 +681,8 @@ def test_a_damaged_file_changes_nothing(outside, name):
     assert made.step == 2
 
 
-def test_a_damaged_sampler_is_not_asked_and_the_model_is_unchanged(outside):
-    loops = outside()
-    made = loops.create(SHAPE, RUNS / "a")
-    saved = RUNS / "a" / "sampler_weights" / "one"
-    loops.base.save(made, saved, with_optimizer=False)
+def test_a_damaged_sampler_is_not_asked_and_the_model_is_unchanged(loops, made):
+    saved = saved_by(loops, made, with_optimizer=False)
     before = adapters(loops)
     flip(saved / checkpoint.ADAPTERS, -20)
     for _ in range(2):
@@ -758,8 +692,7 @@ def test_a_damaged_sampler_is_not_asked_and_the_model_is_unchanged(outside):
     assert distance(adapters(loops), before) == 0
 
 
-def test_a_model_whose_file_is_lost_does_not_harm_others(outside):
-    loops = outside()
+def test_a_model_whose_file_is_lost_does_not_harm_others(loops):
     lost, kept = loops.create(SHAPE, RUNS / "a"), loops.create(SHAPE, RUNS / "b")
     wanted = loops.log_probabilities(kept, TEXTS)
     (RUNS / "a" / PARKED_ADAPTERS / checkpoint.ADAPTERS).unlink()

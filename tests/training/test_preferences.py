@@ -11,7 +11,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.conftest import adapter_of, events_of, losses_of, resume, train, train_once, write_rows
+from tests.conftest import (
+    adapter_of,
+    events_of,
+    losses_of,
+    resume,
+    train,
+    whole_and_resumed,
+    write_rows,
+)
 from your_ai.data.examples import Examples, RowCounts
 from your_ai.errors import UserError
 from your_ai.evaluation.dataset_scores import MeanLoss
@@ -21,13 +29,10 @@ from your_ai.training import reference
 from your_ai.training.job import imbalance
 from your_ai.training.memory_actions import Governor
 
+ASKED = [f"Question {i} " * (1 + i % 3) for i in range(12)]
 PAIRS = [
-    {
-        "prompt": f"Question {i} " * (1 + i % 3),
-        "chosen": f"Yes {i}",
-        "rejected": "No " * (1 + i % 4),
-    }
-    for i in range(12)
+    {"prompt": text, "chosen": f"Yes {i}", "rejected": "No " * (1 + i % 4)}
+    for i, text in enumerate(ASKED)
 ]
 LABELED = [
     {"prompt": f"Question {i // 2} " * (1 + i % 3), "completion": text, "label": i % 2 == 0}
@@ -54,24 +59,19 @@ def pairs(own_folder, configure):
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_objective_raises_the_margin(pairs, objective):
     run = train(pairs(objective, max_steps=4, valid="", eval_every=2, keep_best=False))
-    first, last = events_of(run, events.Validation)
-    margins = [event.metrics["rewards/margins"] for event in (first, last)]
-    assert margins[0] < margins[1]
+    first, last = (event.metrics["rewards/margins"] for event in events_of(run, events.Validation))
+    assert first < last
     steps = events_of(run, events.Step)
     assert {"rewards/accuracies", "logps/chosen"} <= steps[0].metrics.keys()
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
 def test_every_plan_learns_the_same(pairs, objective):
-    found = [
-        losses_of(train(pairs(objective, run=name, plan=plan, packing=packing)))
-        for name, plan, packing in (
-            ("a", "fused", False), ("b", "staged", False), ("c", "streamed", False),
-            ("d", "fused", True),
-        )
-    ]  # fmt: skip
-    for other in found[1:]:
-        assert other == pytest.approx(found[0], rel=1e-4)
+    first = losses_of(train(pairs(objective, run="a", plan="fused")))
+    others = ({"plan": "staged"}, {"plan": "streamed"}, {"plan": "fused", "packing": True})
+    for number, settings in enumerate(others):
+        found = losses_of(train(pairs(objective, run=f"other-{number}", **settings)))
+        assert found == pytest.approx(first, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -104,29 +104,20 @@ def test_a_damaged_reference_is_computed_again(pairs, own_folder):
     cache = own_folder / "home" / "cache" / "reference"
     file = next(iter(sorted(cache.glob(f"*/{reference.VALUES}"))))
     content = file.read_bytes()
-    for name, changed in {
-        "other": b"\1" + content[1:],
-        "short": content[:-4],
-        "gone": None,
-    }.items():
+    changes = {"other": b"\1" + content[1:], "short": content[:-4], "gone": None}
+    for name, changed in changes.items():
         file.unlink() if changed is None else file.write_bytes(changed)
         assert adapter_of(train(pairs(run=name, max_steps=1))) == adapter_of(first)
         assert file.read_bytes() == content
 
 
 def test_a_resumed_run_ends_with_the_same_adapter(pairs):
-    whole = train_once(pairs(run="a"))
-    part = train(pairs(run="b", max_steps=1))
-    assert resume(part, max_steps=2) == 0
-    assert adapter_of(part) == adapter_of(whole)
+    whole, cut = whole_and_resumed(pairs, 1, 2)
+    assert adapter_of(cut) == adapter_of(whole)
 
 
-BY_STEP = {  # loss, accuracy and margin of each validation
-    1: (0.5, 0.5, 2.0),
-    2: (0.4, 0.75, 1.0),
-    3: (0.3, 0.75, 1.0),
-    4: (0.2, 0.5, -1.0),
-}
+# Loss, accuracy and margin of each validation.
+MEASURED = [(0.5, 0.5, 2.0), (0.4, 0.75, 1.0), (0.3, 0.75, 1.0), (0.2, 0.5, -1.0)]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +127,7 @@ BY_STEP = {  # loss, accuracy and margin of each validation
 def test_the_best_checkpoint_may_be_that_of_the_accuracy_or_the_margin(
     pairs, monkeypatch, objective, metric, best
 ):
-    measured = iter(BY_STEP.values())
+    measured = iter(MEASURED)
 
     def mean_loss(*_):
         loss, accuracy, margin = next(measured)

@@ -18,17 +18,21 @@ from tests.conftest import (
     losses_of,
     make_model,
     resume,
+    rollouts_of,
     train,
     train_once,
+    whole_and_resumed,
     write_rows,
 )
 from tests.training import test_preferences as preferences
+from your_ai.data.preferences import parse_to_score
+from your_ai.engine.reload import reload_adapted
+from your_ai.engine.weights import open_model
 from your_ai.errors import UserError
-from your_ai.evaluation.reward_model import load_reward_model
+from your_ai.evaluation.reward_model import RewardModel, load_reward_model, put_reward_model
 from your_ai.nets.saved_adapter import open_trained
 from your_ai.rewards.rollout import Rollout
 from your_ai.run import checkpoint, events
-from your_ai.run.rollout_files import read_rollouts, rollout_file
 from your_ai.training import prepare as preparing
 from your_ai.training import reward_models
 from your_ai.training.memory_actions import Governor
@@ -69,15 +73,13 @@ def files_of(run) -> tuple[bytes, bytes]:
 def score_texts(run, texts: list[str]) -> list[float]:
     """The scores of answers to a prompt, by the model loaded alone."""
     model = load_reward_model(open_trained(str(run.path)))
-    rows = [{"prompt": "Question 0", "completion": text} for text in texts]
-    encoded = [model.encode(reward_row(row)) for row in rows]
-    return model.scores([text for each in encoded for text in each]).tolist()
+    return model.scores([encoded(model, "Question 0", text) for text in texts]).tolist()
 
 
-def reward_row(row: dict[str, Any]):
-    from your_ai.data.preferences import parse_to_score
-
-    return parse_to_score(row, "rows.jsonl:1")
+def encoded(model: RewardModel, prompt: str, text: str) -> Any:
+    row = parse_to_score({"prompt": prompt, "completion": text}, "rows.jsonl:1")
+    (found,) = model.encode(row)
+    return found
 
 
 def test_pairs_are_told_apart(rated):
@@ -104,11 +106,9 @@ def test_every_plan_learns_the_same_head_and_adapter(rated, form, monkeypatch):
     whole = train_once(rated(form, run="whole"))
     weights = mx.load(str(whole.adapter / checkpoint.SCORE_HEAD))[checkpoint.SCORE_WEIGHT]
     ways = {
-        "streamed": {"plan": "streamed"},
-        "staged": {"plan": "staged"},
-        "packed": {"packing": True},
+        "streamed": {"plan": "streamed"}, "staged": {"plan": "staged"}, "packed": {"packing": True},
         "cached": {"prefix_cache": "memory", "lora_layers": 1},
-    }
+    }  # fmt: skip
     for name, settings in list(ways.items())[: len(ways) if form == "pairs" else 1]:
         run = train(rated(form, run=name, **settings))
         if name != "cached":  # it adapts fewer blocks
@@ -121,10 +121,8 @@ def test_every_plan_learns_the_same_head_and_adapter(rated, form, monkeypatch):
 
 
 def test_a_resumed_run_ends_with_the_same_bytes(rated):
-    whole = train_once(rated(run="whole"))
-    run = train(rated(run="cut", max_steps=2))
-    assert resume(run, max_steps=4) == 0
-    assert files_of(run) == files_of(whole)
+    whole, resumed = whole_and_resumed(rated, 2, 4)
+    assert files_of(resumed) == files_of(whole)
 
 
 def test_the_head_is_in_a_file_of_its_own(rated):
@@ -153,11 +151,8 @@ def test_a_damaged_head_is_named(rated, damage):
 def test_a_reward_model_goes_on_from_another_with_its_head(rated):
     train(rated(run="first", max_steps=3))
     again = train(rated(run="again", from_adapter="first", max_steps=1, learning_rate=1e-9))
-    assert score_texts(again, ["Yes"]) == pytest.approx(score_texts_of("first"), abs=1e-4)
-
-
-def score_texts_of(name: str) -> list[float]:
-    return score_texts(open_trained(name).folder, ["Yes"])
+    first = score_texts(open_trained("first").folder, ["Yes"])
+    assert score_texts(again, ["Yes"]) == pytest.approx(first, abs=1e-4)
 
 
 def test_a_reward_model_begins_from_an_adapter_without_a_head(rated, configure):
@@ -200,26 +195,24 @@ def test_completions_are_scored_as_the_model_alone_scores_them(rated, scored):
     train_once(rated(run="rm"))
     run = train(scored(max_steps=1))
     model = load_reward_model(open_trained("rm"))
-    records = read_rollouts(rollout_file(run.path, 1))
+    records = rollouts_of(run, 1)
     for record in records:
         assert record.rewards["run:rm"] == record.reward
     by_text = {r.completion: r.reward for r in records if r.completion.strip() and r.stopped}
     for text, reward in by_text.items():  # texts that encode to the sampled tokens
-        row = {"prompt": records[0].question, "completion": text}
-        if next(r.question for r in records if r.completion == text) == row["prompt"]:
-            (encoded,) = model.encode(reward_row(row))
-            assert model.scores([encoded])[0] == pytest.approx(reward, abs=1e-3)
+        asked = records[0].question
+        if next(r.question for r in records if r.completion == text) == asked:
+            score = model.scores([encoded(model, asked, text)])[0]
+            assert score == pytest.approx(reward, abs=1e-3)
     assert len({r.reward for r in records}) > 1
 
 
 @pytest.mark.parametrize("plan", ["staged", "streamed"])
 def test_every_plan_gives_the_same_rewards(rated, scored, plan):
     train_once(rated(run="rm"))
-    runs = (
-        train_once(scored(run="whole", plan="fused", max_steps=1)),
-        train(scored(plan=plan, max_steps=1)),
-    )
-    expected, found = ([r.reward for r in read_rollouts(rollout_file(run.path, 1))] for run in runs)
+    whole = train_once(scored(run="whole", plan="fused", max_steps=1))
+    runs = (whole, train(scored(plan=plan, max_steps=1)))
+    expected, found = ([r.reward for r in rollouts_of(run, 1)] for run in runs)
     assert found == pytest.approx(expected, abs=1e-4)
 
 
@@ -237,25 +230,21 @@ def test_a_reward_model_of_the_same_base_shares_its_weights(rated, scored):
         mx.clear_cache()
         before = mx.get_active_memory()
         prepared = prepared_of(scored(reward=[reward]), reward.replace(":", "-"))
-        mx.eval(
-            prepared.model.parameters(),
-            [twin.parameters() for twin in prepared.beside.sharing(prepared.job)],
-        )
+        twins = prepared.beside.sharing(prepared.job)
+        mx.eval(prepared.model.parameters(), [twin.parameters() for twin in twins])
         sizes[reward] = mx.get_active_memory() - before
         weights = sum(array.nbytes for _, array in tree_flatten(prepared.model.parameters()))
-        if prepared.beside.sharing(prepared.job):
-            (twin,) = prepared.beside.sharing(prepared.job)
+        for twin in twins:
             ours = {id(a) for _, a in tree_flatten(prepared.model.parameters())}
             own = sum(a.nbytes for _, a in tree_flatten(twin.parameters()) if id(a) not in ours)
             assert 0 < own < 0.5 * weights
-        del prepared
+        assert len(twins) == (reward == "run:rm")
+        prepared = twins = twin = None
     assert sizes["run:rm"] - sizes["length:3"] <= own + 10_000
 
 
 @pytest.mark.memory
 def test_a_reload_gives_the_new_arrays_to_the_reward_model(rated, scored):
-    from your_ai.engine.reload import reload_adapted
-
     train_once(rated(run="rm"))
     prepared = prepared_of(scored(), "g")
     rollout = Rollout("Ask", [], "Yes", 2, False, None, {}, "p:1", 0, ids=(3, 4, 5))
@@ -273,7 +262,7 @@ def test_a_reward_model_of_another_base_reads_the_texts(rated, scored, tmp_path)
     make_model(other, "qwen2", 4, factor=1, **TINY)
     train(rated(run="rm", model=str(other)))
     run = train(scored(max_steps=1))
-    rewards = [r.reward for r in read_rollouts(rollout_file(run.path, 1))]
+    rewards = [r.reward for r in rollouts_of(run, 1)]
     assert all(reward is None or np.isfinite(reward) for reward in rewards)
     prepared = prepared_of(scored(), "p")
     assert prepared.beside.sharing(prepared.job) == ()
@@ -299,23 +288,21 @@ def test_a_run_does_not_go_on_with_another_reward_model(rated, scored):
         resume(run, max_steps=2)
 
 
+def completed(text: str, truncated: bool = False) -> Rollout:
+    asked = [{"role": "user", "content": "Ask"}]
+    return Rollout("Ask", asked, text, 1, truncated, None, {}, "p:1", 0)
+
+
 def test_an_empty_completion_has_no_score_where_texts_are_encoded(rated):
     train_once(rated(run="rm"))
     model = load_reward_model(open_trained("rm"))
-    asked = [{"role": "user", "content": "Ask"}]
-    empty, other = (
-        Rollout("Ask", asked, text, 1, False, None, {}, "p:1", 0) for text in ("", "Yes")
-    )
-    found = reward_models.score_rollouts(model, False, [empty, other])
+    found = reward_models.score_rollouts(model, False, [completed(""), completed("Yes")])
     assert found[0] is None
     assert np.isfinite(found[1])
 
 
 @pytest.mark.memory
 def test_opening_a_reward_model_reads_no_weights(rated, tiny_model):
-    from your_ai.engine.weights import open_model
-    from your_ai.evaluation.reward_model import put_reward_model
-
     run = train_once(rated(run="rm"))
     mx.clear_cache()
     opened = open_model(tiny_model, mx.float32)
@@ -336,11 +323,8 @@ def test_rows_of_another_form_for_validation_are_refused(own_folder, rated):
 def test_a_completion_that_was_cut_off_has_no_end_token(rated):
     train_once(rated(run="rm"))
     model = load_reward_model(open_trained("rm"))
-    asked = [{"role": "user", "content": "Ask"}]
     whole, cut = (
-        reward_models.encoded(
-            model, False, Rollout("Ask", asked, "Yes", 1, truncated, None, {}, "p:1", 0)
-        )
+        reward_models.encoded(model, False, completed("Yes", truncated))
         for truncated in (False, True)
     )
     assert int(whole.tokens[-2]) in model.encoder.tokenizer.eos_token_ids

@@ -8,15 +8,19 @@ import signal
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.conftest import (
-    Killed,
     adapter_of,
     call,
     events_of,
+    killed_in,
     losses_of,
+    notices_of,
+    refused,
     resume,
+    rollouts_of,
     train,
     train_once,
     write_rows,
@@ -29,7 +33,7 @@ from your_ai.errors import UserError
 from your_ai.generation import rollouts as generation
 from your_ai.run import events
 from your_ai.run.folder import find
-from your_ai.run.rollout_files import read_rollouts, rollout_file, rollout_steps
+from your_ai.run.rollout_files import rollout_file, rollout_steps
 from your_ai.run.stopping import Stop
 from your_ai.session import new_run
 from your_ai.training import rollouts
@@ -68,31 +72,21 @@ def test_an_expected_call_is_what_is_trained_as_completions_are_decoded(own_fold
 def test_rollouts_are_written_with_their_rewards(rewarded):
     run = train(rewarded())
     assert rollout_steps(run.path) == [1, 2, 3]
-    records = read_rollouts(rollout_file(run.path, 1))
-    assert [(r.row, r.sample) for r in records][:4] == [(records[0].row, s) for s in range(3)] + [
-        (records[3].row, 0)
-    ]
+    records = rollouts_of(run, 1)
+    first = [(records[at].row, sample) for at, sample in ((0, 0), (0, 1), (0, 2), (3, 0))]
+    assert [(r.row, r.sample) for r in records][:4] == first
     assert all(len(r.tokens) == 6 or r.stopped for r in records)
     assert all(r.rewards == {"length:3": r.reward} for r in records)
     steps = events_of(run, events.Step)
-    assert [step.metrics["reward"] for step in steps] == pytest.approx(
-        [
-            sum(r.reward for r in found) / len(found)
-            for found in (read_rollouts(rollout_file(run.path, s)) for s in (1, 2, 3))
-        ]
-    )
+    means = [np.mean([r.reward for r in rollouts_of(run, step)]) for step in (1, 2, 3)]
+    assert [step.metrics["reward"] for step in steps] == pytest.approx(means)
     assert all("seconds/generate" in step.metrics for step in steps)
 
 
 NEW: dict[str, Any] = {"max_steps": 2}  # nothing is scored before the update
 REPEATED = {"updates_per_batch": 2, "kl_beta": 0.1}
 SEQUENCE = {"importance": "sequence", "kl_beta": 0.1, "max_steps": 2}
-
-
-@pytest.fixture(scope="module")
-def whole_adapters() -> dict[str, bytes]:
-    """The adapters of whole runs, by their settings."""
-    return {}
+PROMPTED = ("--data", "prompts.jsonl", "--valid", "none", "--objective", "grpo")
 
 
 @pytest.mark.parametrize(
@@ -106,44 +100,25 @@ def whole_adapters() -> dict[str, bytes]:
         pytest.param("update", REPEATED, id="update-repeated"),
     ],
 )
-def test_a_run_killed_in_any_phase_ends_with_the_same_adapter(
-    rewarded, whole_adapters, monkeypatch, phase, settings
-):
-    if repr(settings) not in whole_adapters:
-        whole = train(rewarded(run="whole", save_every=1, **settings))
-        whole_adapters[repr(settings)] = adapter_of(whole)
+def test_a_run_killed_in_any_phase_ends_with_the_same_adapter(rewarded, phase, settings):
+    whole = train_once(rewarded(run="whole", save_every=1, **settings))
     owner, name = {
         "generate": (generation.Rollouts, "sample"),
         "reward": (rollouts, "asked_of"),
         "score": (rollouts, "computed"),
         "update": (rollouts, "accumulate"),
     }[phase]
-    genuine, calls = getattr(owner, name), []
-
-    def once(*args, **kwargs):
-        calls.append(phase)
-        if len(calls) == 2:
-            raise Killed
-        return genuine(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, once)
-    with pytest.raises(Killed):
+    with killed_in(owner, name):
         train(rewarded(run="killed", save_every=1, **settings))
-    monkeypatch.setattr(owner, name, genuine)
     killed = find("killed")
     assert resume(killed) == 0
-    assert adapter_of(killed) == whole_adapters[repr(settings)]
+    assert adapter_of(killed) == adapter_of(whole)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_finite_and_resumes_exactly(rewarded, dtype):
-    settings = {
-        **REPEATED,
-        "dtype": dtype,
-        "clip_low": 0.01,
-        "clip_high": 0.01,
-        "max_new_tokens": 4,
-    }
+    settings = {**REPEATED, "dtype": dtype, "clip_low": 0.01, "clip_high": 0.01}
+    settings["max_new_tokens"] = 4
     whole = train(rewarded(run="whole", max_steps=3, save_every=2, **settings))
     steps = events_of(whole, events.Step)
     assert all(math.isfinite(step.loss) and math.isfinite(step.grad_norm) for step in steps)
@@ -159,8 +134,8 @@ def test_half_precision_is_finite_and_resumes_exactly(rewarded, dtype):
 def test_every_plan_samples_and_learns_the_same(rewarded):
     plans = ("fused", "staged", "streamed")
     runs = [train(rewarded(run=plan, plan=plan, kl_beta=0.05, max_steps=2)) for plan in plans]
-    found = [read_rollouts(rollout_file(run.path, 2)) for run in runs]
-    assert [[r.tokens for r in each] for each in found[1:]] == [[r.tokens for r in found[0]]] * 2
+    tokens = [[r.tokens for r in rollouts_of(run, 2)] for run in runs]
+    assert tokens[0] == tokens[1] == tokens[2]
     first, *others = (list(losses_of(run).values()) for run in runs)
     for losses in others:
         assert losses == pytest.approx(first, rel=1e-5, abs=1e-6)
@@ -249,7 +224,7 @@ def test_missing_rewards_are_left_out(rewarded, own_folder):
         "    return [None if i % 3 == 0 else i % 3 for i, _ in enumerate(completions)]\n"
     )
     run = train(rewarded(reward=["partial:some"], max_steps=1))
-    records = read_rollouts(rollout_file(run.path, 1))
+    records = rollouts_of(run, 1)
     assert [r.reward for r in records[:3]] == [None, 1.0, 2.0]
     assert [r.advantage for r in records[:3]] == pytest.approx([0, -0.7070, 0.7070], abs=1e-3)
     (step,) = events_of(run, events.Step)
@@ -259,7 +234,7 @@ def test_missing_rewards_are_left_out(rewarded, own_folder):
 
 def test_a_step_without_differences_changes_nothing_and_says_so(rewarded):
     run = train(rewarded(reward=["contains:never"]))
-    (notice,) = [n.text for n in events_of(run, events.Notice) if "changed nothing" in n.text]
+    (notice,) = [text for text in notices_of(run) if "changed nothing" in text]
     assert "all completions of each prompt earned the same reward" in notice
     assert [s.metrics["frac_reward_zero_std"] for s in events_of(run, events.Step)] == [1, 1, 1]
 
@@ -269,13 +244,6 @@ def test_rollouts_that_a_step_needs_again_must_be_there(rewarded):
     rollout_file(run.path, 3).unlink()
     with pytest.raises(UserError, match=r"step-000003.*missing or damaged.*step 4"):
         resume(run, max_steps=4)
-
-
-def refused(capsys, *arguments: object) -> str:
-    assert call("train", "--no-supervise", *arguments) == 2
-    error = capsys.readouterr().err.strip().splitlines()
-    assert len(error) == 1, error
-    return error[0]
 
 
 @pytest.mark.parametrize(
@@ -296,24 +264,18 @@ def test_bad_input_is_one_line(capsys, tiny_model, own_folder, settings, wanted)
     (own_folder / "broken.py").write_text(
         "def nan(completions, **_):\n    return [float('nan') for _ in completions]\n"
     )
-    write_rows(own_folder / "plain.jsonl", [{"prompt": "a"}])
     flags = []
     for name, value in {"rollouts": 2, "max_new_tokens": 4, "max_steps": 1, **settings}.items():
         flag = "--" + name.replace("_", "-")
         flags += [flag] if value is True else [flag, value]
-    error = refused(
-        capsys, "--model", tiny_model, "--data", "prompts.jsonl", "--valid", "none",
-        "--objective", "grpo", *flags,
-    )  # fmt: skip
+    error = refused(capsys, "train", "--no-supervise", "--model", tiny_model, *PROMPTED, *flags)
     assert wanted.lower() in error.lower()
 
 
 def test_the_plan_shows_the_peak_of_each_phase(capsys, tiny_model, own_folder):
     write_rows(own_folder / "prompts.jsonl", [{"prompt": "a"}])
-    assert (
-        call("plan", "--model", tiny_model, "--data", "prompts.jsonl", "--valid", "none",
-             "--objective", "grpo", "--reward", "length:3", "--kl-beta", "0.1", "--json") == 0
-    )  # fmt: skip
+    reward = ("--reward", "length:3", "--kl-beta", "0.1")
+    assert call("plan", "--model", tiny_model, *PROMPTED, *reward, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found["phases"]) == {"generate", "score", "update"}
     assert max(found["phases"].values()) <= found["process_peak_bytes"]

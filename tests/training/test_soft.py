@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from functools import partial
+from unittest.mock import Mock, call
 
 import mlx.core as mx
 import numpy as np
@@ -12,12 +13,13 @@ from mlx.utils import tree_flatten
 
 from tests.conftest import (
     TINY,
-    Killed,
     adapter_of,
     events_of,
+    killed_in,
     losses_of,
     make_model,
     resume,
+    rollouts_of,
     train,
     train_once,
     write_rows,
@@ -27,7 +29,7 @@ from your_ai.errors import UserError
 from your_ai.run import events
 from your_ai.run.checkpoint import ADAPTERS
 from your_ai.run.folder import find
-from your_ai.run.rollout_files import RolloutRecord, read_rollouts, rollout_file, rollout_steps
+from your_ai.run.rollout_files import RolloutRecord, rollout_steps
 from your_ai.run.stopping import Stop
 from your_ai.session import new_run
 from your_ai.soft import columns, engine
@@ -46,12 +48,10 @@ def reward_model(own_folder, configure):
         for i in range(8)
     ]
     data = write_rows(own_folder / "pairs" / "train.jsonl", pairs).parent
-
-    def make(**settings: Any):
-        first = {"data": str(data), "objective": "reward", "run": "rm", "valid": "none"}
-        return train_once(configure(**{**first, "learning_rate": 1e-2, "max_steps": 4, **settings}))
-
-    return make
+    first = {"data": str(data), "objective": "reward", "run": "rm", "valid": "none"}
+    return lambda **settings: train_once(
+        configure(**{**first, "learning_rate": 1e-2, "max_steps": 4, **settings})
+    )
 
 
 @pytest.fixture
@@ -59,16 +59,10 @@ def soft(configure, own_folder):
     """A function that makes the config of a short run, with changed settings."""
     rows = [{"prompt": text} for text in ("Ask", "Ask please", "Ask for more, please", "What?")]
     data = write_rows(own_folder / "prompts.jsonl", rows)
-
-    def make(**settings: Any):
-        first = {
-            "data": str(data), "valid": "none", "objective": "soft", "reward_model": "run:rm",
-            "prompts_per_step": 3, "max_new_tokens": 5, "max_steps": 3, "batch_size": 2,
-            "kl_beta": 0.1,
-        }  # fmt: skip
-        return configure(**{**first, **settings})
-
-    return make
+    return partial(
+        configure, data=str(data), valid="none", objective="soft", reward_model="run:rm",
+        prompts_per_step=3, max_new_tokens=5, max_steps=3, batch_size=2, kl_beta=0.1,
+    )  # fmt: skip
 
 
 def test_a_step_is_written_scored_and_trained(reward_model, soft):
@@ -77,22 +71,18 @@ def test_a_step_is_written_scored_and_trained(reward_model, soft):
     assert rollout_steps(run.path) == [1, 2, 3]
     steps = events_of(run, events.Step)
     for step in steps:
-        records = read_rollouts(rollout_file(run.path, step.step))
+        records = rollouts_of(run, step.step)
         assert len(records) in (1, 3)
         assert all(r.reward == r.rewards["run:rm"] for r in records)
         assert all(r.rewards["length:3"] is not None for r in records)
         reward = np.mean([r.reward for r in records])
         assert step.metrics["reward"] == pytest.approx(reward, abs=1e-4)
-        kl = sum_of_kl(step.metrics, records)
+        tokens = sum(len(r.tokens) for r in records)
+        kl = step.metrics["kl"] * tokens / len(records)  # of a completion, from that of a token
         assert step.loss == pytest.approx(-reward + 0.1 * kl, abs=1e-3)
-        assert step.trained_tokens == sum(len(r.tokens) for r in records)
+        assert step.trained_tokens == tokens
     assert steps[0].metrics["kl"] == pytest.approx(0, abs=1e-6)
     assert steps[-1].metrics["kl"] > 0
-
-
-def sum_of_kl(metrics: dict[str, float], records) -> float:
-    """The mean of the completions' KL, from the mean of their tokens."""
-    return metrics["kl"] * sum(len(r.tokens) for r in records) / len(records)
 
 
 def test_resident_and_streamed_weights_learn_the_same(reward_model, soft, monkeypatch):
@@ -143,44 +133,24 @@ def test_every_setting_trains_and_resumes(reward_model, soft, settings):
 
 def test_credit_that_is_cut_off_has_a_residual(reward_model, soft):
     reward_model()
-    exact, short = (
-        train(soft(run=name, soft_credit=credit, max_steps=1))
-        for name, credit in (("exact", "4"), ("short", "0"))
-    )
-    residuals = [
-        events_of(run, events.Step)[0].metrics["credit/residual"] for run in (exact, short)
-    ]
+    runs = [train(soft(run=f"of-{n}", soft_credit=str(n), max_steps=1)) for n in (4, 0)]
+    residuals = [events_of(run, events.Step)[0].metrics["credit/residual"] for run in runs]
     assert residuals == [0, 1]
-    assert adapter_of(exact) != adapter_of(short)
+    assert adapter_of(runs[0]) != adapter_of(runs[1])
 
 
 @pytest.mark.parametrize("place", ["sample", "reward", "gradients", "between"])
-def test_a_run_that_is_killed_in_any_phase_ends_with_the_same_bytes(
-    reward_model, soft, monkeypatch, place
-):
+def test_a_run_that_is_killed_in_any_phase_ends_with_the_same_bytes(reward_model, soft, place):
     reward_model()
     whole = train_once(soft(run="whole", max_steps=2))
-    counts = {"n": 0}
-
-    def dying(function):
-        def run(*args, **kwargs):
-            counts["n"] += 1
-            if counts["n"] == 2:
-                raise Killed
-            return function(*args, **kwargs)
-
-        return run
-
-    target, name = {
+    owner, name = {
         "sample": (soft_rollouts.SoftSource, "sampled"),
         "reward": (rollouts.RolloutSource, "rewarded"),
         "gradients": (soft_rollouts.SoftSource, "gradients"),
         "between": (training.optimizer, "clip_factor"),
     }[place]
-    with monkeypatch.context() as patch:
-        patch.setattr(target, name, dying(getattr(target, name)))
-        with pytest.raises(Killed):
-            train(soft(run="killed", max_steps=2, save_every=1))
+    with killed_in(owner, name):
+        train(soft(run="killed", max_steps=2, save_every=1))
     killed = find("killed")
     assert resume(killed) == 0
     assert adapter_of(killed) == adapter_of(whole)
@@ -199,7 +169,6 @@ def test_an_interrupt_while_tokens_are_sampled_ends_the_step(reward_model, soft,
     monkeypatch.setattr(soft_rollouts.SoftSource, "sampled", interrupted)
     assert train_until_done(run, config, stop) == 130
     assert rollout_steps(run.path) == []
-    monkeypatch.undo()
 
 
 def test_all_roles_of_one_base_share_its_weights(reward_model, soft, own_folder):
@@ -289,13 +258,8 @@ def test_rows_that_go_together_are_counted_with_their_padding():
     records = [
         RolloutRecord(row, 0, "p:1", "Ask", None, "", [3] * 10, True, {}, 0.0) for row in range(6)
     ]
-    asked = []
-
-    def rows_at(tokens: int) -> int:
-        asked.append(tokens)
-        return 128 // tokens
-
+    rows_at = Mock(side_effect=lambda tokens: 128 // tokens)
     parts = parts_of(records, np.array([40, 23, 5, 40, 23, 5]), rows_at)
-    assert asked == [64, 64, 32]
+    assert rows_at.call_args_list == [call(64), call(64), call(32)]
     assert [len(part) for part in parts] == [2, 2, 2]
     assert sorted(place for part in parts for place in part) == list(range(6))

@@ -6,10 +6,10 @@ import json
 import shutil
 import subprocess
 import sys
-import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
@@ -19,6 +19,7 @@ from tests.conftest import (
     adapter_of,
     call,
     chat,
+    killed_in,
     make_model,
     notices_of,
     refused,
@@ -27,7 +28,7 @@ from tests.conftest import (
     train_once,
     write_rows,
 )
-from tests.rewards.server import JudgeServer
+from tests.rewards.server import JudgeServer, grade_of, graded
 from your_ai.config import TrainConfig, to_yaml
 from your_ai.data.encode import Encoder
 from your_ai.data.rows import Question, Row
@@ -72,16 +73,11 @@ def test_the_rows_have_the_answers_that_the_teacher_generates(answering):
 
 
 def test_a_row_keeps_all_but_its_last_answer(answering, own_folder):
-    before = [
-        {"role": "system", "content": "Be brief."},
-        *chat("Ask 1 please please", "no")["messages"],
-    ]
-    asked = [*before, {"role": "user", "content": "Ask 0"}]
-    wrong = {"role": "assistant", "content": "wrong"}
+    turns = [*chat("Ask 1 please please", "no")["messages"], *chat("Ask 0", "wrong")["messages"]]
+    *asked, wrong = {"role": "system", "content": "Be brief."}, *turns
     row = {"messages": [*asked, wrong], "weight": 2.0, "source": "book"}
-    data = write_rows(
-        own_folder / "chats.jsonl", [row, {"instruction": "Ask", "input": "0", "output": "x"}]
-    )
+    other = {"instruction": "Ask", "input": "0", "output": "x"}
+    data = write_rows(own_folder / "chats.jsonl", [row, other])
     first, second = rows_of(train(answering(data=str(data), max_new_tokens=40)))
     assert first.pop("completion") not in ("", "wrong")
     assert first == {"prompt": asked, "weight": 2.0, "source": "book"}
@@ -161,11 +157,6 @@ def test_a_judge_chooses_and_its_calls_are_counted(answering, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     server = JudgeServer()
 
-    def graded(body: dict) -> str:
-        names = body["response_format"]["json_schema"]["schema"]["required"]
-        said = body["messages"][1]["content"]
-        return json.dumps(dict.fromkeys(names, zlib.crc32(said.encode()) % 11))
-
     server.reply = graded
     sampled = {"answers_from_teacher": 3, "top_k": 0, "temperature": 1.5}
     of_judge = {"reward": ["judge"], "judge_model": "fake", "judge_url": server.url}
@@ -183,8 +174,7 @@ def test_a_judge_chooses_and_its_calls_are_counted(answering, monkeypatch):
     every = rows_of(train(answering(run="every", **sampled)))
     grades = {}
     for request in server.requests[1:]:  # the first tries whether there is a judge
-        said = request["messages"][1]["content"]
-        grades[said] = zlib.crc32(said.encode()) % 11
+        grades[request["messages"][1]["content"]] = grade_of(request)
     for row in best:
         others = [o["completion"] for o in every if o["prompt"] == row["prompt"]]
         assert row["completion"] in others
@@ -195,19 +185,12 @@ def test_a_judge_chooses_and_its_calls_are_counted(answering, monkeypatch):
 
 
 def test_an_edited_file_is_trained_as_it_is(answering, own_folder, monkeypatch):
-    genuine = prepare.opened_for
-
-    def stopped(*args):
-        raise Killed
-
-    monkeypatch.setattr(prepare, "opened_for", stopped)  # when the answers are there
-    with pytest.raises(Killed):
+    with killed_in(prepare, "opened_for", at=1):  # when the answers are there
         train(answering())
     run = find("r")
     rows = [chat("Ask 0", "Mine"), chat("Ask 1", "Mine, too")]
     write_rows(run.answers / "train.jsonl", rows)
-    monkeypatch.setattr(prepare, "opened_for", genuine)
-    monkeypatch.setattr(teacher_answers, "load_writer", stopped)
+    monkeypatch.setattr(teacher_answers, "load_writer", Mock(side_effect=Killed))
     assert resume(run) == 0
     data = write_rows(own_folder / "mine.jsonl", rows)
     plain = {"teacher": "", "answers_from_teacher": 0, "top_k": 0, "max_new_tokens": 256}
@@ -223,13 +206,9 @@ def test_answers_that_change_after_the_first_step_are_refused(answering):
 
 @pytest.mark.parametrize("what", ["data", "teacher", "settings"])
 def test_what_decides_the_answers_must_not_change_while_they_are_written(
-    answering, configure, monkeypatch, own_folder, what
+    answering, configure, own_folder, what
 ):
-    def killed(*args, **kwargs):
-        raise Killed
-
-    monkeypatch.setattr(teacher_answers, "complete", killed)
-    with pytest.raises(Killed):
+    with killed_in(teacher_answers, "complete", at=1):
         train(answering())
     changes = {"settings": {"temperature": 0.5}}.get(what, {})
     if what == "data":
@@ -296,13 +275,10 @@ def test_the_teacher_is_gone_before_the_student_is_loaded(answering, monkeypatch
 def test_answers_stay_if_the_run_ends_before_it_trains(
     capsys, answering, monkeypatch, error, status, wanted
 ):
-    def ended(*args):
-        raise error
-
     config = answering(run="")
     Path("r.yaml").write_text(to_yaml(config))
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "opened_for", ended)
+        patch.setattr(prepare, "opened_for", Mock(side_effect=error))
         assert call("train", "--config", "r.yaml", "--run", "r") == status
     assert wanted in capsys.readouterr().err
     before = rows_of(find("r"))
@@ -361,13 +337,8 @@ except SystemExit as ended:
 @pytest.mark.memory
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_teacher_that_does_not_fit_is_streamed(tiny_model, own_folder):
-    sizes = {
-        "hidden_size": 512,
-        "num_hidden_layers": 12,
-        "intermediate_size": 1536,
-        "head_dim": 128,
-    }
-    teacher = make_model(own_folder / "large", bits=None, **sizes)
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "head_dim": 128}
+    teacher = make_model(own_folder / "large", bits=None, num_hidden_layers=12, **sizes)
     weights = (teacher / "model.safetensors").stat().st_size
     data = write_rows(own_folder / "prompts.jsonl", [{"prompt": text} for text in PROMPTS[:2]])
     limit = 240_000_000

@@ -15,13 +15,16 @@ from mlx_lm.utils import load_tokenizer
 from tests.conftest import (
     DEMO_FOLDER,
     TINY,
+    adapter_of,
     change_json,
     chat,
     events_of,
     losses_of,
     make_model,
-    resume,
+    notices_of,
     train,
+    train_once,
+    whole_and_resumed,
     write_rows,
 )
 from tests.data.test_records import written
@@ -30,7 +33,6 @@ from your_ai.data.rows import read_rows
 from your_ai.engine import build
 from your_ai.engine.prefix import DiskStore
 from your_ai.errors import UserError
-from your_ai.files import sha256
 from your_ai.memory import probe
 from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.run import checkpoint, events, requests
@@ -65,9 +67,7 @@ def test_resuming_is_bit_identical(configure, stop_at, settings):
     """With three steps per epoch: the run stops within an epoch, or after the first, where the
     batches of the next one are different."""
     settings = {**settings, "batch_size": 2, "grad_accumulation": 2}
-    whole = train(configure(run="whole", max_steps=stop_at + 2, **settings))
-    cut = train(configure(run="cut", max_steps=stop_at, **settings))
-    assert resume(cut, max_steps=stop_at + 2) == 0
+    whole, cut = whole_and_resumed(configure, stop_at, stop_at + 2, **settings)
     assert losses_of(cut) == losses_of(whole)
     assert final_files(cut) == final_files(whole)
 
@@ -80,8 +80,8 @@ def test_a_prefix_cache_is_left_out_where_the_model_has_no_blocks(configure, mon
 
     monkeypatch.setattr(build, "split_model", without_blocks)
     run = train(configure(prefix_cache="memory", plan="fused", lora_layers=1, max_steps=2))
-    notices = [event.text for event in events_of(run, events.Notice)]
-    assert any("--prefix-cache" in text and "training without it" in text for text in notices)
+    told = [text for text in notices_of(run) if "training without it" in text]
+    assert any("--prefix-cache" in text for text in told)
 
 
 def test_runs_with_a_shared_prefix_cache_compute_the_prefix_once(configure, monkeypatch):
@@ -174,8 +174,7 @@ def test_costs_that_planning_measured_are_those_of_the_run(
 def test_a_token_that_only_the_chat_template_ends_turns_with_is_named_once(configure, other_end):
     change_json(other_end, "config.json", eos_token_id=0)
     run = train(configure(model=str(other_end), max_steps=1))
-    told = [n.text for n in events_of(run, events.Notice) if "<|end|>" in n.text]
-    assert told == [
+    assert [text for text in notices_of(run) if "<|end|>" in text] == [
         "the chat template ends an answer with <|end|>, which is no end token of the model; "
         "your_ai trains it and stops there, in this run and its exports"
     ]
@@ -187,10 +186,9 @@ def test_a_token_that_only_the_chat_template_ends_turns_with_is_named_once(confi
 def test_rows_over_max_seq_length_give_one_notice(configure, data_folder, too_long, told):
     write_rows(data_folder / "valid.jsonl", [chat("a", "b")])
     run = train(configure(max_seq_length=40, too_long=too_long))
-    notices = [event.text for event in events_of(run, events.Notice) if told in event.text]
-    assert len(notices) == 1
-    assert notices[0].startswith("train.jsonl: ")
-    assert "of 10 rows were longer than --max-seq-length 40" in notices[0]
+    (notice,) = [text for text in notices_of(run) if told in text]
+    assert notice.startswith("train.jsonl: ")
+    assert "of 10 rows were longer than --max-seq-length 40" in notice
 
 
 def test_long_passages_of_documents_are_split_and_other_rows_refused(configure, data_folder):
@@ -198,8 +196,8 @@ def test_long_passages_of_documents_are_split_and_other_rows_refused(configure, 
     document.write_text("# One\n\n" + "It was a long night. " * 40 + "\n\n# Two\n\nShort.\n")
     run = train(configure(data=str(document), valid="none", max_seq_length=40, max_steps=1))
     assert run.read_config().too_long == "split"
-    told = [event.text for event in events_of(run, events.Notice) if "split" in event.text]
-    assert told == ["book.md: 1 of 4 rows was longer than --max-seq-length 40 and was split"]
+    told = "book.md: 1 of 4 rows was longer than --max-seq-length 40 and was split"
+    assert [text for text in notices_of(run) if "split" in text] == [told]
     rows = f"{document},{data_folder / 'train.jsonl'}"
     for name, data in (("rows", str(data_folder)), ("mixed", rows)):
         with pytest.raises(UserError, match="tokens, more than --max-seq-length 40"):
@@ -207,10 +205,9 @@ def test_long_passages_of_documents_are_split_and_other_rows_refused(configure, 
 
 
 def test_wired_without_metal_says_that_it_has_no_effect(configure):
-    found = [n.text for n in events_of(train(configure(max_steps=1, wired=True)), events.Notice)]
-    assert [text for text in found if "--wired" in text] == [
-        "--wired: has no effect, because there is no Metal"
-    ]
+    found = notices_of(train(configure(max_steps=1, wired=True)))
+    told = "--wired: has no effect, because there is no Metal"
+    assert [text for text in found if "--wired" in text] == [told]
 
 
 def test_a_run_wires_up_to_its_limit_only_if_asked(configure, monkeypatch):
@@ -226,13 +223,12 @@ def test_a_run_wires_up_to_its_limit_only_if_asked(configure, monkeypatch):
 def test_gradient_is_clipped_by_its_global_norm(configure):
     settings = {"max_steps": 1, "optimizer": "sgd", "learning_rate": 1.0}
     run = train(configure(run="clipped", max_grad_norm=1e-3, **settings))
-    moved = {}
-    for name, array in mx.load(str(run.adapter / checkpoint.ADAPTERS)).items():
-        start = mx.load(str(run.checkpoints / "step-000000" / checkpoint.ADAPTERS))[name]
-        moved[name] = mx.square(array - start).sum().item()
+    folders = (run.adapter, run.checkpoints / "step-000000")
+    end, start = (mx.load(str(folder / ADAPTERS)) for folder in folders)
+    moved = [mx.square(array - start[name]).sum().item() for name, array in end.items()]
     (step,) = events_of(run, events.Step)
     assert step.grad_norm > 1e-3  # the norm before clipping
-    assert sum(moved.values()) ** 0.5 == pytest.approx(1e-3, rel=1e-2)
+    assert sum(moved) ** 0.5 == pytest.approx(1e-3, rel=1e-2)
 
 
 def test_spilling_and_8_bits_train_the_same_and_resume_bit_for_bit(configure, monkeypatch):
@@ -240,11 +236,9 @@ def test_spilling_and_8_bits_train_the_same_and_resume_bit_for_bit(configure, mo
     monkeypatch.setattr("your_ai.memory.plan.may_keep", lambda *_: False)  # as if spilled
     settings = {"plan": "staged", "optimizer_bits": 8, "grad_accumulation": 2}
     held = train(configure(run="held", max_steps=4, **settings))
-    whole = train(configure(run="whole", max_steps=4, spill=True, **settings))
-    cut = train(configure(run="cut", max_steps=2, spill=True, **settings))
-    assert resume(cut, max_steps=4) == 0
+    whole, cut = whole_and_resumed(configure, 2, 4, spill=True, **settings)
     assert final_files(cut) == final_files(whole)
-    assert sha256(whole.adapter / ADAPTERS) == sha256(held.adapter / ADAPTERS)
+    assert adapter_of(whole) == adapter_of(held)
     states = [mx.load(str(checkpoint.newest(r.checkpoints)[0] / OPTIMIZER)) for r in (held, whole)]
     assert any(name.endswith("v_codes") for name in states[0])
     assert all(mx.array_equal(array, states[1][name]) for name, array in states[0].items())
@@ -261,14 +255,12 @@ def test_a_run_that_another_command_stopped_says_so(configure):
     assert not requests.is_asked(run, requests.STOP)
 
 
-def test_half_precision_trains_and_resumes(configure):
-    full = losses_of(train(configure(run="full", max_steps=4)))
-    for dtype in ("bfloat16", "float16"):
-        whole = train(configure(run=dtype, max_steps=4, dtype=dtype))
-        cut = train(configure(run=f"cut-{dtype}", max_steps=2, dtype=dtype))
-        assert resume(cut, max_steps=4) == 0
-        assert final_files(cut) == final_files(whole)
-        assert losses_of(whole) == pytest.approx(full, rel=0.05)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_trains_and_resumes(configure, dtype):
+    full = train_once(configure(run="full", max_steps=4))
+    whole, cut = whole_and_resumed(configure, 2, 4, dtype=dtype)
+    assert final_files(cut) == final_files(whole)
+    assert losses_of(whole) == pytest.approx(losses_of(full), rel=0.05)
 
 
 @pytest.mark.memory
@@ -308,12 +300,9 @@ def test_every_form_of_data_trains_the_adapter_of_its_jsonl_twin(configure):
     for form in ("csv", "parquet"):
         other = written(f"other.{form}", columns)
         run = train(configure(data=str(other), run=form, max_steps=2))
-        assert sha256(run.adapter / checkpoint.ADAPTERS) == sha256(
-            first.adapter / checkpoint.ADAPTERS
-        )
-        notices = [event.text for event in events_of(run, events.Notice)]
-        assert any("prompt = question, completion = Answer" in text for text in notices)
-        assert any("20 of 50 rows are held out" in text for text in notices)
+        assert adapter_of(run) == adapter_of(first)
+        for told in ("prompt = question, completion = Answer", "20 of 50 rows are held out"):
+            assert any(told in text for text in notices_of(run))
         assert events_of(run, events.Validation)
 
 

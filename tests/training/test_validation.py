@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import signal
-from collections.abc import Callable
 
 import mlx.core as mx
 import pytest
@@ -25,11 +24,13 @@ from tests.conftest import (
 from your_ai.config import TrainConfig, build, to_yaml
 from your_ai.evaluation.dataset_scores import MeanLoss
 from your_ai.files import read_text, sha256
+from your_ai.nets import model
 from your_ai.nets.saved_adapter import open_trained
 from your_ai.run import checkpoint, events, folder
 from your_ai.run.checkpoint import TrainState
 from your_ai.run.folder import RunFolder
 from your_ai.run.stopping import Stop
+from your_ai.training import train as recipe
 from your_ai.training import validation
 from your_ai.training.process import train_until_done
 from your_ai.training.validation import after_validation
@@ -62,23 +63,10 @@ def settings(data_folder) -> dict[str, object]:
     return {"max_steps": 10, "eval_every": 2, "save_every": 0, "keep": 1, "lora_dropout": 0.2}
 
 
-@pytest.fixture(scope="module")
-def trained() -> dict[int, dict[str, bytes]]:
-    """What `whole_files` finds, by the interval of the checkpoints."""
-    return {}
-
-
 @pytest.fixture
-def whole_files(configure, settings, losses, trained) -> Callable[[int], dict[str, bytes]]:
-    """The files of a run that nothing happens to, trained for the first test that asks."""
-
-    def find(save_every: int) -> dict[str, bytes]:
-        if save_every not in trained:
-            whole = train(configure(**{**settings, "run": "whole", "save_every": save_every}))
-            trained[save_every] = files_of(whole)
-        return trained[save_every]
-
-    return find
+def whole(configure, settings, losses) -> RunFolder:
+    """A run that nothing happens to."""
+    return train_once(configure(run="whole", **settings))
 
 
 def steps_kept(run: RunFolder) -> list[int]:
@@ -142,24 +130,19 @@ def test_model_that_overfits_keeps_its_best(configure, data_folder, tmp_path):
 def test_measures_after_training_are_of_the_adapter_that_is_written(
     configure, settings, losses, monkeypatch
 ):
-    def measured(engine, *_):
-        seen.append(sum(mx.abs(a).sum().item() for _, a in sorted(arrays_of().items())))
+    seen, trainers, prepare = [], [], recipe.prepare
+
+    def prepared(*args):
+        trainers.append(prepare(*args))
+        return trainers[-1]
+
+    def measured(*_):
+        arrays = model.adapter_arrays(trainers[-1].model)
+        seen.append(sum(mx.abs(a).sum().item() for _, a in sorted(arrays.items())))
         return 1
 
-    from your_ai.nets import model
-    from your_ai.training import prepare
-    from your_ai.training import train as training
-
-    seen, networks = [], []
-    prepared = prepare.prepare
-    monkeypatch.setattr(
-        training, "prepare", lambda *a: networks.append(prepared(*a)) or networks[-1]
-    )
+    monkeypatch.setattr(recipe, "prepare", prepared)
     monkeypatch.setattr(validation.measures, "exact_matches", measured)
-
-    def arrays_of():
-        return model.adapter_arrays(networks[-1].model)
-
     run = train(configure(exact_match=True, **settings))
     written = mx.load(str(run.adapter / checkpoint.ADAPTERS))
     assert seen[-1] == sum(mx.abs(a).sum().item() for _, a in sorted(written.items()))
@@ -168,10 +151,9 @@ def test_measures_after_training_are_of_the_adapter_that_is_written(
 
 @pytest.mark.parametrize("stop_at", [1, 4, 9])
 def test_stopped_and_resumed_run_has_the_same_result(
-    configure, settings, losses, whole_files, monkeypatch, stop_at
+    configure, settings, losses, whole, monkeypatch, stop_at
 ):
     """A stop at a step with a validation interrupts it; the resumed run does it first."""
-    whole = whole_files(0)
     cut = folder.create(configure(run="cut", **settings))
     stop, write = Stop(), events.EventLog.write
 
@@ -186,18 +168,18 @@ def test_stopped_and_resumed_run_has_the_same_result(
     assert state_of(cut).validation_due == (stop_at % 2 == 0)
     monkeypatch.setattr(events.EventLog, "write", write)
     assert resume(cut) == 0
-    assert files_of(cut) == whole
+    assert files_of(cut) == files_of(whole)
     steps = [event.step for event in events_of(cut, events.Validation)]
     assert steps == [2, 4, 6, 8, 10]
 
 
 @pytest.mark.parametrize("die_at", [3, 4, 9])
 def test_killed_and_resumed_run_has_the_same_result(
-    configure, settings, losses, whole_files, monkeypatch, die_at
+    configure, settings, losses, monkeypatch, die_at
 ):
     """die_at: the number of the checkpoint or validation that is not written any more."""
-    whole = whole_files(3)
     settings["save_every"] = 3
+    whole = train_once(configure(run="whole", **settings))
     killed = folder.create(configure(run="killed", **settings))
     write, count = events.EventLog.write, 0
 
@@ -210,10 +192,10 @@ def test_killed_and_resumed_run_has_the_same_result(
 
     monkeypatch.setattr(events.EventLog, "write", dying)
     with pytest.raises(Killed):
-        train_until_done(killed, killed.read_config(), Stop())
+        resume(killed)
     monkeypatch.setattr(events.EventLog, "write", write)
     assert resume(killed) == 0
-    assert files_of(killed) == whole
+    assert files_of(killed) == files_of(whole)
 
 
 @pytest.mark.parametrize("damage", ["damaged", "gone"])
@@ -230,7 +212,7 @@ def test_last_adapter_replaces_a_best_one_that_is_lost(configure, settings, loss
     assert "step-000004" in told
 
 
-def test_patience_ends_a_run(configure, settings, losses, whole_files):
+def test_patience_ends_a_run(configure, settings, losses, whole):
     run = train(configure(patience=2, **settings))
     assert max(event.step for event in events_of(run, events.Step)) == 8
     assert steps_kept(run) == [8, 4]
@@ -238,7 +220,7 @@ def test_patience_ends_a_run(configure, settings, losses, whole_files):
     assert "stopped after 2 validations without improvement; best at step 4" in notices_of(run)
     assert resume(run, patience=3) == 0  # it may continue
     assert max(event.step for event in events_of(run, events.Step)) == 10
-    assert files_of(run) == whole_files(0)
+    assert files_of(run) == files_of(whole)
 
 
 def test_without_validation_rows_keep_best_and_patience_do_nothing(configure, settings):

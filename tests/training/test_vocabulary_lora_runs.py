@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
 import pytest
 
-from tests.conftest import call, change_json, losses_of, make_model, refused, resume, train
+from tests.conftest import call, change_json, make_model, refused, train
+from tests.training.vocabulary import (
+    arrays,
+    assert_evaluation_shows_that_it_learned,
+    assert_plan_counts_what_is_trained,
+    assert_resumes_exactly,
+    fused,
+    imported_from_peft,
+)
 from your_ai.errors import UserError
 from your_ai.export import peft
-from your_ai.export.fused_weights import fuse
 from your_ai.export.untrained_run import import_adapter
 from your_ai.generation.generate import load_run
-from your_ai.memory.estimate_adapters import adapter_bytes, optimizer_bytes
 from your_ai.nets.mlx_types import load_arrays
 from your_ai.nets.saved_adapter import open_trained, read_adapter
-from your_ai.run.checkpoint import load_adapters
-from your_ai.training.planned import planned_budget
 
 BOTH = {"lora_targets": "q_proj,embed_tokens,lm_head"}
 BY_LAYER = {**BOTH, "lora_rank": "4,lm_head=2,embed_tokens=3", "lora_alpha": "8,lm_head=2"}
@@ -40,12 +45,6 @@ def config(configure, own_folder):
     return make
 
 
-def arrays(run):
-    found = load_adapters(run.adapter)
-    mx.eval(found)
-    return {name: bytes(memoryview(array)) for name, array in found.items()}
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -55,11 +54,7 @@ def arrays(run):
     ],
 )
 def test_a_resumed_run_ends_with_the_same_bytes(config, settings):
-    whole = train(config(4, **settings, run="whole", save_every=2))
-    cut = train(config(4, **settings, run="cut", max_steps=2))
-    assert resume(cut, max_steps=4) == 0
-    assert arrays(cut) == arrays(whole)
-    assert losses_of(cut) == losses_of(whole)
+    whole = assert_resumes_exactly(partial(config, 4), **settings)
     assert any("lm_head.low_rank" in name for name in arrays(whole))
 
 
@@ -68,13 +63,10 @@ def test_a_resumed_run_ends_with_the_same_bytes(config, settings):
 def test_the_fused_model_answers_as_the_run_does(config, own_folder, bits, settings):
     train(config(bits, **settings, learning_rate=0.05))
     trained = open_trained("r")
-    for _ in fuse(trained, own_folder / "fused", "dequantized" if bits else "auto"):
-        pass
-    network, _ = load_run(trained)
-    fused, _ = mlx_lm.load(str(own_folder / "fused"))
+    found, _ = fused(own_folder / "fused", "dequantized" if bits else "auto")
     base, _ = mlx_lm.load(trained.config.model)
-    wanted = network(TOKENS)
-    assert mx.allclose(fused(TOKENS), wanted, rtol=1e-3, atol=1e-3)
+    wanted = load_run(trained)[0](TOKENS)
+    assert mx.allclose(found(TOKENS), wanted, rtol=1e-3, atol=1e-3)
     assert not mx.allclose(base(TOKENS), wanted, rtol=1e-1, atol=1e-1)
 
 
@@ -89,47 +81,36 @@ def test_a_model_for_transformers_answers_as_the_run_does(config, own_folder):
 def test_a_base_that_stays_quantized_is_fused(config, own_folder):
     train(config(4, **BOTH, learning_rate=0.05))
     trained = open_trained("r")
-    for _ in fuse(trained, own_folder / "fused"):
-        pass
-    fused, _ = mlx_lm.load(str(own_folder / "fused"))
-    assert (fused.lm_head.bits, fused.model.embed_tokens.bits) == (8, 8)
+    found, _ = fused(own_folder / "fused")
+    assert (found.lm_head.bits, found.model.embed_tokens.bits) == (8, 8)
     wanted = load_run(trained)[0](TOKENS)
     base, _ = mlx_lm.load(trained.config.model)
     away = mx.linalg.norm(base(TOKENS) - wanted)
-    assert mx.linalg.norm(fused(TOKENS) - wanted) < 0.1 * away
+    assert mx.linalg.norm(found(TOKENS) - wanted) < 0.1 * away
 
 
 def test_evaluation_compares_with_the_base(config, capsys):
     train(config(4, **BOTH, plan="streamed", max_steps=8, learning_rate=0.02))
-    capsys.readouterr()
-    assert call("eval", "r", "--json") == 0
-    found = json.loads(capsys.readouterr().out)["measures"]["loss"]
-    assert found["adapter"]["value"] < found["base"]["value"]
+    assert_evaluation_shows_that_it_learned(capsys)
 
 
 @pytest.mark.parametrize("settings", [BOTH, BY_LAYER, {"lora_targets": "q_proj,lm_head"}])
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
 def test_the_plan_counts_the_matrices(config, settings, optimizer):
     settings = config(**settings, optimizer=optimizer)
-    run = train(settings)
-    budget = planned_budget(settings, Path(settings.model))
-    facts, training = budget.workload.facts, budget.workload.training
-    trained = load_adapters(run.adapter).values()
-    assert adapter_bytes(facts, training) == sum(array.nbytes for array in trained)
-    states = load_arrays(run.checkpoints / "step-000004" / "optimizer.safetensors")
-    of_states = sum(array.nbytes for array in states.values() if array.ndim)
-    assert optimizer_bytes(facts, training) == of_states
+    workload = assert_plan_counts_what_is_trained(settings)
     whole = "embed_tokens" in settings.lora_targets
-    assert training.reach(facts) == (facts.blocks if whole else settings.lora_layers)
+    reach = workload.facts.blocks if whole else settings.lora_layers
+    assert workload.training.reach(workload.facts) == reach
 
 
 @pytest.mark.parametrize("settings", [BOTH, BY_LAYER])
 def test_pefts_files_have_the_matrices_and_are_imported(config, own_folder, settings):
     train(config(**settings, learning_rate=0.05))
-    trained = open_trained("r")
-    peft.write(trained, own_folder / "peft")
+    trained, again = open_trained("r"), imported_from_peft(own_folder / "peft")
     written = load_arrays(own_folder / "peft" / "adapter_model.safetensors")
-    (count, width), sizes = trained_shape(trained), trained.adapter.sizes
+    count, width = mlx_lm.load(trained.config.model)[0].lm_head.weight.shape
+    sizes = trained.adapter.sizes
     embedding, head = sizes["model.embed_tokens"].rank, sizes["lm_head"].rank
     path = "base_model.model.model.embed_tokens.lora_embedding_"
     assert written[f"{path}A"].shape == (embedding, count)
@@ -138,8 +119,6 @@ def test_pefts_files_have_the_matrices_and_are_imported(config, own_folder, sett
     assert written["base_model.model.lm_head.lora_B.weight"].shape == (count, head)
     named = json.loads((own_folder / "peft" / "adapter_config.json").read_text())
     assert {"lm_head", "model.embed_tokens"} <= {*named["target_modules"]}
-    import_adapter(own_folder / "peft", trained.config.model, "back")
-    again = open_trained("back")
     (network, _), (other, _) = load_run(trained), load_run(again)
     assert mx.array_equal(network(TOKENS), other(TOKENS))
     assert again.adapter.sizes == trained.adapter.sizes
@@ -159,10 +138,6 @@ def test_no_run_starts_from_pefts_files_with_them(config, own_folder, data_folde
     peft.write(trained, own_folder / "peft")
     command = ("train", "--from", "peft", "--model", trained.config.model, "--data", data_folder)
     assert "has trained embeddings, which a run that starts" in refused(capsys, *command)
-
-
-def trained_shape(trained):
-    return mlx_lm.load(trained.config.model)[0].lm_head.weight.shape
 
 
 @pytest.mark.parametrize("to", ["mlx", "gguf"])

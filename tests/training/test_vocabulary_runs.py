@@ -17,25 +17,25 @@ from tests.conftest import (
     call,
     chat,
     flip,
-    losses_of,
     make_model,
     notices_of,
     refused,
-    resume,
     train,
     write_rows,
 )
+from tests.training.vocabulary import (
+    assert_evaluation_shows_that_it_learned,
+    assert_plan_counts_what_is_trained,
+    assert_resumes_exactly,
+    fused,
+    imported_from_peft,
+)
 from your_ai.errors import UserError
 from your_ai.export import peft
-from your_ai.export.fused_weights import fuse
-from your_ai.export.untrained_run import import_adapter
 from your_ai.generation.generate import load_run
-from your_ai.memory.estimate_adapters import adapter_bytes, optimizer_bytes
 from your_ai.nets.mlx_types import load_arrays
 from your_ai.nets.new_tokens import tokenizer_with_new
 from your_ai.nets.saved_adapter import open_trained
-from your_ai.run.checkpoint import load_adapters
-from your_ai.training.planned import planned_budget
 
 WORDS = ("<north>", "<south>")
 ROWS = [chat(f"Go {word}!", f"I go {word} now.") for word in WORDS for _ in range(4)]
@@ -45,7 +45,6 @@ ROWS = [chat(f"Go {word}!", f"I go {word} now.") for word in WORDS for _ in rang
 def config(configure, own_folder):
     """Makes the config of a run on rows that have the new tokens."""
     folder = own_folder / "rows"
-    folder.mkdir()
     for split in ("train", "valid", "test"):
         write_rows(folder / f"{split}.jsonl", ROWS)
 
@@ -53,12 +52,6 @@ def config(configure, own_folder):
         return configure(**{"data": str(folder), "add_tokens": ",".join(WORDS), **settings})
 
     return make
-
-
-def arrays(run, folder="adapter"):
-    found = load_adapters(run.path / folder)
-    mx.eval(found)
-    return {name: bytes(memoryview(array)) for name, array in found.items()}
 
 
 @pytest.mark.parametrize(
@@ -73,20 +66,12 @@ def arrays(run, folder="adapter"):
 )
 def test_a_resumed_run_ends_with_the_same_bytes(config, own_folder, settings):
     if settings.get("data"):
-        rows = [
-            {"prompt": f"Go {word}!", "chosen": f"I go {word}.", "rejected": "No."}
-            for word in WORDS
-        ]
-        (own_folder / "pairs").mkdir()
+        answers = [(f"Go {word}!", f"I go {word}.") for word in WORDS]
+        rows = [{"prompt": p, "chosen": text, "rejected": "No."} for p, text in answers]
         for split in ("train", "valid", "test"):
             write_rows(own_folder / "pairs" / f"{split}.jsonl", rows)
         settings = {**settings, "data": str(own_folder / "pairs")}
-    whole = train(config(**settings, run="whole", save_every=2))
-    cut = train(config(**settings, run="cut", max_steps=2))
-    (own_folder / "tokens.txt").write_text("<other>\n")  # what named the tokens may change
-    assert resume(cut, max_steps=4) == 0
-    assert arrays(cut) == arrays(whole)
-    assert losses_of(cut) == losses_of(whole)
+    assert_resumes_exactly(config, **settings)
 
 
 def test_only_rows_of_new_tokens_change_and_they_start_at_their_spelling(config, tiny_model):
@@ -112,17 +97,14 @@ def test_only_rows_of_new_tokens_change_and_they_start_at_their_spelling(config,
 def test_the_fused_model_answers_as_the_run_does(config, own_folder, bits, train_whole):
     folder = make_model(own_folder / "base", "llama", bits)
     train(config(model=str(folder), train=train_whole, learning_rate=0.05))
-    trained = open_trained("r")
-    for _ in fuse(trained, own_folder / "fused", "dequantized" if bits else "auto"):
-        pass
-    network, tokenizer = load_run(trained)
-    fused, read = mlx_lm.load(str(own_folder / "fused"))
+    network, tokenizer = load_run(open_trained("r"))
+    found, read = fused(own_folder / "fused", "dequantized" if bits else "auto")
     tokens = mx.array([tokenizer.encode(f"Go {WORDS[1]} and {WORDS[0]}!")])
     assert read.encode(f"Go {WORDS[1]} and {WORDS[0]}!") == tokens[0].tolist()
-    wanted, found = network(tokens), fused(tokens)
-    assert found.shape == wanted.shape
+    wanted, said = network(tokens), found(tokens)
+    assert said.shape == wanted.shape
     assert wanted.shape[-1] % 64 == 0
-    assert mx.allclose(found, wanted, rtol=1e-3, atol=1e-3)
+    assert mx.allclose(said, wanted, rtol=1e-3, atol=1e-3)
     text = (own_folder / "fused" / "config.json").read_text()
     assert json.loads(text)["vocab_size"] == wanted.shape[-1]
 
@@ -130,9 +112,7 @@ def test_the_fused_model_answers_as_the_run_does(config, own_folder, bits, train
 def test_rows_that_stay_quantized_are_not_rounded_again(config, own_folder):
     folder = make_model(own_folder / "base", "llama", 4)
     train(config(model=str(folder), learning_rate=0.05))
-    for _ in fuse(open_trained("r"), own_folder / "fused", "same"):
-        pass
-    before, after = (mlx_lm.load(str(path))[0] for path in (folder, own_folder / "fused"))
+    before, after = mlx_lm.load(str(folder))[0], fused(own_folder / "fused", "same")[0]
     count = min(open_trained("r").adapter.config["new_tokens"])
     for name in ("weight", "scales", "biases"):
         ours, theirs = (m.model.embed_tokens[name][:count] for m in (after, before))
@@ -141,9 +121,7 @@ def test_rows_that_stay_quantized_are_not_rounded_again(config, own_folder):
 
 def test_evaluation_compares_with_the_base(config, capsys):
     train(config())
-    assert call("eval", "r", "--json") == 0
-    found = json.loads(capsys.readouterr().out)["measures"]["loss"]
-    assert found["adapter"]["value"] < found["base"]["value"]
+    assert_evaluation_shows_that_it_learned(capsys)
 
 
 def test_pefts_files_name_the_tokens(config, own_folder):
@@ -156,12 +134,11 @@ def test_pefts_files_name_the_tokens(config, own_folder):
     assert (own_folder / "peft" / "tokenizer.json").is_file()
 
 
-@pytest.mark.parametrize(
-    "command", [("export", "r", "--to", "mlx"), ("export", "r", "--to", "gguf")]
-)
-def test_formats_without_rows_are_refused(config, capsys, command):
+@pytest.mark.parametrize("to", ["mlx", "gguf"])
+def test_formats_without_rows_are_refused(config, capsys, to):
     train(config(max_steps=1))
-    assert "has trained embeddings, which an adapter of" in refused(capsys, *command)
+    message = "has trained embeddings, which an adapter of"
+    assert message in refused(capsys, "export", "r", "--to", to)
 
 
 def test_a_run_does_not_start_from_such_an_adapter(config, capsys):
@@ -186,8 +163,8 @@ def test_settings_that_do_not_fit_are_refused(config, settings, message):
 
 def test_a_reward_model_has_no_head_to_train(config, own_folder):
     untied = make_model(own_folder / "untied", "llama-untied", **TINY)
-    pairs = own_folder / "pairs.jsonl"
-    write_rows(pairs, [{"prompt": "Go!", "chosen": "I go.", "rejected": "No."}] * 4)
+    row = {"prompt": "Go!", "chosen": "I go.", "rejected": "No."}
+    pairs = write_rows(own_folder / "pairs.jsonl", [row] * 4)
     settings = {"model": str(untied), "data": str(pairs), "add_tokens": "", "train": "head"}
     with pytest.raises(UserError, match=r"^--train: a reward model has no head over"):
         train(config(objective="reward", **settings))
@@ -212,10 +189,8 @@ def test_a_run_without_its_tokenizer_is_not_resumed(config, capsys):
 def test_a_run_with_another_tokenizer_is_not_resumed(config, capsys):
     run = train(config(max_steps=1))
     shutil.rmtree(run.tokenizer)
-    other = run.read_config()
-    tokenizer_with_new(
-        replace(other, add_tokens="<south>,<north>"), Path(other.model), run.tokenizer
-    )
+    other = replace(run.read_config(), add_tokens="<south>,<north>")
+    tokenizer_with_new(other, Path(other.model), run.tokenizer)
     text = refused(capsys, "train", "--resume", "r", "--max-steps", "2")
     assert "the model changed since the run began (tokenizer/tokenizer.json)" in text
 
@@ -225,43 +200,30 @@ def test_the_bias_of_a_fused_head_has_the_new_tokens(config, own_folder, monkeyp
     monkeypatch.setitem(EXTRA, "phi", {"partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5})
     model = make_model(own_folder / "biased", "phi", None, **TINY)
     train(config(model=str(model), max_steps=1, train=train_whole))
-    list(fuse(open_trained("r"), own_folder / "fused"))
+    fused(own_folder / "fused")
     before = load_arrays(model / "model.safetensors")["lm_head.bias"]
     after = load_arrays(own_folder / "fused" / "model.safetensors")["lm_head.bias"]
     assert mx.array_equal(after[: len(before)], before)
     assert mx.array_equal(after[len(before) :], mx.zeros(64))
-    mlx_lm.load(str(own_folder / "fused"))
 
 
 def test_a_reward_model_scores_rows_with_its_new_tokens(config, own_folder, capsys):
-    pairs = own_folder / "pairs.jsonl"
     rows = [{"prompt": "Go!", "chosen": f"I go {word}.", "rejected": "No."} for word in WORDS]
-    write_rows(pairs, rows * 2)
+    pairs = write_rows(own_folder / "pairs.jsonl", rows * 2)
     train(config(data=str(pairs), objective="reward", max_steps=1))
     assert call("score", "r", str(pairs)) == 0
 
 
 @pytest.mark.parametrize("settings", [{}, {"train": "embeddings,head", "add_tokens": ""}])
 def test_the_plan_counts_the_trained_arrays(config, settings):
-    settings = config(**settings)
-    run = train(settings)
-    budget = planned_budget(settings, Path(settings.model))
-    facts, training = budget.workload.facts, budget.workload.training
-    trained = load_adapters(run.adapter).values()
-    assert adapter_bytes(facts, training) == sum(array.nbytes for array in trained)
-    states = load_arrays(run.checkpoints / "step-000004" / "optimizer.safetensors")
-    of_states = sum(array.nbytes for array in states.values() if array.ndim)
-    assert optimizer_bytes(facts, training) == of_states
-    assert training.reach(facts) == facts.blocks
+    workload = assert_plan_counts_what_is_trained(config(**settings))
+    assert workload.training.reach(workload.facts) == workload.facts.blocks
 
 
 @pytest.mark.parametrize("settings", [{}, {"train": "embeddings,head", "add_tokens": ""}])
 def test_pefts_files_are_imported_as_the_same_adapter(config, own_folder, settings):
     train(config(**settings))
-    trained = open_trained("r")
-    peft.write(trained, own_folder / "peft")
-    import_adapter(own_folder / "peft", trained.config.model, "back")
-    again = open_trained("back")
+    trained, again = open_trained("r"), imported_from_peft(own_folder / "peft")
     assert again.adapter.vocabulary.keys() == trained.adapter.vocabulary.keys()
     (network, tokenizer), (other, read) = load_run(trained), load_run(again)
     text = f"Go {WORDS[0]}!"
@@ -278,8 +240,5 @@ def test_tokens_that_are_in_no_row_are_named(config):
 
 
 def test_new_tokens_are_trained_beside_weights_that_init_adjusted(config):
-    run = train(config(init="pissa"))
-    again = train(config(init="pissa", run="again", max_steps=2))
-    assert resume(again, max_steps=4) == 0
-    assert arrays(again) == arrays(run)
-    assert load_run(open_trained("r"))
+    assert_resumes_exactly(config, init="pissa")
+    assert load_run(open_trained("whole"))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,8 @@ from tests.conftest import (
     write_rows,
 )
 from tests.engine.test_fused import plain_loss
+from tests.evaluation.conftest import carry_out
+from tests.fault.processes import train_and_die
 from tests.training.test_preferences import PAIRS
 from your_ai.config import TrainConfig, build
 from your_ai.errors import UserError
@@ -41,26 +40,6 @@ from your_ai.training.periods import blocks_of
 ROWS = [chat(f"Ask {i}" + " please" * (i % 4), f"Answer {i}") for i in range(8)]
 HERE: dict[str, Any] = {"plan": "staged", "spill": True}  # the weights are in memory
 ON_DISK: dict[str, Any] = {"plan": "streamed", "spill": True}
-DIE = """
-import os, signal, sys
-from pathlib import Path
-from your_ai.engine import block_files
-from your_ai.run.folder import RunFolder
-from your_ai.run.stopping import Stop
-from your_ai.training.process import train_until_done
-
-folder, last, calls, whole = RunFolder(Path(sys.argv[1])), int(sys.argv[2]), 0, os.replace
-
-def replace(*paths):
-    global calls
-    calls += "weights" in str(paths[1]) or "states" in str(paths[1])
-    if calls == last:
-        os.kill(os.getpid(), signal.SIGKILL)
-    whole(*paths)
-
-block_files.os.replace = replace
-train_until_done(folder, folder.read_config(), Stop())
-"""
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +118,7 @@ def test_a_run_goes_on_under_another_plan(whole):
 def test_a_run_killed_within_an_update_resumes_bit_for_bit(whole, last):
     expected = train(whole("expected", **ON_DISK, save_every=1))
     killed = new_run.create(whole("killed", **ON_DISK, save_every=1))
-    died = subprocess.run([sys.executable, "-c", DIE, str(killed.path), str(last)], check=False)
-    assert died.returncode == -signal.SIGKILL
+    train_and_die(killed, "your_ai.engine.block_files:os.replace", last, "weights", "states")
     assert resume(killed) == 0
     assert saved(killed) == saved(expected)
     assert not (killed.path / "working").exists()
@@ -203,12 +181,8 @@ def test_a_quantized_model_is_refused(whole, capsys, tiny_model):
 
 def test_commands_that_need_an_adapter_say_what_the_result_is(whole, capsys):
     run = train(whole("run", **HERE, max_steps=1))
-    for command in (
-        "export run --to peft",
-        "export run --to mlx",
-        "merge run",
-        "train --from run",
-    ):
+    commands = ("export run --to peft", "export run --to mlx", "merge run", "train --from run")
+    for command in commands:
         assert "whole weights" in refused(capsys, *command.split())
     error = refused(capsys, "generate", "run", "--prompt", "Hi", "--checkpoint", "latest")
     assert "can only be resumed" in error
@@ -216,12 +190,8 @@ def test_commands_that_need_an_adapter_say_what_the_result_is(whole, capsys):
 
 
 def measured(engine: str) -> Comparison:
-    steps = compare(open_trained("run"), Path("rows.jsonl"), Request(batch_size=2, engine=engine))
-    try:
-        while True:
-            next(steps)
-    except StopIteration as end:
-        return end.value
+    request = Request(batch_size=2, engine=engine)
+    return carry_out(compare(open_trained("run"), Path("rows.jsonl"), request))
 
 
 @pytest.mark.parametrize("engine", ["staged", "streamed"])
