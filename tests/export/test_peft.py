@@ -256,38 +256,27 @@ def test_a_pattern_of_ranks_that_takes_long_is_refused(monkeypatch):
 # --- Which layers PEFT adapts
 
 
-def test_names_match_the_ends_of_paths():
-    assert targeted(target_modules=["up_proj"]) == [
-        f"model.layers.{i}.mlp.up_proj" for i in (0, 1, 2)
-    ]
-    assert targeted(target_modules=["p_proj"]) == []
-
-
-def test_layers_to_transform_limits_the_blocks():
-    assert targeted(target_modules=["up_proj"], layers_to_transform=[2]) == [PATHS[8]]
-    assert targeted(target_modules=["up_proj"], layers_to_transform=0) == [PATHS[2]]
-    said = {"layers_to_transform": [1], "layers_pattern": "layers"}
-    assert targeted(target_modules=["q_proj"], **said) == [PATHS[3]]
-    said = {"layers_to_transform": [1], "layers_pattern": ["blocks"]}
-    assert targeted(target_modules=["q_proj"], **said) == []
-
-
-def test_a_full_path_is_adapted_in_any_block():
-    assert targeted(target_modules=[PATHS[0]], layers_to_transform=[2]) == [PATHS[0]]
-
-
-def test_a_pattern_must_match_the_whole_path():
-    assert targeted(target_modules=r".*\.[02]\.mlp\..*") == [PATHS[2], PATHS[8]]
-
-
-def test_all_linear_means_all_layers_except_the_head():
-    assert targeted(target_modules="all-linear") == sorted(PATHS[:-1])
-
-
-def test_excluded_layers_are_not_adapted():
-    found = targeted(target_modules="all-linear", exclude_modules=["q_proj", "o_proj"])
-    assert found == [PATHS[2], PATHS[5], PATHS[8]]
-    assert targeted(target_modules=["q_proj"], exclude_modules=r".*\.[01]\..*") == [PATHS[6]]
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ({"target_modules": ["up_proj"]}, [2, 5, 8]),
+        ({"target_modules": ["p_proj"]}, []),
+        ({"target_modules": ["up_proj"], "layers_to_transform": [2]}, [8]),
+        ({"target_modules": ["up_proj"], "layers_to_transform": 0}, [2]),
+        (
+            {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
+            [3],
+        ),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": ["h"]}, []),
+        ({"target_modules": [PATHS[0]], "layers_to_transform": [2]}, [0]),  # a full path
+        ({"target_modules": r".*\.[02]\.mlp\..*"}, [2, 8]),
+        ({"target_modules": "all-linear"}, range(9)),  # without the head
+        ({"target_modules": "all-linear", "exclude_modules": ["q_proj", "o_proj"]}, [2, 5, 8]),
+        ({"target_modules": ["q_proj"], "exclude_modules": r".*\.[01]\..*"}, [6]),
+    ],
+)
+def test_layers_are_adapted_by_ends_of_names_whole_patterns_and_blocks(said, wanted):
+    assert targeted(**said) == sorted(PATHS[index] for index in wanted)
 
 
 # --- Malicious or broken settings
