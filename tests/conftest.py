@@ -36,6 +36,7 @@ from your_ai.files import packaged
 from your_ai.generation.generate import prompt_tokens
 from your_ai.hub import find
 from your_ai.memory.budget import python_bytes
+from your_ai.modelfiles import shards
 from your_ai.nets.model import load_network
 from your_ai.nets.tokenizer import open_tokenizer
 from your_ai.run import events
@@ -291,6 +292,13 @@ def make_model(
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A 4-bit llama of three blocks with random weights."""
     return make_model(tmp_path_factory.mktemp("models") / "tiny", **TINY)
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write shards so small that a small model has several."""
+    monkeypatch.setattr(shards, "SHARD_LEAST_BYTES", 30_000)
+    monkeypatch.setattr(shards, "SHARDS", 4)
 
 
 @contextlib.contextmanager

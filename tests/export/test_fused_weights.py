@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from mlx_lm.utils import quantize_model, save_config
 
 from tests.conftest import TINY, make_model
 from tests.export.fused_runs import assert_same_bytes, drawn_run, fused_by_mlx_lm, weights_of
-from tests.export.runs import make_trained
+from tests.export.runs import change_parameters, make_trained
 from your_ai.errors import UserError
 from your_ai.export import fused_weights as weights
 from your_ai.export import gguf, huggingface
@@ -53,8 +52,7 @@ def run_of(tmp_path: Path, data_folder: Path, kind: tuple[str, bool], bits: int 
 
 
 def written(trained: Trained, target: Path, to: str = "auto", dtype: str = "auto") -> Path:
-    for _ in fuse(trained, target, to, dtype):
-        pass
+    list(fuse(trained, target, to, dtype))
     return target
 
 
@@ -343,9 +341,6 @@ def test_a_layer_that_cannot_be_fused_is_named(tmp_path, data_folder, monkeypatc
 
 def test_an_adapter_with_wrong_shapes_is_refused(tmp_path, data_folder):
     trained = run_of(tmp_path, data_folder, ("llama", False), 4)
-    path = trained.adapter.folder / "adapter_config.json"
-    config = json.loads(path.read_text())
-    config["lora_parameters"]["rank"] = 8
-    path.write_text(json.dumps(config))
+    change_parameters(trained.adapter.folder, rank=8)
     with pytest.raises(UserError, match=r"lora_a is \d+ x 4, expected \d+ x 8"):
         fused_lazily(trained)

@@ -96,8 +96,7 @@ def without_effect(trained, folder):
 
 
 def write(trained, target, kind="f32"):
-    for _ in gguf.write_model(trained, target, kind):
-        pass
+    list(gguf.write_model(trained, target, kind))
     return target
 
 

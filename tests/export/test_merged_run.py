@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import make_model
-from tests.export.runs import logits, make_run, make_trained
+from tests.export.runs import change_config, logits, make_run, make_trained
 from your_ai.config import TrainConfig
 from your_ai.errors import UserError
 from your_ai.export import merged_run, mlxlm, peft, starting
@@ -172,8 +172,7 @@ def test_adapter_that_does_not_fit_is_named(tiny_model, tmp_path):
     make_run(tiny_model, "a")
     wide = make_trained(make_model(tmp_path / "wide", hidden_size=96, head_dim=24), "b")
     mlxlm.write(wide, Path("tuned"))
-    path = Path("tuned/adapter_config.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_files": None}))
+    change_config(Path("tuned"), base_files=None)
     refused(r"^tuned/adapters.safetensors: .*lora_a is 96 x 4, expected 32 x 4", ("a", 1.0),
             ("tuned", 1.0))  # fmt: skip
 

@@ -19,6 +19,8 @@ from your_ai.hub.download import downloading, result_of
 REPO = "someone/some-model"
 NAME = REPO.split("/")[1]
 LARGE_BYTES = 300_000
+FIRST, SECOND = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
+INDEX = json.dumps({"weight_map": {"a": FIRST, "b": SECOND}})
 
 
 def safetensors(data: bytes = bytes(range(24)), header: object = None, name: str = "a") -> bytes:
@@ -37,11 +39,9 @@ def model(own_folder) -> Path:
     """A folder that looks like a model with two shards."""
     folder = own_folder / "model"
     folder.mkdir()
-    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    for tensor, name in zip("ab", shards, strict=True):
+    for tensor, name in zip("ab", (FIRST, SECOND), strict=True):
         (folder / name).write_bytes(safetensors(name=tensor))
-    index = {"weight_map": {"a": shards[0], "b": shards[1]}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors.index.json").write_text(INDEX)
     (folder / "config.json").write_text('{"model_type": "llama"}')
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
@@ -60,18 +60,16 @@ def lone(own_folder) -> Path:
 
 def model_files(size_bytes: int = LARGE_BYTES) -> dict[str, bytes]:
     """The files of a model with two shards, and some files that are not needed."""
-    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    index = {"weight_map": {"a": shards[0], "b": shards[1]}}
     data = (bytes(range(256)) * (size_bytes // 256 + 1))[:size_bytes]
     return {
         ".gitattributes": b"",
         "README.md": b"# A model",
         "config.json": b'{"model_type": "llama"}',
-        "model.safetensors.index.json": json.dumps(index).encode(),
+        "model.safetensors.index.json": INDEX.encode(),
         "onnx/config.json": b"{}",
         "tokenizer.json": b'{"version": "1.0"}',
-        shards[0]: safetensors(data),
-        shards[1]: safetensors(data[::-1], name="b"),
+        FIRST: safetensors(data),
+        SECOND: safetensors(data[::-1], name="b"),
     }
 
 
@@ -100,6 +98,12 @@ def hub(no_hub, monkeypatch) -> Iterator[Hub]:
         monkeypatch.setattr(module, "sync", lambda path: None)  # for speed
         yield hub
         huggingface_hub.close_session()
+
+
+@pytest.fixture
+def fetched(hub) -> Path:
+    """The folder of the model, which was downloaded."""
+    return download(REPO)
 
 
 @pytest.fixture

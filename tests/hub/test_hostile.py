@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.hub.conftest import NAME, REPO, download, model_files, safetensors
+from tests.hub.conftest import FIRST, NAME, REPO, download, model_files, safetensors
 from tests.hub.repos import git_hash
 from tests.hub.server import Answerer, Hub, described
 from tests.hub.test_download import assert_whole
@@ -33,7 +33,6 @@ MOST_S = 10.0
 WAITS_S = module.WAITS_S  # the real waits; the fixture `hub` shortens them
 CANARY = "/CANARY"  # a placeholder for the path of a file of the user
 CLOSED = "http://127.0.0.1:9"
-FIRST = "model-00001-of-00002.safetensors"
 
 
 def honest() -> dict[str, Any]:

@@ -10,19 +10,12 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from tests.hub.conftest import NAME, REPO, download, model_files
+from tests.hub.conftest import FIRST, NAME, REPO, download, model_files
 from tests.hub.server import Fault, Repo
 from your_ai.errors import UserError
 from your_ai.hub.download import open_lock, taken
 from your_ai.hub.find import models_root
 from your_ai.hub.local import folder_to_remove, local_models, remove_model
-
-FIRST = "model-00001-of-00002.safetensors"
-
-
-@pytest.fixture
-def fetched(hub) -> Path:
-    return download(REPO)
 
 
 @pytest.fixture

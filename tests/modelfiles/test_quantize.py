@@ -20,6 +20,7 @@ import mlx_lm
 import pytest
 
 from tests.conftest import EXTRA, TINY, TOKENIZER_FILES, Killed, flip, make_model
+from tests.export.fused_runs import assert_same_bytes, weights_of
 from tests.modelfiles.large import MB, make_large, watched
 from your_ai.errors import RunError, UserError
 from your_ai.files import sha256
@@ -43,17 +44,9 @@ def converted(source: Path, target: Path, bits: int = 4, group_size: int = 64) -
     return target
 
 
-def weights_of(folder: Path) -> dict[str, mx.array]:
-    return {n: a for p in folder.glob("model*.safetensors") for n, a in mx.load(str(p)).items()}
-
-
 def assert_same(ours: Path, theirs: Path) -> None:
     """Assert that the tensors are equal bit for bit, and the other files too."""
-    found, wanted = weights_of(ours), weights_of(theirs)
-    assert found.keys() == wanted.keys()
-    for name, array in wanted.items():
-        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape), name
-        assert mx.array_equal(found[name].view(mx.uint8), array.view(mx.uint8)), name
+    assert_same_bytes(weights_of(ours), weights_of(theirs))
     indexes = [json.loads((folder / INDEX).read_text()) for folder in (ours, theirs)]
     assert indexes[0]["metadata"] == indexes[1]["metadata"]
     beside = [sums_of(folder) for folder in (ours, theirs)]
@@ -75,13 +68,6 @@ def all_sums(folder: Path) -> dict[str, str]:
 def source(tmp_path: Path) -> Path:
     """A small model that is not quantized."""
     return make_model(tmp_path / "source", bits=None)
-
-
-@pytest.fixture
-def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make shards so small that the small model has several."""
-    monkeypatch.setattr(shards, "SHARD_LEAST_BYTES", 30_000)
-    monkeypatch.setattr(shards, "SHARDS", 4)
 
 
 # -- same result as mlx-lm
