@@ -23,6 +23,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import load_tokenizer, quantize_model, save_config
 
@@ -283,9 +284,14 @@ def make_model(
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})
     save_config(config, path / "config.json")
+    return with_tokenizer_of_demo(path)
+
+
+def with_tokenizer_of_demo(model: Path) -> Path:
+    """The folder of a model, to which the tokenizer of the demo is copied."""
     for name in TOKENIZER_FILES:
-        shutil.copy(DEMO_FOLDER / name, path / name)
-    return path
+        shutil.copy(DEMO_FOLDER / name, model / name)
+    return model
 
 
 @pytest.fixture(scope="session")
@@ -338,6 +344,16 @@ def wait_until(done: Callable[[], object], patience_s: float = 60.0) -> None:
     while not done():
         assert time.monotonic() < deadline, "the condition never became true"
         time.sleep(0.005)
+
+
+def json_values(keys: st.SearchStrategy[str] | None = None, leaves: int = 9) -> st.SearchStrategy:
+    """Values of JSON of any form. keys: of the objects."""
+    names = st.text(max_size=9) if keys is None else keys
+    return st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=4),
+        max_leaves=leaves,
+    )
 
 
 class Killed(BaseException):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import write_rows
+from tests.conftest import json_values, write_rows
 from your_ai.data.columns import Layout
 from your_ai.data.lines import Fields
 from your_ai.data.prompts import EXPECTED, PromptRows, parse_prompts
@@ -200,14 +200,7 @@ def test_columns_without_a_prompt_are_one_line_with_their_place(row):
         question(row)
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-9, 9) | st.floats() | st.text(max_size=3),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "content", "from", "value"]), inner, max_size=2)
-    ),
-    max_leaves=6,
-)
+JSON = json_values(st.sampled_from(["role", "content", "from", "value"]), leaves=6)
 KEYS = ("prompt", "completion", "messages", "conversations", "instruction", "output", "question",
         "answer", "system", "tools", "weight", "text")  # fmt: skip
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import chat, write_rows
+from tests.conftest import chat, json_values, write_rows
 from your_ai.data import lines, rows
 from your_ai.data.lines import ROW_LIMIT, Fields, RowLimit, checked_sha256
 from your_ai.data.rows import Chat, Pair, Row, Text, parse_line, parse_row, read_rows, with_progress
@@ -404,13 +404,9 @@ def test_a_system_prompt_comes_before_the_question_in_every_form(row, system):
     assert content_of({**row, "system": system}).messages == [SYSTEM, USER, ASSISTANT]
 
 
-JUNK = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(["role", "content", "text", "type", "value", "from", "x"]),
-                      inner, max_size=3),
-    max_leaves=12,
-)  # fmt: skip
+JUNK = json_values(
+    st.sampled_from(["role", "content", "text", "type", "value", "from", "x"]), leaves=12
+)
 KEYS = ("messages", "conversations", "prompt", "completion", "instruction", "output", "text",
         "tools", "weight", "system", "input")  # fmt: skip
 

@@ -84,14 +84,17 @@ def test_the_fused_model_computes_the_same_as_base_and_adapter(tmp_path, data_fo
     assert not any(name.endswith("scales") for name in weights_of(out))
 
 
-@over(FEW)
-def test_requantized_weights_equal_those_fused_by_mlx_lm(
-    tmp_path, data_folder, kind, to_the_nearest
+@pytest.mark.parametrize(
+    ("kind", "bits"), [*((kind, 4) for kind in FEW), (("llama", False), None)], ids=str
+)
+def test_weights_of_the_same_form_equal_those_fused_by_mlx_lm(
+    tmp_path, data_folder, kind, bits, to_the_nearest
 ):
-    trained = run_of(tmp_path, data_folder, kind, 4)
-    out = written(trained, tmp_path / "out", "same")
+    trained = run_of(tmp_path, data_folder, kind, bits)
+    out = written(trained, tmp_path / "out", "same" if bits else "auto")
     assert_same_bytes(weights_of(out), fused_by_mlx_lm(trained))
-    assert check_model(out)["quantization"] == check_model(trained.base)["quantization"]
+    found, base = check_model(out), check_model(trained.base)
+    assert found["quantization"] == base["quantization"] if bits else found == base
 
 
 @over(FEW)
@@ -127,13 +130,6 @@ def test_more_bits_come_closer_to_the_run(tmp_path, data_folder, architecture):
         for to in ("same", "6", "8")
     }
     assert off["8"] < off["6"] / 2 < off["same"] / 4
-
-
-def test_an_unquantized_base_is_fused_like_mlx_lm(tmp_path, data_folder):
-    trained = run_of(tmp_path, data_folder, ("llama", False), None)
-    out = written(trained, tmp_path / "out")
-    assert_same_bytes(weights_of(out), fused_by_mlx_lm(trained))
-    assert check_model(out) == check_model(trained.base)
 
 
 # Rounding

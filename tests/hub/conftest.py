@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import huggingface_hub
@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from tests.headers import with_header
 from tests.hub.repos import Account, Repo
 from tests.hub.server import Hub
+from your_ai.errors import UserError
 from your_ai.hub import download as module
 from your_ai.hub.download import downloading, result_of
 
@@ -32,6 +33,14 @@ def safetensors(data: bytes = bytes(range(24)), header: object = None, name: str
 def download(name: str, revision: str | None = None, to: str | Path | None = None) -> Path:
     """Download a model unless it is already on this machine. Returns its folder."""
     return result_of(downloading(name, revision, to))
+
+
+def error_of(function: Callable[..., object], *arguments: object, **options: object) -> str:
+    """The one line of the error with which a call must fail."""
+    with pytest.raises(UserError) as caught:
+        function(*arguments, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 @pytest.fixture

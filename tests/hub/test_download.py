@@ -27,12 +27,12 @@ from tests.hub.conftest import (
     REPO,
     SECOND,
     download,
+    error_of,
     model_files,
     safetensors,
 )
 from tests.hub.server import Fault, Hub, Repo
 from your_ai.commands.models import doing, show
-from your_ai.errors import UserError
 from your_ai.hub.check import RECORD, check_model, read_record, verify
 from your_ai.hub.download import DownloadProgress, downloading
 from your_ai.hub.find import Missing, find_model, models_root
@@ -42,11 +42,7 @@ SIZE = len(model_files()[FIRST])
 
 
 def refused(name: str = REPO, **options: object) -> str:
-    with pytest.raises(UserError) as caught:
-        download(name, **options)
-    text = str(caught.value)
-    assert "\n" not in text
-    return text
+    return error_of(download, name, **options)
 
 
 def notes(name: str = REPO, **options: object) -> list[str]:
