@@ -26,6 +26,7 @@ import mlx.nn as nn
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import load_tokenizer, quantize_model, save_config
 from rich.console import Console, RenderableType
@@ -40,6 +41,7 @@ from your_ai.files import packaged
 from your_ai.generation.generate import prompt_tokens
 from your_ai.hub import find
 from your_ai.memory.budget import python_bytes
+from your_ai.modelfiles import shards
 from your_ai.nets.model import load_network
 from your_ai.nets.tokenizer import open_tokenizer
 from your_ai.run import events
@@ -287,15 +289,27 @@ def make_model(
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})
     save_config(config, path / "config.json")
+    return with_tokenizer_of_demo(path)
+
+
+def with_tokenizer_of_demo(model: Path) -> Path:
+    """The folder of a model, to which the tokenizer of the demo is copied."""
     for name in TOKENIZER_FILES:
-        shutil.copy(DEMO_FOLDER / name, path / name)
-    return path
+        shutil.copy(DEMO_FOLDER / name, model / name)
+    return model
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A 4-bit llama of three blocks with random weights."""
     return make_model(tmp_path_factory.mktemp("models") / "tiny", **TINY)
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write shards so small that a small model has several."""
+    monkeypatch.setattr(shards, "SHARD_LEAST_BYTES", 30_000)
+    monkeypatch.setattr(shards, "SHARDS", 4)
 
 
 @contextlib.contextmanager
@@ -347,6 +361,16 @@ def wait_until(done: Callable[[], object], patience_s: float = 60.0) -> None:
     while not done():
         assert time.monotonic() < deadline, "the condition never became true"
         time.sleep(0.005)
+
+
+def json_values(keys: st.SearchStrategy[str] | None = None, leaves: int = 9) -> st.SearchStrategy:
+    """Values of JSON of any form. keys: of the objects."""
+    names = st.text(max_size=9) if keys is None else keys
+    return st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=4),
+        max_leaves=leaves,
+    )
 
 
 class Killed(BaseException):

@@ -202,17 +202,21 @@ def test_a_full_fine_tune_trains_whole_weights_of_the_same_blocks():
     assert (config.adapter, config.lora_layers, config.lora_targets) == ("full", 2, ("all-linear",))
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_steps_are_the_updates_of_mlx_lm(name):
-    config, args = ours(FILES[name])[0], theirs(FILES[name])
+@pytest.fixture(params=FILES)
+def both(request: pytest.FixtureRequest) -> tuple[TrainConfig, types.SimpleNamespace]:
+    """What a file means here, and to mlx-lm."""
+    return ours(FILES[request.param])[0], theirs(FILES[request.param])
+
+
+def test_steps_are_the_updates_of_mlx_lm(both):
+    config, args = both
     updates = sum(it % args.grad_accumulation_steps == 0 for it in range(1, args.iters + 1))
     assert (config.max_steps, defaults.sized(config, rows=1).epochs) == (updates, None)
     assert defaults.rows_per_step(config, rows=1) == args.batch_size * args.grad_accumulation_steps
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_every_step_has_the_learning_rate_of_mlx_lm(name):
-    config, args = ours(FILES[name])[0], theirs(FILES[name])
+def test_every_step_has_the_learning_rate_of_mlx_lm(both):
+    config, args = both
     count = config.max_steps
     rates = [optimizer.learning_rate(config, step, count) for step in range(count)]
     if args.lr_schedule is None:
@@ -222,9 +226,8 @@ def test_every_step_has_the_learning_rate_of_mlx_lm(name):
         assert rates == pytest.approx(expected, rel=1e-5, abs=1e-6 * max(expected))
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_adapters_have_the_names_and_shapes_of_mlx_lm(name):
-    config, args = ours(FILES[name])[0], theirs(FILES[name])
+def test_adapters_have_the_names_and_shapes_of_mlx_lm(both):
+    config, args = both
     mine, reference = fresh_network(config), fresh_network(config)
     use_dora = args.fine_tune_type == "dora"
     add_adapters(mine, config)
@@ -240,9 +243,8 @@ def scales_of(model: nn.Module) -> dict[str, float]:
     return {path: m.scale for path, m in model.named_modules() if "lora_a" in m}
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_the_rows_and_trained_tokens_are_those_of_mlx_lm(name, demo_tokenizer):
-    config, args = ours(FILES[name])[0], theirs(FILES[name])
+def test_the_rows_and_trained_tokens_are_those_of_mlx_lm(both, demo_tokenizer):
+    config, args = both
     files = find_splits(config).files
     train, valid, _ = load_dataset(args, demo_tokenizer)
     for split, dataset in (("train", train), ("valid", valid)):
@@ -267,9 +269,8 @@ def their_rows(dataset: CacheDataset, batch_size: int, most: int) -> list[tuple]
     return found
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_the_optimizer_is_the_one_of_mlx_lm(name):
-    config, args = ours(FILES[name])[0], theirs(FILES[name])
+def test_the_optimizer_is_the_one_of_mlx_lm(both):
+    config, args = both
     kinds = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}
     options = args.optimizer_config.get(args.optimizer, {})
     options = {k: float(v) if isinstance(v, str) else v for k, v in options.items()}

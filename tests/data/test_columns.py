@@ -49,12 +49,6 @@ def test_names_that_do_not_tell_are_refused_with_the_option_that_does(names, opt
         guess(dict.fromkeys(names, "words"), "here")
 
 
-def test_a_system_prompt_may_be_added_to_what_is_guessed():
-    layout = layout_of(("system=rules",), "")
-    record = {"conversations": TURNS, "rules": "be kind"}
-    assert layout.row_of(record, "here") == {"messages": TURNS, "system": "be kind"}
-
-
 def test_a_column_of_texts_is_one_answer_or_refused_and_its_first_can_be_named():
     layout = layout_of(("prompt=q", "completion=a.text.0"), "")
     for texts, unused in (["x"], set()), (["x", "y"], {"a.text"}):
@@ -120,12 +114,6 @@ def test_rewards_get_whole_columns_if_the_prompt_is_a_part_of_one():
     assert layout.row_of(record, "here") == {**record, "prompt": "q", "completion": "a"}
 
 
-def test_rows_in_a_known_format_may_lack_the_named_columns():
-    layout = layout_of(("prompt=q", "completion=a"), "")
-    assert layout.row_of({"text": "t"}, "here") == {"text": "t"}
-    assert layout.row_of({"q": "p", "a": "c", "text": "t"}, "here") == PAIR
-
-
 def test_a_column_called_weight_counts_only_in_a_known_format_or_by_name():
     assert "weight" not in Layout().row_of({"question": "q", "answer": "a", "weight": "3"}, "x")
     assert Layout().row_of({**PAIR, "weight": "3"}, "x")["weight"] == 3.0
@@ -165,7 +153,7 @@ def test_values_that_tables_only_have_as_text_are_parsed():
         ({"q": "p", "a": None}, "column a: expected text, found nothing"),
         (
             {"q": "p", "a": 1.5},
-            "column a: expected text, found float; write it as text, in quotes$",
+            "column a: expected text, found float; write it as text, in quo.*s$",
         ),
         ({"q": "p", "a": True}, "column a: expected text, found bool"),
     ],
@@ -294,10 +282,14 @@ def test_a_pair_without_another_prompt_is_left_as_it_is(record):
         (("prompt=q", "completion=a", "label=up"), {"q": "p", "a": "c", "up": True},
          {"prompt": "p", "completion": "c", "label": True}),
         (("prompt=prompt", "completion=completion"),
-         {"prompt": "p", "completion": "c", "label": True}, {"prompt": "p", "completion": "c"}),
+         {"prompt": "p", "completion": "c", "label": True}, PAIR),
+        (("system=rules",), {"conversations": TURNS, "rules": "be kind"},
+         {"messages": TURNS, "system": "be kind"}),
+        (("prompt=q", "completion=a"), {"q": "p", "a": "c", "text": "t"}, PAIR),
+        (("prompt=q", "completion=a"), {"text": "t"}, {"text": "t"}),  # in a known format
     ],
 )  # fmt: skip
-def test_columns_name_preferences_and_labels(columns, record, row):
+def test_columns_name_texts_system_prompts_preferences_and_labels(columns, record, row):
     assert layout_of(columns, "").row_of(record, "d:1") == row
 
 

@@ -145,6 +145,10 @@ def trim_offsets(backend: Tokenizer) -> None:
     backend.post_processor = processors.ByteLevel(trim_offsets=True)
 
 
+def normalize(backend: Tokenizer) -> None:
+    backend.normalizer = normalizers.NFC()
+
+
 TOKENIZERS: dict[str, Callable[[], TokenizerWrapper]] = {
     "chatml": lambda: make_tokenizer(CHATML),
     "headers": lambda: make_tokenizer(
@@ -164,6 +168,21 @@ TOKENIZERS: dict[str, Callable[[], TokenizerWrapper]] = {
     "offsets": lambda: make_tokenizer(CHATML, change=trim_offsets),
 }
 
+
+# Templates and tokenizers that not every test is for.
+OTHERS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "none": ((None,), {}),
+    "none with bos": ((None, INST_TOKENS, "</s>", "<s>"), {"change": add_bos("<s>")}),
+    "empty reasoning": ((EMPTY_REASONING, REASONING_TOKENS), {}),
+    "reasoning field": ((REASONING_FIELD, REASONING_TOKENS), {}),
+    "unended without line ends": (
+        (UNENDED.replace(" ~ '\n' }}{% endfor", " }}{% endfor"),),
+        {"change": trim_offsets},
+    ),
+    "normalized": ((CHATML,), {"change": normalize}),
+}
+
+
 # The trained text of a turn, if it is not the answer and its end token.
 TRAINED: dict[str, Callable[[str], str]] = {
     "headers": lambda answer: answer + "<|eot|>",
@@ -177,8 +196,10 @@ def trained_of_turn(name: str, answer: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def tokenizers() -> dict[str, TokenizerWrapper]:
-    return {name: make() for name, make in TOKENIZERS.items()}
+def tokenizers(demo_tokenizer: TokenizerWrapper) -> dict[str, TokenizerWrapper]:
+    made = {name: make() for name, make in TOKENIZERS.items()}
+    others = {name: make_tokenizer(*given, **more) for name, (given, more) in OTHERS.items()}
+    return {**made, **others, "demo": demo_tokenizer}
 
 
 def chat_row(*contents: str, system: str | None = None, **more: Any) -> Row:
@@ -191,6 +212,18 @@ def chat_row(*contents: str, system: str | None = None, **more: Any) -> Row:
 
 def row_of(content: Chat | Pair | Text) -> Row:
     return Row("data.jsonl:7", content, 1.0)
+
+
+def turns_of(*turns: tuple[str, str]) -> Row:
+    """A chat of messages with these roles and contents."""
+    return row_of(Chat([{"role": role, "content": content} for role, content in turns]))
+
+
+def notes_of(tokenizer: Any, row: Row) -> list[str]:
+    """What is said about a row."""
+    encoder = Encoder(tokenizer)
+    encoder.encode(row)
+    return encoder.notes.lines()
 
 
 def spell(tokenizer: Any, encoded: EncodedRow) -> str:
@@ -301,17 +334,12 @@ def test_a_message_with_weight_0_is_not_trained(demo_tokenizer):
 def test_an_earlier_answer_that_begins_in_a_token_is_named_with_an_example():
     template = CHATML.replace("assistant\n' }}{% endif", "assistant ' }}{% endif")
     tokenizer = make_tokenizer(template.replace("'\n' ~ m.content", "' ' ~ m.content"))
-    turns = [("user", "a"), ("assistant", "the one"), ("user", "b"), ("assistant", "the two")]
-    chat = Chat([{"role": role, "content": text} for role, text in turns])
-    encoder = Encoder(tokenizer)
-    encoder.encode(row_of(chat))
-    (note,) = encoder.notes.lines()
+    row = chat_row("a", "the one", "b", "the two")
+    (note,) = notes_of(tokenizer, row)
     assert note.startswith("later answers are trained after other tokens than in generation")
     assert note.endswith("(trained: ' |the', in generation: ' the')")
-    chat.messages[1]["weight"] = 0  # as the note offers
-    encoder = Encoder(tokenizer)
-    encoder.encode(row_of(chat))
-    assert encoder.notes.lines() == []
+    row.content.messages[1]["weight"] = 0  # as the note offers
+    assert notes_of(tokenizer, row) == []
 
 
 def test_an_answer_after_other_turns_than_in_generation_is_named_with_an_example():
@@ -335,9 +363,7 @@ def test_a_key_of_calls_that_the_template_omits_is_named():
     tokenizer = make_tokenizer(CHATML.replace("{{ call.function | tojson }}", shown))
     call = {"type": "function", "function": {"name": "f", "arguments": {"f": 1}, "mode": "strict"}}
     said = {"role": "assistant", "content": "", "tool_calls": [call]}
-    encoder = Encoder(tokenizer)
-    encoder.encode(row_of(Chat([{"role": "user", "content": "a"}, said])))
-    assert encoder.notes.lines() == [
+    assert notes_of(tokenizer, row_of(Chat([{"role": "user", "content": "a"}, said]))) == [
         "the key mode of calls is not used: 1 row, the first in data.jsonl:7"
     ]
 
@@ -346,10 +372,9 @@ def test_a_key_of_calls_that_the_template_omits_is_named():
 def test_the_names_of_speakers_are_named_if_the_template_omits_them(shown):
     template = CHATML.replace("m.role ~", "(m.name or m.role) ~") if shown else CHATML
     asked, said = {"role": "user", "content": "a", "name": "Ann"}, {"role": "assistant"}
-    encoder = Encoder(make_tokenizer(template))
-    encoder.encode(row_of(Chat([asked, {**said, "content": "b"}])))
+    found = notes_of(make_tokenizer(template), row_of(Chat([asked, {**said, "content": "b"}])))
     note = "the key name of messages is not used: 1 row, the first in data.jsonl:7"
-    assert encoder.notes.lines() == ([] if shown else [note])
+    assert found == ([] if shown else [note])
 
 
 def test_keys_without_effect_are_named_though_the_template_has_such_words():
@@ -360,9 +385,8 @@ def test_keys_without_effect_are_named_though_the_template_has_such_words():
     calls = [{"type": "function", "function": function, "result": "q"}]
     asked = {"role": "user", "content": "q", "image": "q", "text": "q"}
     said = {"role": "assistant", "content": "", "tool_calls": calls}
-    encoder = Encoder(tokenizer)
-    encoder.encode(row_of(Chat([asked, said])))
-    assert [note.partition(":")[0] for note in encoder.notes.lines()] == [
+    found = notes_of(tokenizer, row_of(Chat([asked, said])))
+    assert [note.partition(":")[0] for note in found] == [
         "the key result of calls is not used",
         "the key image of messages is not used",
         "the key text of messages is not used",
@@ -385,28 +409,25 @@ def test_a_key_that_had_an_effect_is_not_rendered_again(monkeypatch):
 def test_messages_of_roles_that_are_no_role_of_an_answer_are_named():
     encoder = Encoder(make_tokenizer(CHATML))
     turns = [("user", "a"), ("asistente", "b"), ("user", "c"), ("assistant", "d")]
-    chat = Chat([{"role": role, "content": text} for role, text in turns])
-    encoder.encode(row_of(chat))
+    encoder.encode(turns_of(*turns))
     (note,) = encoder.notes.lines()
     assert note.startswith("messages of the role asistente are shown, and not trained: 1 row")
     with pytest.raises(UserError, match=r"its roles are user, asistente, and that of an answer is"):
-        encoder.encode(row_of(Chat(chat.messages[:3])))
+        encoder.encode(turns_of(*turns[:3]))
 
 
 def test_tags_that_the_template_writes_around_a_message_are_there_once():
     tagged = "('<result>\n' ~ m.content ~ '\n</result>' if m.role == 'tool' else m.content)"
     template = CHATML.replace("m.content }}", tagged + " }}")
     tokenizer = make_tokenizer(template)
-    turns = [
-        ("user", "a"),
-        ("tool", "<result>\n42\n</result>"),
-        ("assistant", "<result>b</result>"),
-    ]
+    result = "<result>\n42\n</result>"
     encoder = Encoder(tokenizer)
-    encoded = encoder.encode(row_of(Chat([{"role": r, "content": t} for r, t in turns])))
+    encoded = encoder.encode(
+        turns_of(("user", "a"), ("tool", result), ("assistant", "<result>b</result>"))
+    )
     text = tokenizer.decode(encoded.tokens.tolist())
     assert text.count("<result>") == 2
-    assert "<result>\n42\n</result>" in text
+    assert result in text
     (note,) = encoder.notes.lines()
     assert note.startswith("messages with <result> around them have it only once: 1 row")
 
@@ -416,9 +437,8 @@ def test_a_prompt_that_is_a_transcript_becomes_messages():
     encoder = Encoder(tokenizer)
     prompt = "\n\nHuman: q1\n\nAssistant: a1\n\nHuman: q2\n\nAssistant:"
     encoded = encoder.encode(row_of(Pair(prompt, " a2")))
-    turns = [("user", "q1"), ("assistant", "a1"), ("user", "q2"), ("assistant", "a2")]
-    chat = Chat([{"role": role, "content": text} for role, text in turns])
-    assert encoded.tokens.tolist() == Encoder(tokenizer).encode(row_of(chat)).tokens.tolist()
+    chat = Encoder(tokenizer).encode(chat_row("q1", "a1", "q2", "a2"))
+    assert encoded.tokens.tolist() == chat.tokens.tolist()
     assert trained_texts(tokenizer, encoded) == ["a2<|im_end|>"]
     question = encoder.encode(row_of(Question(prompt, None)))  # as generation asks
     assert question.tokens.tolist() == encoded.tokens[: len(question.tokens)].tolist()
@@ -431,11 +451,9 @@ def test_an_answer_that_is_a_call_as_text_is_named():
     tools = [{"type": "function", "function": {"name": "f"}}]
     calls = ('[{"name": "f", "arguments": {}}]', 1), ('{"name": "g"}', 0), ('{"name": ["f"]}', 0)
     for content, count in (*calls, ("f", 0)):
-        encoder = Encoder(make_tokenizer(CHATML))
-        said = {"role": "assistant", "content": content}
-        encoder.encode(row_of(Chat([{"role": "user", "content": "a"}, said], tools)))
-        assert len(encoder.notes.lines()) == count
-        assert all("are trained as text; write tool_calls" in n for n in encoder.notes.lines())
+        found = notes_of(make_tokenizer(CHATML), chat_row("a", content, tools=tools))
+        assert len(found) == count
+        assert all("are trained as text; write tool_calls" in note for note in found)
 
 
 def test_results_in_another_order_than_their_calls_are_named():
@@ -445,19 +463,15 @@ def test_results_in_another_order_than_their_calls_are_named():
     said = {"role": "assistant", "content": "", "tool_calls": calls}
     done = {"role": "assistant", "content": "done"}
     for order, count in (("a1", "b2"), 0), (("b2", "a1"), 1):
-        results = [{"role": "tool", "content": at, "tool_call_id": at} for at in order]
-        for result in results:
-            result["content"] = "r" if result["tool_call_id"] == "a1" else "s"
-        encoder = Encoder(make_tokenizer(CHATML.replace("{{ call | tojson }}", "")))
-        encoder.encode(row_of(Chat([asked, said, *results, done])))
-        assert sum("in another order" in note for note in encoder.notes.lines()) == count
+        results = [{"role": "tool", "content": at[0], "tool_call_id": at} for at in order]
+        found = notes_of(make_tokenizer(CHATML), row_of(Chat([asked, said, *results, done])))
+        assert sum("in another order" in note for note in found) == count
 
 
 def test_prompts_that_the_template_omits_in_part_are_refused_or_named():
-    encoder = Encoder(make_tokenizer(CHATML.replace("{% if tools %}", "{% if 0 %}")))
-    asked, tools = {"role": "user", "content": "q"}, [{"name": "f", "description": "finds"}]
-    encoder.encode(row_of(Question(Chat([asked], [whole_tool(t) for t in tools]), None)))
-    (note,) = encoder.notes.lines()
+    without_tools = make_tokenizer(CHATML.replace("{% if tools %}", "{% if 0 %}"))
+    asked, tool = {"role": "user", "content": "q"}, {"name": "f", "description": "finds"}
+    (note,) = notes_of(without_tools, row_of(Question(Chat([asked], [whole_tool(tool)]), None)))
     assert "omits the tools of a chat" in note
     only_users = CHATML.replace(
         "{% for m in messages %}", "{% for m in messages if m.role == 'user' %}"
@@ -468,9 +482,8 @@ def test_prompts_that_the_template_omits_in_part_are_refused_or_named():
 
 
 def test_texts_with_tokens_of_the_template_are_named():
-    encoder = Encoder(make_tokenizer(CHATML))
-    encoder.encode(row_of(Text("<|im_start|>user\na<|im_end|>")))
-    (note,) = encoder.notes.lines()
+    row = row_of(Text("<|im_start|>user\na<|im_end|>"))
+    (note,) = notes_of(make_tokenizer(CHATML), row)
     assert note.startswith("texts with tokens of the chat template, such as <|im_")
 
 
@@ -494,9 +507,7 @@ def test_an_empty_answer_is_not_trained_and_named(demo_tokenizer):
 
 
 def test_an_empty_question_is_named(demo_tokenizer):
-    encoder = Encoder(demo_tokenizer)
-    encoder.encode(chat_row("", "ok"))
-    assert encoder.notes.lines() == [
+    assert notes_of(demo_tokenizer, chat_row("", "ok")) == [
         "questions without text are trained as they are: 1 row, the first in data.jsonl:7"
     ]
 
@@ -505,12 +516,17 @@ def test_an_empty_question_is_named(demo_tokenizer):
 
 
 @pytest.mark.parametrize(
-    "content",
-    [chat_row("hi", "ok", "re", "no", system="so").content, Pair("hi", "ok"), Text("hi there")],
-    ids=["chat", "pair", "text"],
+    ("name", "content"),
+    [
+        ("demo", chat_row("hi", "ok", "re", "no", system="so").content),
+        ("demo", Pair("hi", "ok")),
+        ("demo", Text("hi there")),
+        ("none", Pair("hi the", "re")),
+    ],
+    ids=["chat", "pair", "text", "pair without a template"],
 )
-def test_without_a_mask_all_tokens_except_the_first_are_trained(demo_tokenizer, content):
-    encoded = Encoder(demo_tokenizer, mask_prompt=False).encode(row_of(content))
+def test_without_a_mask_all_tokens_except_the_first_are_trained(tokenizers, name, content):
+    encoded = Encoder(tokenizers[name], mask_prompt=False).encode(row_of(content))
     assert encoded.trained.tolist() == [False] + [True] * (len(encoded.tokens) - 1)
 
 
@@ -525,38 +541,50 @@ def test_the_mask_does_not_change_the_tokens(tokenizers, name):
 # Other templates, token by token
 
 
-SPELLED = {
-    "newlines after turns, not trained": ("chatml", ("hi", "ok", "re", "no"), (
+SPELLED_BY_OTHERS = {
+    "newlines after turns, not trained": ("chatml", chat_row("hi", "ok", "re", "no"), (
         "-<|im_start|> -us -er -Ċ -hi -<|im_end|> -Ċ "
         "-<|im_start|> -ass -is -t -ant -Ċ +o +k +<|im_end|> -Ċ "
         "-<|im_start|> -us -er -Ċ -re -<|im_end|> -Ċ "
         "-<|im_start|> -ass -is -t -ant -Ċ +n +o +<|im_end|> -Ċ"
     )),
-    "one bos token": ("headers", ("hi", "ok"), (
+    "one bos token": ("headers", chat_row("hi", "ok"), (
         "-<|bos|> -<|head|> -us -er -<|/head|> -Ċ -Ċ -hi -<|eot|> "
         "-<|head|> -ass -is -t -ant -<|/head|> -Ċ -Ċ +o +k +<|eot|>"
     )),
-    "a space before the answer, trained": ("inst", ("hi", "the", "re", "no"), (
+    "a space before the answer, trained": ("inst", chat_row("hi", "the", "re", "no"), (
         "-<s> -[INST] -Ġ -hi -[/INST] +Ġthe +</s> -[INST] -Ġre -[/INST] +Ġn +o +</s>"
     )),
-    "without the reasoning of the generation prompt": ("thinking", ("hi", "no"), (
+    "without the reasoning of the generation prompt": ("thinking", chat_row("hi", "no"), (
         "-<|im_start|> -us -er -Ċ -hi -<|im_end|> -Ċ "
         "-<|im_start|> -ass -is -t -ant -Ċ +n +o +<|im_end|> -Ċ"
     )),
+    "not the generation prompt": ("thinking", chat_row("hi", "<think>\nb</think>no"), (
+        "-<|im_start|> -us -er -Ċ -hi -<|im_end|> -Ċ "
+        "-<|im_start|> -ass -is -t -ant -Ċ -<think> -Ċ +b +</think> +n +o +<|im_end|> -Ċ"
+    )),
+    "a text after the bos token": (
+        "headers", row_of(Text("hi there")), "-<|bos|> +hi +Ġthe +re +<|eos|>"
+    ),
+    "no second bos token": (
+        "headers", row_of(Text("<|bos|>hi there")), "-<|bos|> +hi +Ġthe +re +<|eos|>"
+    ),
+    "a pair without a template": (
+        "none", row_of(Pair("hi the", "re")), "-hi -Ġthe +re +<|im_end|>"
+    ),
+    "one bos token without a template": (
+        "none with bos", row_of(Pair("hi", "re")), "-<s> -hi +re +</s>"
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", SPELLED)
-def test_only_the_answers_and_ends_of_a_chat_are_trained(tokenizers, what):
-    name, texts, expected = SPELLED[what]
-    encoded = Encoder(tokenizers[name]).encode(chat_row(*texts))
-    assert spell(tokenizers[name], encoded) == expected
-
-
-@pytest.mark.parametrize("text", ["hi there", "<|bos|>hi there"])
-def test_text_begins_once_with_the_bos_token_of_the_tokenizer(tokenizers, text):
-    encoded = Encoder(tokenizers["headers"]).encode(row_of(Text(text)))
-    assert spell(tokenizers["headers"], encoded) == "-<|bos|> +hi +Ġthe +re +<|eos|>"
+@pytest.mark.parametrize(
+    ("name", "row", "spelled"), SPELLED_BY_OTHERS.values(), ids=SPELLED_BY_OTHERS
+)
+def test_only_answers_and_their_ends_are_trained_with_other_templates(
+    tokenizers, name, row, spelled
+):
+    assert spell(tokenizers[name], Encoder(tokenizers[name]).encode(row)) == spelled
 
 
 def test_without_an_end_token_only_the_turn_is_trained():
@@ -608,29 +636,10 @@ TOOL_CHAT = [
 ]
 
 
-@pytest.mark.parametrize(("name", "tools"), [("chatml", TOOLS), ("reasoning", None)])
-def test_tool_calls_are_trained_and_their_results_are_not(tokenizers, name, tools):
-    """Also if the template rewrites history."""
-    encoded = Encoder(tokenizers[name]).encode(row_of(Chat(TOOL_CHAT, tools=tools)))
-    assert trained_texts(tokenizers[name], encoded) == [
-        '{"name": "add", "arguments": {"a": 1}}<|im_end|>',
-        "ok<|im_end|>",
-    ]
-
-
 def test_tools_are_passed_to_the_template(tokenizers):
     encoded = Encoder(tokenizers["chatml"]).encode(row_of(Chat(TOOL_CHAT, tools=TOOLS)))
     text = decode(tokenizers["chatml"], encoded.tokens.tolist())
     assert text.startswith('<|im_start|>system\n[{"type": "function", "function": {"name": "add"')
-
-
-def test_tool_calls_are_trained_if_the_template_adds_reasoning():
-    tokenizer = make_tokenizer(EMPTY_REASONING, REASONING_TOKENS)
-    encoded = Encoder(tokenizer).encode(row_of(Chat(TOOL_CHAT)))
-    assert trained_texts(tokenizer, encoded) == [
-        '{"name": "add", "arguments": {"a": 1}}<|im_end|>',
-        "<think>\n\n</think>\n\nok<|im_end|>",
-    ]
 
 
 def test_the_error_names_a_tool_call_that_cannot_be_located(tokenizers):
@@ -658,28 +667,6 @@ def test_an_earlier_answer_whose_reasoning_a_template_drops_is_not_trained(token
     )
 
 
-@pytest.mark.parametrize(
-    ("texts", "trained"),
-    [
-        (("hi", "<think>a</think>", "re", "no"), "no<|im_end|>"),
-        # The reasoning is found in the text, as that of other turns; so the template is tried.
-        (("ok", "<think>ok</think>ok", "ok", "ok"), "ok<|im_end|>"),
-    ],
-)
-def test_turns_whose_reasoning_is_dropped_are_not_trained(tokenizers, texts, trained):
-    encoded = Encoder(tokenizers["reasoning"]).encode(chat_row(*texts))
-    assert trained_texts(tokenizers["reasoning"], encoded) == [trained]
-
-
-def test_the_generation_prompt_is_not_trained(tokenizers):
-    row = chat_row("hi", "<think>\nb</think>no")
-    encoded = Encoder(tokenizers["thinking"]).encode(row)
-    assert spell(tokenizers["thinking"], encoded) == (
-        "-<|im_start|> -us -er -Ċ -hi -<|im_end|> -Ċ "
-        "-<|im_start|> -ass -is -t -ant -Ċ -<think> -Ċ +b +</think> +n +o +<|im_end|> -Ċ"
-    )
-
-
 def with_reasoning(row: Row, *reasoning: str | None) -> Row:
     """The row with reasoning_content in its answers."""
     answers = [m for m in row.content.messages if m["role"] == "assistant"]
@@ -688,11 +675,43 @@ def with_reasoning(row: Row, *reasoning: str | None) -> Row:
     return row
 
 
-def test_a_field_of_reasoning_is_trained_where_the_template_shows_it():
-    tokenizer = make_tokenizer(REASONING_FIELD, REASONING_TOKENS)
-    row = with_reasoning(chat_row("hi", "ok", "re", "no"), "dropped", " b\n")
-    encoded = Encoder(tokenizer).encode(row)
-    assert trained_texts(tokenizer, encoded) == ["<think>\nb\n</think>\n\nno<|im_end|>"]
+CALLED = '{"name": "add", "arguments": {"a": 1}}<|im_end|>'
+FOUND = {
+    "calls, and not their results": (
+        "chatml", row_of(Chat(TOOL_CHAT, tools=TOOLS)), [CALLED, "ok<|im_end|>"]
+    ),
+    "calls in history that is rewritten": (
+        "reasoning", row_of(Chat(TOOL_CHAT)), [CALLED, "ok<|im_end|>"]
+    ),
+    "calls if the template adds reasoning": (
+        "empty reasoning", row_of(Chat(TOOL_CHAT)),
+        [CALLED, "<think>\n\n</think>\n\nok<|im_end|>"],
+    ),
+    "no turn whose reasoning is dropped": (
+        "reasoning", chat_row("hi", "<think>a</think>", "re", "no"), ["no<|im_end|>"]
+    ),
+    # It is found in the text, as that of other turns; so the template is tried.
+    "no turn whose reasoning is dropped and found elsewhere": (
+        "reasoning", chat_row("ok", "<think>ok</think>ok", "ok", "ok"), ["ok<|im_end|>"]
+    ),
+    "a field of reasoning where the template shows it": (
+        "reasoning field", with_reasoning(chat_row("hi", "ok", "re", "no"), "dropped", " b\n"),
+        ["<think>\nb\n</think>\n\nno<|im_end|>"],
+    ),
+    "spaces missing from the offsets": (
+        "offsets", chat_row("hi  hi ", "if so:\n    return  0 "),
+        ["if so:\n    return  0 <|im_end|>"],
+    ),
+    "a trailing space": ("unended without line ends", chat_row("hi\n", "ok "), ["ok "]),
+    "an answer shortened by normalization": (
+        "normalized", chat_row("e\u0301" * 3, "e\u0301" * 3 + "a"), ["é" * 3 + "a<|im_end|>"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "row", "trained"), FOUND.values(), ids=FOUND)
+def test_what_is_trained_is_found_in_what_the_template_made_of_it(tokenizers, name, row, trained):
+    assert trained_texts(tokenizers[name], Encoder(tokenizers[name]).encode(row)) == trained
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -738,28 +757,6 @@ def test_the_date_string_of_templates_is_fixed():
 
 
 # Tokenizers with special offsets
-
-
-def normalize(backend: Tokenizer) -> None:
-    backend.normalizer = normalizers.NFC()
-
-
-def test_spaces_missing_from_the_offsets_are_trained(tokenizers):
-    encoded = Encoder(tokenizers["offsets"]).encode(chat_row("hi  hi ", "if so:\n    return  0 "))
-    assert trained_texts(tokenizers["offsets"], encoded) == ["if so:\n    return  0 <|im_end|>"]
-
-
-def test_a_trailing_space_is_trained():
-    template = UNENDED.replace(" ~ '\n' }}{% endfor", " }}{% endfor")
-    tokenizer = make_tokenizer(template, change=trim_offsets)
-    encoded = Encoder(tokenizer).encode(chat_row("hi\n", "ok "))
-    assert trained_texts(tokenizer, encoded) == ["ok "]
-
-
-def test_an_answer_shortened_by_normalization_is_located():
-    tokenizer = make_tokenizer(CHATML, change=normalize)
-    encoded = Encoder(tokenizer).encode(chat_row("e\u0301" * 3, "e\u0301" * 3 + "a"))
-    assert trained_texts(tokenizer, encoded) == ["é" * 3 + "a<|im_end|>"]
 
 
 def test_truncation_and_padding_of_the_tokenizer_are_turned_off():
@@ -820,29 +817,9 @@ def test_a_template_may_be_a_function(template):
 # No template
 
 
-@pytest.mark.parametrize(
-    ("masked", "spelled"),
-    [(True, "-hi -Ġthe +re +<|im_end|>"), (False, "-hi +Ġthe +re +<|im_end|>")],
-)
-def test_a_pair_without_a_template_is_concatenated(masked, spelled):
-    tokenizer = make_tokenizer(None)
-    encoded = Encoder(tokenizer, mask_prompt=masked).encode(row_of(Pair("hi the", "re")))
-    assert spell(tokenizer, encoded) == spelled
-
-
-def test_a_pair_without_a_template_has_one_bos_token():
-    tokenizer = make_tokenizer(None, INST_TOKENS, "</s>", "<s>", change=add_bos("<s>"))
-    encoded = Encoder(tokenizer).encode(row_of(Pair("hi", "re")))
-    assert spell(tokenizer, encoded) == "-<s> -hi +re +</s>"
-
-
-def test_a_chat_without_a_template_is_refused():
-    with pytest.raises(UserError, match=r"^data\.jsonl:7: a chat, but .* no chat template"):
-        Encoder(make_tokenizer(None)).encode(chat_row("hi", "ok"))
-
-
 # Rows that cannot be trained
 
+HALF = "a \ud83d b"  # A JSON escape can be half of an emoji. Tokenizers do not accept it.
 NOTHING = {
     "no assistant turn": Chat([{"role": "user", "content": "hi"}]),
     "no trained turn": chat_row("hi", "ok", first_trained=2).content,
@@ -853,46 +830,35 @@ NOTHING = {
     "empty text": Text(""),
     "blank text": Text(" \n "),
 }
+REFUSED = {
+    **{name: ("demo", content, "no token to train") for name, content in NOTHING.items()},
+    "empty completion without a template": ("none", Pair("hi", ""), "no token to train"),
+    "chat without a template": ("none", chat_row("hi", "ok").content, "a chat, but .* no chat tem"),
+    "a system turn that the template rejects": (
+        "strict",
+        chat_row("hi", "ok", system="so").content,
+        r"the .*chat template .*\(No system role here\)",
+    ),
+    "turns that the template rejects": (
+        "strict",
+        said("user", "user", "assistant").content,
+        r"the .*chat template .*\(Roles must alternate\)",
+    ),
+    **{
+        f"half a surrogate pair in a {name}": ("demo", content, "")
+        for name, content in (
+            ("text", Text(HALF)),
+            ("pair", Pair("hi", HALF)),
+            ("chat", chat_row("hi", HALF).content),
+        )
+    },
+}
 
 
-@pytest.mark.parametrize(
-    "content", NOTHING.values(), ids=[name.replace(" ", "-") for name in NOTHING]
-)
-def test_a_row_with_nothing_to_train_is_refused(demo_tokenizer, content):
-    with pytest.raises(UserError, match=r"^data\.jsonl:7: no token to train"):
-        Encoder(demo_tokenizer).encode(row_of(content))
-
-
-def test_an_empty_completion_without_a_template_is_refused():
-    with pytest.raises(UserError, match=r"^data\.jsonl:7: no token to train"):
-        Encoder(make_tokenizer(None)).encode(row_of(Pair("hi", "")))
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        (chat_row("hi", "ok", system="so"), "No system role here"),
-        (
-            row_of(Chat([{"role": r, "content": "x"} for r in ("user", "user", "assistant")])),
-            "Roles must alternate",
-        ),
-    ],
-    ids=["system", "not-alternating"],
-)
-def test_the_error_gives_the_reason_why_a_template_rejects_a_chat(tokenizers, row, reason):
-    with pytest.raises(UserError, match=rf"^data\.jsonl:7: the .*chat template .*\({reason}\)"):
-        Encoder(tokenizers["strict"]).encode(row)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [Text("a \ud83d b"), Pair("hi", "a \ud83d b"), chat_row("hi", "a \ud83d b").content],
-    ids=["text", "pair", "chat"],
-)
-def test_half_a_surrogate_pair_is_refused(demo_tokenizer, content):
-    """A JSON escape can be half of an emoji. Tokenizers do not accept it."""
-    with pytest.raises(UserError, match=r"^data\.jsonl:7: "):
-        Encoder(demo_tokenizer).encode(row_of(content))
+@pytest.mark.parametrize(("name", "content", "reason"), REFUSED.values(), ids=REFUSED)
+def test_a_row_that_cannot_be_trained_is_refused_with_its_place(tokenizers, name, content, reason):
+    with pytest.raises(UserError, match=rf"^data\.jsonl:7: {reason}"):
+        Encoder(tokenizers[name]).encode(row_of(content))
 
 
 # Prompts for samples

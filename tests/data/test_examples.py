@@ -100,14 +100,11 @@ def test_loaded_examples_are_the_encoded_rows():
     assert all(isinstance(array, np.memmap) for array in (loaded.tokens, loaded.trained))
 
 
-def test_weights_come_from_the_rows():
-    write_rows(Path("train.jsonl"), [{"text": "1 +2", "weight": w} for w in (0, 0.5, 3)])
-    assert load(Plain()).weights.tolist() == [0.0, 0.5, 3.0]
-
-
 def test_each_piece_of_a_row_has_its_weight():
-    write_rows(Path("train.jsonl"), [{"text": "1 +2 +3 +4 +5", "weight": 0.5}])
-    assert load(Plain(), max_seq_length=3, too_long="split").weights.tolist() == [0.5, 0.5]
+    rows = [("1 +2", 0), ("1 +2", 0.5), ("1 +2", 3), ("1 +2 +3 +4 +5", 0.25)]
+    write_rows(Path("train.jsonl"), [{"text": text, "weight": weight} for text, weight in rows])
+    found = load(Plain(), max_seq_length=3, too_long="split").weights.tolist()
+    assert found == [0.0, 0.5, 3.0, 0.25, 0.25]
 
 
 def test_a_file_may_mix_row_formats(demo_tokenizer):
@@ -142,16 +139,20 @@ def test_a_copy_of_the_file_uses_the_cache():
 
 
 @pytest.mark.parametrize(
-    ("mask_prompt", "change"),
+    ("mask_prompt", "version", "change"),
     [
-        (True, {"max_seq_length": 9}),
-        (True, {"too_long": "split"}),
-        (True, {"tokenizer_sha256": "u"}),
-        (False, {}),
+        (True, 0, {"max_seq_length": 9}),
+        (True, 0, {"too_long": "split"}),
+        (True, 0, {"tokenizer_sha256": "u"}),
+        (False, 0, {}),
+        (True, 1, {}),
     ],
 )
-def test_a_changed_setting_encodes_again(mask_prompt, change):
+def test_a_changed_setting_or_format_of_the_cache_encodes_again(
+    monkeypatch, mask_prompt, version, change
+):
     load(Plain(), *SHORT)
+    monkeypatch.setattr(examples, "FORMAT", examples.FORMAT + version)
     encoder = Plain(mask_prompt=mask_prompt)
     load(encoder, **change)
     assert len(encoder.encoded) == 3
@@ -162,20 +163,13 @@ def test_a_changed_file_is_encoded_again():
     assert lists_of(load(Plain(), "1 2 +4", *SHORT[1:]))[0][0] == [1, 2, 4]
 
 
-def test_a_new_cache_format_encodes_again(monkeypatch):
-    load(Plain(), *SHORT)
-    monkeypatch.setattr(examples, "FORMAT", examples.FORMAT + 1)
-    encoder = Plain()
-    load(encoder)
-    assert len(encoder.encoded) == 3
-
-
 @pytest.mark.parametrize("bad", [0, 1, 2], ids=["first", "middle", "last"])
-def test_a_bad_row_leaves_no_cache(bad):
+def test_a_bad_row_leaves_no_cache_and_without_it_the_file_is_loaded(bad):
     texts = [*SHORT[:bad], "bad", *SHORT[bad:]]
     with pytest.raises(UserError, match=f"^train.jsonl:{bad + 1}: a bad row"):
         load(Plain(), *texts)
     assert folders() == []
+    assert len(load(Plain(), *SHORT)) == 3
 
 
 def test_a_line_that_is_not_json_leaves_no_cache():
@@ -183,12 +177,6 @@ def test_a_line_that_is_not_json_leaves_no_cache():
     with pytest.raises(UserError, match=r"^train\.jsonl:2: is not valid JSON"):
         load(Plain())
     assert folders() == []
-
-
-def test_a_corrected_file_is_loaded():
-    with pytest.raises(UserError):
-        load(Plain(), *SHORT, "bad")
-    assert len(load(Plain(), *SHORT)) == 3
 
 
 def cut(path: Path) -> None:
@@ -386,20 +374,20 @@ LONG_ROWS = (
 )
 
 
-def test_the_tally_counts_truncated_rows():
-    loaded = load(Plain(), *LONG_ROWS, max_seq_length=3, too_long="truncate")
-    assert loaded.tally == RowCounts(
-        rows=4, examples=3, truncated=3, dropped=1, tokens=9, trained_tokens=2 + 1 + 2
-    )
+# The pieces are tokens 1-3, 3-5 and 5-7. Of the second row only the last piece has a target, of the
+# third row the first and the last.
+TALLIES = {
+    "truncate": RowCounts(4, 3, truncated=3, dropped=1, tokens=9, trained_tokens=2 + 1 + 2),
+    "split": RowCounts(
+        4, 7, split=3, dropped=3, tokens=3 + 2 + 6 + 9, trained_tokens=2 + 1 + 2 + 6
+    ),
+}
 
 
-def test_the_tally_counts_split_rows():
-    loaded = load(Plain(), *LONG_ROWS, max_seq_length=3, too_long="split")
-    # The pieces are tokens 1-3, 3-5 and 5-7. Of the second row only the last piece has a target,
-    # of the third row the first and the last.
-    assert loaded.tally == RowCounts(
-        rows=4, examples=7, split=3, dropped=3, tokens=3 + 2 + 6 + 9, trained_tokens=2 + 1 + 2 + 6
-    )
+@pytest.mark.parametrize("too_long", TALLIES)
+def test_the_tally_counts_truncated_and_split_rows(too_long):
+    loaded = load(Plain(), *LONG_ROWS, max_seq_length=3, too_long=too_long)
+    assert loaded.tally == TALLIES[too_long]
 
 
 @pytest.mark.parametrize("time", ["first", "from the cache"])

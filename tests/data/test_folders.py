@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from tests.data.test_records import write_table
 from your_ai.data.folders import data_files, notes_on, splits_in
 
 FOLDER = Path("d")
@@ -101,13 +102,8 @@ def test_files_that_are_read_together_are_named(names):
 def save_to_disk(folder: Path, rows: list[dict]) -> None:
     """As `Dataset.save_to_disk` of the package datasets does, with a cache of `map` beside it."""
     folder.mkdir(parents=True)
-    table = pa.Table.from_pylist(rows)
     for name in ("data-00000-of-00001.arrow", "cache-0123456789abcdef.arrow"):
-        with (
-            pa.OSFile(str(folder / name), "wb") as file,
-            pa.ipc.new_stream(file, table.schema) as to,
-        ):
-            to.write_table(table)
+        write_table(folder / name, pa.Table.from_pylist(rows))
     state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": None}
     (folder / "state.json").write_text(json.dumps(state))
     (folder / "dataset_info.json").write_text("{}")

@@ -35,37 +35,31 @@ def chats(row: dict) -> tuple[Chat, Chat]:
     return content.chosen, content.rejected
 
 
+BRIEF = {"role": "system", "content": "Be brief."}
+TEXTS = {"chosen": "Because.", "rejected": "No idea."}
+WHOLE = {"chosen": [ASKED, YES], "rejected": [ASKED, NO]}
+TURNS = {"chosen": [YES], "rejected": [NO]}
+
+
 @pytest.mark.parametrize(
-    "row",
+    ("row", "system"),
     [
-        {"prompt": [ASKED], "chosen": [YES], "rejected": [NO]},
-        {"chosen": [ASKED, YES], "rejected": [ASKED, NO]},
-        {"prompt": [ASKED], "chosen": [ASKED, YES], "rejected": [ASKED, NO]},
-        {"prompt": "Why?", "chosen": [ASKED, YES], "rejected": [ASKED, NO]},
-        {"prompt": "Why?", "chosen": [YES], "rejected": [NO]},
-        {"prompt": [ASKED], "chosen": YES["content"], "rejected": NO["content"]},
+        ({"prompt": [ASKED], **TURNS}, []),
+        (WHOLE, []),
+        ({"prompt": [ASKED], **WHOLE}, []),
+        ({"prompt": "Why?", **WHOLE}, []),
+        ({"prompt": "Why?", **TURNS}, []),
+        ({"prompt": [ASKED], **TEXTS}, []),
+        ({"prompt": "Why?", **TEXTS, "system": "Be brief."}, [BRIEF]),
+        ({"prompt": [ASKED], **TURNS, "system": "Be brief."}, [BRIEF]),
+        ({"prompt": [ASKED], **TEXTS, "system": "Be brief."}, [BRIEF]),
+        ({**WHOLE, "system": "Be brief."}, [BRIEF]),
     ],
 )
-def test_every_form_of_chats_gives_the_same_pair(row):
+def test_every_form_of_chats_gives_the_same_pair_after_its_system_prompt(row, system):
     chosen, rejected = chats(row)
-    assert [chosen.messages, rejected.messages] == [[ASKED, YES], [ASKED, NO]]
-    assert (chosen.first_trained, rejected.first_trained) == (1, 1)
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."},
-        {"prompt": [ASKED], "chosen": [YES], "rejected": [NO]},
-        {"prompt": [ASKED], "chosen": "Because.", "rejected": "No idea."},
-        {"chosen": [ASKED, YES], "rejected": [ASKED, NO]},
-    ],
-)
-def test_the_system_prompt_of_a_pair_is_in_its_prompt(row):
-    system = {"role": "system", "content": "Be brief."}
-    chosen, rejected = chats({**row, "system": "Be brief."})
-    assert [chosen.messages, rejected.messages] == [[system, ASKED, YES], [system, ASKED, NO]]
-    assert (chosen.first_trained, rejected.first_trained) == (2, 2)
+    assert [chosen.messages, rejected.messages] == [[*system, ASKED, YES], [*system, ASKED, NO]]
+    assert (chosen.first_trained, rejected.first_trained) == (len(system) + 1,) * 2
 
 
 def test_answers_of_several_turns_begin_where_they_differ():
@@ -89,28 +83,58 @@ def test_texts_without_a_prompt_are_split_before_the_first_different_word(
     assert found == (Pair(prompt, answers[0]), Pair(prompt, answers[1]))
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "p", "chosen": "a", "rejected": "a"}, "chosen equals rejected"),
-        ({"prompt": "p", "chosen": "a", "rejected": " "}, "rejected: is empty"),
+PAIR, ANSWER = {"prompt": "p", "chosen": "a", "rejected": "b"}, {"prompt": "p", "completion": "c"}
+WRONG = {
+    parse_pairs: [
+        ({**PAIR, "rejected": "a"}, "chosen equals rejected"),
+        ({**PAIR, "rejected": " "}, "rejected: is empty"),
         ({"chosen": "yes", "rejected": "no"}, "have no common beginning, and no prompt"),
         ({"chosen": [YES], "rejected": [NO]}, "have no common beginning, and no prompt"),
         ({"chosen": [ASKED, YES], "rejected": [ASKED]}, "no common beginning"),
         ({"prompt": "p", "chosen": [YES], "rejected": "no"}, "two texts or two lists"),
-        ({"prompt": 0.3, "chosen": "a", "rejected": "b"}, "prompt: expected text"),
-        ({"prompt": "p", "chosen": 0.3, "rejected": "b"}, "chosen: expected text, found float"),
-        ({"prompt": "p", "chosen": "a", "rejected": "b", "weight": -1}, "weight -1"),
+        ({**PAIR, "prompt": 0.3}, "prompt: expected text"),
+        ({**PAIR, "chosen": 0.3}, "chosen: expected text, found float"),
+        ({**PAIR, "weight": -1}, "weight -1"),
         ({"prompt": [ASKED], "chosen": [ASKED], "rejected": [YES]}, "chosen: has no answer"),
         ({"prompt": None, "chosen": "A cat", "rejected": "A dog"}, "prompt: expected text"),
-        ({"prompt": "p", "completion": "c"}, "such rows train with --objective sft"),
-        ({"prompt": "p", "completion": "c", "label": True}, "rows train with --objective kto"),
+        (ANSWER, "such rows train with --objective sft"),
+        ({**ANSWER, "label": True}, "rows train with --objective kto"),
         ({"question": "p"}, "unknown row format; keys found: question"),
     ],
+    parse_any: [
+        ({"prompt": "p", "chosen": "a"}, "7: unknown row format; keys found: prompt, cho"),
+        ({"prompt": "p", "answer": "4"}, "7: has a prompt and no answer to measure; keys found: p"),
+        ({**ANSWER, "label": "good"}, "label: expected true or false"),
+        ({**PAIR, "rejected": "a"}, "chosen equals rejected"),
+    ],
+    parse_labels: [
+        (ANSWER, "label is missing"),
+        ({**ANSWER, "label": "good"}, "label: expected true or false"),
+        ({**ANSWER, "label": None}, "label: expected true or false"),
+        (PAIR, "rows train with --objective dpo"),
+        ({"text": "t", "label": True},
+         "7: a label needs a prompt and an answer; keys found: text, label; expected prom"),
+        ({"prompt": "p", "label": True}, "completion is missing; keys found: prompt, label"),
+        ({"completion": "c", "label": 1}, "prompt is missing; keys found: completion, label"),
+    ],
+    parse_answers: [
+        (PAIR, "rows train with --objective dpo"),
+        ({**ANSWER, "label": False}, "train such rows with --objective kto"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("parse", "row", "message"),
+    [
+        pytest.param(parse, *case, id=f"{parse.__name__}-{number}")
+        for parse, cases in WRONG.items()
+        for number, case in enumerate(cases)
+    ],
 )
-def test_wrong_pairs_are_named_in_one_line(row, message):
+def test_wrong_rows_are_named_in_one_line(parse, row, message):
     with pytest.raises(UserError, match=message) as error:
-        parse_pairs(row, "d.jsonl:7")
+        parse(row, "d.jsonl:7")
     assert str(error.value).startswith("d.jsonl:7: ")
     assert "\n" not in str(error.value)
 
@@ -128,20 +152,6 @@ def test_rows_to_measure_may_have_any_form(row, kind):
     assert isinstance(parse_any(row, "here").content, kind)
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "p", "chosen": "a"}, "d.jsonl:7: unknown row format; keys found: prompt, cho"),
-        ({"prompt": "p", "answer": "4"}, "7: has a prompt and no answer to measure; keys found: p"),
-        ({"prompt": "p", "completion": "c", "label": "good"}, "label: expected true or false"),
-        ({"prompt": "p", "chosen": "a", "rejected": "a"}, "chosen equals rejected"),
-    ],
-)
-def test_rows_to_measure_that_are_wrong_are_named_in_one_line(row, message):
-    with pytest.raises(UserError, match=message):
-        parse_any(row, "d.jsonl:7")
-
-
 def test_labels_say_whether_an_answer_is_good():
     good = parse_labels({"prompt": "p", "completion": "c", "label": True}, "here").content
     bad = parse_labels({"messages": [ASKED, NO], "label": False, "weight": 2}, "here")
@@ -149,31 +159,9 @@ def test_labels_say_whether_an_answer_is_good():
     assert (bad.content.answer.messages, bad.content.good, bad.weight) == ([ASKED, NO], False, 2)
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "p", "completion": "c"}, "label is missing"),
-        ({"prompt": "p", "completion": "c", "label": "good"}, "label: expected true or false"),
-        ({"prompt": "p", "completion": "c", "label": None}, "label: expected true or false"),
-        ({"prompt": "p", "chosen": "a", "rejected": "b"}, "rows train with --objective dpo"),
-        ({"text": "t", "label": True},
-         "d.jsonl:7: a label needs a prompt and an answer; keys found: text, label; expected prom"),
-        ({"prompt": "p", "label": True}, "completion is missing; keys found: prompt, label"),
-        ({"completion": "c", "label": 1}, "prompt is missing; keys found: completion, label"),
-    ],
-)  # fmt: skip
-def test_wrong_labels_are_named_in_one_line(row, message):
-    with pytest.raises(UserError, match=message):
-        parse_labels(row, "d.jsonl:7")
-
-
-def test_supervised_rows_name_the_objective_of_pairs():
-    with pytest.raises(UserError, match="rows train with --objective dpo"):
-        parse_answers({"prompt": "p", "chosen": "a", "rejected": "b"}, "here")
-    with pytest.raises(UserError, match="train such rows with --objective kto"):
-        parse_answers({"prompt": "p", "completion": "c", "label": False}, "here")
-    assert parse_answers({"prompt": "p", "completion": "c", "label": "joy"}, "here")
-    row = {"messages": [ASKED, YES], "chosen": [YES], "rejected": [NO]}
+def test_supervised_rows_may_have_other_columns_of_the_names_of_preferences():
+    assert parse_answers({**ANSWER, "label": "joy"}, "here")
+    row = {"messages": [ASKED, YES], **TURNS}
     assert parse_answers(row, "here").content.messages == [ASKED, YES]
 
 
@@ -195,23 +183,23 @@ def test_a_pair_becomes_two_texts_whose_answers_are_trained(own_folder, demo_tok
     assert (found.tally.rows, found.tally.examples, found.columns) == (1, 2, {})
 
 
-def test_of_a_pair_that_is_too_long_both_answers_are_dropped(own_folder, demo_tokenizer):
-    rows = [
-        {"prompt": "Why?", "chosen": "Because. " * 9, "rejected": "No."},
-        {"prompt": "Why? " * 60, "chosen": "Yes.", "rejected": "No."},
-    ]
-    found = load(own_folder, demo_tokenizer, rows, "pairs", 40, "truncate")
-    assert (len(found), found.tally.truncated, found.tally.dropped) == (2, 2, 1)
+SAME = "Yes, we will send them. " * 3
+SHORT = {"prompt": "Why?", "chosen": "Yes.", "rejected": "No."}
 
 
-def test_pairs_whose_difference_is_cut_off_are_dropped(own_folder, demo_tokenizer):
-    same = "Yes, we will send them. " * 3
-    rows = [
-        {"prompt": "Why?", "chosen": same + "A", "rejected": same + "B"},
-        {"prompt": "Why?", "chosen": "Yes.", "rejected": "No."},
-    ]
-    found = load(own_folder, demo_tokenizer, rows, "pairs", 16, "truncate")
-    assert (len(found), found.tally.truncated, found.tally.dropped) == (2, 1, 1)
+@pytest.mark.parametrize(
+    ("rows", "size", "truncated"),
+    [
+        ([{**SHORT, "chosen": "Because. " * 9}, {**SHORT, "prompt": "Why? " * 60}], 40, 2),
+        ([{**SHORT, "chosen": SAME + "A", "rejected": SAME + "B"}, SHORT], 16, 1),
+    ],
+    ids=["prompt", "difference"],
+)
+def test_pairs_whose_prompt_or_difference_does_not_fit_are_dropped(
+    own_folder, demo_tokenizer, rows, size, truncated
+):
+    found = load(own_folder, demo_tokenizer, rows, "pairs", size, "truncate")
+    assert (len(found), found.tally.truncated, found.tally.dropped) == (2, truncated, 1)
 
 
 @pytest.mark.parametrize(
@@ -219,11 +207,7 @@ def test_pairs_whose_difference_is_cut_off_are_dropped(own_folder, demo_tokenize
     [
         ("answers", {"prompt": "p", "completion": "c " * 99}, "use --too-long truncate or split"),
         ("pairs", {"prompt": "p", "chosen": "c " * 99, "rejected": "r"}, "use --too-long truncate"),
-        (
-            "labels",
-            {"prompt": "p", "completion": "c " * 99, "label": True},
-            "use --too-long truncate",
-        ),
+        ("labels", {**ANSWER, "completion": "c " * 99, "label": True}, "use --too-long truncate"),
         ("prompts", {"prompt": "p " * 99}, "leave this row out"),
     ],
 )
@@ -315,8 +299,7 @@ def test_the_answer_of_another_row_is_shortened_where_it_does_not_fit(own_folder
 
 
 def test_the_rows_of_one_file_may_differ_in_form(own_folder, demo_tokenizer):
-    rows = [{"prompt": "Why?", "chosen": "Yes.", "rejected": "No."},
-            {"chosen": [ASKED, YES], "rejected": [ASKED, NO]}]  # fmt: skip
+    rows = [SHORT, WHOLE]
     assert len(load(own_folder, demo_tokenizer, rows, "pairs")) == 4
     with pytest.raises(UserError, match=r"train\.jsonl:3: expected chosen \+ rejected"):
         load(own_folder, demo_tokenizer, [*rows, json.loads('{"text": "t"}')], "pairs")
@@ -386,14 +369,13 @@ def test_pairs_of_other_programs_have_their_question_and_answers(name):
 
 @pytest.mark.parametrize(("prompt", "unused"), [("Why? ", ()), ("Another", ("prompt",))])
 def test_a_prompt_beside_whole_chats_is_named_unless_it_is_in_them(prompt, unused):
-    row = Fields({"prompt": prompt, "chosen": [ASKED, YES], "rejected": [ASKED, NO]})
+    row = Fields({"prompt": prompt, **WHOLE})
     assert parse_pairs(row, "here").content.chosen.messages == [ASKED, YES]
     assert row.unused() == unused
 
 
 def test_other_fields_of_the_input_of_a_pair_are_named():
-    said = [{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "b"}]
-    asked = {"messages": [{"role": "user", "content": "q"}], "context": "c"}
-    row = {"input": asked, "preferred_output": said[0], "non_preferred_output": said[1]}
+    asked = {"messages": [ASKED], "context": "c"}
+    row = {"input": asked, "preferred_output": [YES], "non_preferred_output": [NO]}
     line = json.dumps(row).encode()
     assert parse_line(line, "f.jsonl:1", parse=parse_pairs).unused == ("input.context",)

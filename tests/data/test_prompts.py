@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import write_rows
+from tests.conftest import json_values, write_rows
 from your_ai.data.columns import Layout
 from your_ai.data.lines import Fields
 from your_ai.data.prompts import EXPECTED, PromptRows, parse_prompts
@@ -32,97 +32,66 @@ def question(row: dict) -> Question:
     return content
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"prompt": "Why?"}, None),
-        ({"prompt": "Why?", "completion": "Because."}, "Because."),
-        ({"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."}, None),
-        ({"prompt": "Why?", "text": "Why? Because.", "level": 3}, None),
-        ({"instruction": "Why?", "output": "Because."}, "Because."),
-        ({"question": "Why?"}, None),
-        ({"question": "Why?", "answer": "Because."}, "Because."),
-        ({"Question": "Why?", "Solution": "Because."}, "Because."),
-        ({"question": "Why?", "text": "of another kind", "answer": "Because."}, "Because."),
+EARLIER = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
+WHY = {"from": "human", "value": "Why?"}
+BECAUSE = {"from": "gpt", "value": "Because."}
+TEXT, CHAT, SYSTEM = "Why?", Chat([ASKED]), Chat([BRIEF, ASKED])
+FORMS = {
+    "text": [
+        (TEXT, {"prompt": "Why?"}, None),
+        (TEXT, {"prompt": "Why?", "completion": "Because."}, "Because."),
+        (TEXT, {"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."}, None),
+        (TEXT, {"prompt": "Why?", "text": "Why? Because.", "level": 3}, None),
+        (TEXT, {"instruction": "Why?", "output": "Because."}, "Because."),
+        (TEXT, {"question": "Why?"}, None),
+        (TEXT, {"question": "Why?", "answer": "Because."}, "Because."),
+        (TEXT, {"Question": "Why?", "Solution": "Because."}, "Because."),
+        (TEXT, {"question": "Why?", "text": "of another kind", "answer": "Because."}, "Because."),
     ],
-)
-def test_a_prompt_of_text(row, expected):
-    assert question(row) == Question("Why?", expected)
-
-
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"prompt": [ASKED]}, None),
-        ({"prompt": [ASKED], "answer": "Because."}, "Because."),
-        ({"prompt": [ASKED], "completion": "Because."}, "Because."),
-        ({"prompt": [ASKED], "completion": [SAID]}, "Because."),
-        ({"messages": [ASKED, SAID]}, "Because."),
-        ({"messages": [ASKED]}, None),
-        ({"messages": [ASKED], "answer": "Because."}, "Because."),
-        ({"messages": json.dumps([ASKED, SAID])}, "Because."),
-        ({"prompt": json.dumps([ASKED])}, None),
-        ({"conversations": [{"from": "human", "value": "Why?"}]}, None),
-        (
-            {
-                "conversations": [
-                    {"from": "human", "value": "Why?"},
-                    {"from": "gpt", "value": "Because."},
-                ]
-            },
-            "Because.",
-        ),
+    "messages": [
+        (CHAT, {"prompt": [ASKED]}, None),
+        (CHAT, {"prompt": [ASKED], "answer": "Because."}, "Because."),
+        (CHAT, {"prompt": [ASKED], "completion": "Because."}, "Because."),
+        (CHAT, {"prompt": [ASKED], "completion": [SAID]}, "Because."),
+        (CHAT, {"messages": [ASKED, SAID]}, "Because."),
+        (CHAT, {"messages": [ASKED]}, None),
+        (CHAT, {"messages": [ASKED], "answer": "Because."}, "Because."),
+        (CHAT, {"messages": json.dumps([ASKED, SAID])}, "Because."),
+        (CHAT, {"prompt": json.dumps([ASKED])}, None),
+        (CHAT, {"conversations": [WHY]}, None),
+        (CHAT, {"conversations": [WHY, BECAUSE]}, "Because."),
+        (Chat([*EARLIER, ASKED]), {"messages": [*EARLIER, ASKED, SAID]}, "Because."),
     ],
-)
-def test_a_prompt_of_messages(row, expected):
-    assert question(row) == Question(Chat([ASKED]), expected)
-
-
-def test_messages_between_question_and_end_are_kept():
-    turns = [ASKED, SAID, {"role": "user", "content": "And?"}]
-    assert question({"messages": [*turns, SAID]}) == Question(Chat(turns), "Because.")
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "Why?", "system": "Be brief."},
-        {"prompt": [ASKED], "system": "Be brief."},
-        {"prompt": [BRIEF, ASKED]},
-        {"prompt": [BRIEF, ASKED], "system": "Another."},
-        {"messages": [ASKED], "system": "Be brief."},
-        {"question": "Why?", "system": "Be brief."},
-        {"Question": "Why?", "System": "Be brief."},
+    "a system prompt first": [
+        (SYSTEM, {"prompt": "Why?", "system": "Be brief."}, None),
+        (SYSTEM, {"prompt": [ASKED], "system": "Be brief."}, None),
+        (SYSTEM, {"prompt": [BRIEF, ASKED]}, None),
+        (SYSTEM, {"prompt": [BRIEF, ASKED], "system": "Another."}, None),
+        (SYSTEM, {"messages": [ASKED], "system": "Be brief."}, None),
+        (SYSTEM, {"question": "Why?", "system": "Be brief."}, None),
+        (SYSTEM, {"Question": "Why?", "System": "Be brief."}, None),
+        (SYSTEM, {"question": "Why?", "answer": "Because.", "system": "Be brief."}, "Because."),
+        (SYSTEM, {"instruction": "Why?", "output": "Because.", "system": "Be brief."}, "Because."),
+        (SYSTEM, {"messages": [ASKED, SAID], "system": "Be brief."}, "Because."),
     ],
-)
-def test_a_system_prompt_is_the_first_message(row):
-    assert question(row) == Question(Chat([BRIEF, ASKED]), None)
+    "tools": [
+        (Chat([ASKED], TOOLS), {"prompt": prompt, "tools": tools}, None)
+        for prompt in ("Why?", [ASKED])
+        for tools in (TOOLS, json.dumps(TOOLS))
+    ],
+    "earlier turns": [
+        (Chat([*EARLIER, ASKED]), {"prompt": prompt, "history": [["Who?", "I."]]}, None)
+        for prompt in ("Why?", [ASKED])
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    "row",
-    [
-        {"question": "Why?", "answer": "Because.", "system": "Be brief."},
-        {"instruction": "Why?", "output": "Because.", "system": "Be brief."},
-        {"messages": [ASKED, SAID], "system": "Be brief."},
-    ],
+    ("asked", "row", "expected"),
+    [pytest.param(*case, id=form) for form, cases in FORMS.items() for case in cases],
 )
-def test_a_system_prompt_keeps_the_expected_answer(row):
-    assert question(row) == Question(Chat([BRIEF, ASKED]), "Because.")
-
-
-@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
-@pytest.mark.parametrize("prompt", ["Why?", [ASKED]])
-def test_tools_are_given_to_the_template(prompt, tools):
-    found = question({"prompt": prompt, "tools": tools})
-    assert found == Question(Chat([ASKED], TOOLS), None)
-
-
-@pytest.mark.parametrize("prompt", ["Why?", [ASKED]])
-def test_earlier_turns_are_before_the_prompt(prompt):
-    found = question({"prompt": prompt, "history": [["Who?", "I."]]})
-    earlier = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
-    assert found == Question(Chat([*earlier, ASKED]), None)
+def test_a_row_in_any_form_asks_and_expects_the_same(asked, row, expected):
+    assert question(row) == Question(asked, expected)
 
 
 # -- the expected answer
@@ -231,14 +200,7 @@ def test_columns_without_a_prompt_are_one_line_with_their_place(row):
         question(row)
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-9, 9) | st.floats() | st.text(max_size=3),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "content", "from", "value"]), inner, max_size=2)
-    ),
-    max_leaves=6,
-)
+JSON = json_values(st.sampled_from(["role", "content", "from", "value"]), leaves=6)
 KEYS = ("prompt", "completion", "messages", "conversations", "instruction", "output", "question",
         "answer", "system", "tools", "weight", "text")  # fmt: skip
 

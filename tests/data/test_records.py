@@ -37,9 +37,12 @@ def write_csv(path: Path, rows: list[dict], delimiter: str = ",", encoding: str 
     return path
 
 
-def write_arrow(path: Path, rows: list[dict], stream: bool) -> Path:
-    table = pa.Table.from_pylist(rows)
-    make = pa.ipc.new_stream if stream else pa.ipc.new_file
+def write_table(path: Path, table: pa.Table) -> Path:
+    """A file of Parquet, of Arrow's stream or of Feather, as its name says."""
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=2)
+        return path
+    make = pa.ipc.new_stream if path.suffix == ".arrow" else pa.ipc.new_file
     with pa.OSFile(str(path), "wb") as sink, make(sink, table.schema) as writer:
         writer.write_table(table)
     return path
@@ -67,10 +70,8 @@ def written(name: str, rows: list[dict]) -> Path:
         encoding = "utf-16" if "16" in name else "utf-8-sig" if "bom" in name else "utf-8"
         delimiter = ";" if "semicolon" in name else "\t" if path.suffix == ".tsv" else ","
         write_csv(path, rows, delimiter, encoding)
-    elif path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
-    elif path.suffix in (".arrow", ".feather"):
-        write_arrow(path, rows, path.suffix == ".arrow")
+    elif path.suffix in (".parquet", ".arrow", ".feather"):
+        write_table(path, pa.Table.from_pylist(rows))
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows, indent=2 if "indented" in name else None))
     else:
@@ -142,19 +143,13 @@ MAPS = {
 def test_a_map_is_an_object_at_any_depth(kind, form):
     kind, value, wanted = MAPS[kind]
     table = pa.table({"text": pa.array(["t"]), "m": pa.array([value], kind)})
-    if form == "parquet":
-        pq.write_table(table, "a.parquet")
-    else:
-        with pa.OSFile("a.arrow", "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-            writer.write_table(table)
-    assert read(Path(f"a.{form}")) == [{"text": "t", "m": wanted}]
+    assert read(write_table(Path(f"a.{form}"), table)) == [{"text": "t", "m": wanted}]
 
 
 def test_a_key_that_is_twice_in_a_map_is_refused():
     table = pa.table({"m": pa.array([[("a", "x"), ("a", "y")]], MAP)})
-    pq.write_table(table, "a.parquet")
     with pytest.raises(UserError, match=r"^a\.parquet: row 1: has the key a twice"):
-        read(Path("a.parquet"))
+        read(write_table(Path("a.parquet"), table))
 
 
 def test_a_text_gives_its_paragraphs():
@@ -169,20 +164,14 @@ def test_empty_cells_of_a_table_are_texts_and_those_of_arrow_are_not_there():
     Path("a.csv").write_text("a,b\n,x\n")
     assert read(Path("a.csv")) == [{"a": "", "b": "x"}]
     rows = [{"a": None, "b": [{"c": None, "d": 1.5}]}, {"a": "x", "b": None}]
-    pq.write_table(pa.Table.from_pylist(rows), "a.parquet")
-    assert read(Path("a.parquet")) == [{"b": [{"d": 1.5}]}, {"a": "x"}]
+    assert read(written("a.parquet", rows)) == [{"b": [{"d": 1.5}]}, {"a": "x"}]
 
 
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
 def test_columns_of_the_same_name_are_refused(form):
     table = pa.Table.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["text", "text"])
-    if form == "parquet":
-        pq.write_table(table, "a.parquet")
-    else:
-        with pa.OSFile("a.arrow", "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-            writer.write_table(table)
     with pytest.raises(UserError, match="has two columns text"):
-        list(read_records(Path(f"a.{form}"), RowLimit()))
+        read(write_table(Path(f"a.{form}"), table))
 
 
 def test_the_line_that_names_the_delimiter_is_not_a_row():
@@ -213,9 +202,9 @@ def test_lines_of_a_table_may_end_in_any_way(end):
 def test_text_of_arrow_that_is_not_utf_8_is_refused():
     broken = pa.array([b"\xff"]).cast(pa.binary()).view(pa.binary())
     column = pa.StringArray.from_buffers(1, broken.buffers()[1], broken.buffers()[2])
-    pq.write_table(pa.table({"text": column}), "a.parquet")
+    path = write_table(Path("a.parquet"), pa.table({"text": column}))
     with pytest.raises(UserError, match=r"^a\.parquet: is not a whole Parquet file \(.*utf-8"):
-        read(Path("a.parquet"))
+        read(path)
 
 
 def test_content_tells_the_form_where_the_name_is_wrong():
@@ -292,9 +281,9 @@ def test_a_damaged_file_is_refused_in_one_line(kind):
 
 
 def test_a_long_row_of_a_parquet_file_is_refused():
-    pq.write_table(pa.Table.from_pylist([{"text": "x" * 5000}]), "a.parquet")
+    path = written("a.parquet", [{"text": "x" * 5000}])
     with pytest.raises(UserError, match=r"a\.parquet: row 1: the row has more than 2,000 bytes"):
-        read(Path("a.parquet"), RowLimit(row_bytes=2000))
+        read(path, RowLimit(row_bytes=2000))
 
 
 def test_values_that_json_lacks_are_texts_or_left_out():
@@ -303,8 +292,7 @@ def test_values_that_json_lacks_are_texts_or_left_out():
 
     row = {"d": datetime.date(2024, 1, 2), "n": decimal.Decimal("1.5"), "b": b"\xff", "f": 1.0}
     row["t"] = b"ok"
-    pq.write_table(pa.Table.from_pylist([row, {**row, "f": float("nan")}]), "a.parquet")
-    first, second = read(Path("a.parquet"))
+    first, second = read(written("a.parquet", [row, {**row, "f": float("nan")}]))
     assert first == {"d": "2024-01-02", "n": "1.5", "b": {"bytes": 1}, "t": "ok", "f": 1.0}
     assert second["f"] is None
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import chat, write_rows
+from tests.conftest import chat, json_values, write_rows
 from your_ai.data import lines, rows
 from your_ai.data.lines import ROW_LIMIT, Fields, RowLimit, checked_sha256
 from your_ai.data.rows import Chat, Pair, Row, Text, parse_line, parse_row, read_rows, with_progress
@@ -42,8 +42,36 @@ def read_bytes(data: bytes) -> list[Row]:
 # Each format
 
 
-def test_messages_become_a_chat():
-    assert content_of({"messages": [USER, ASSISTANT]}) == Chat([USER, ASSISTANT])
+ALPACA = {"instruction": "q", "output": "a"}
+CONTENTS = {
+    "messages": ({"messages": [USER, ASSISTANT]}, Chat([USER, ASSISTANT])),
+    "conversations of messages": ({"conversations": [USER, ASSISTANT]}, Chat([USER, ASSISTANT])),
+    "texts alone, the first of a person": (
+        {"conversations": ["q", "a", "q"]},
+        Chat([USER, ASSISTANT, USER]),
+    ),
+    "prompt and completion": ({"prompt": "q", "completion": "a"}, Pair("q", "a")),
+    "one answer in a list": ({"prompt": "q", "completion": ["a"]}, Pair("q", "a")),
+    "an empty system prompt": ({"prompt": "q", "completion": "a", "system": ""}, Pair("q", "a")),
+    "no system prompt": ({"prompt": "q", "completion": "a", "system": None}, Pair("q", "a")),
+    "messages of which only the completion is trained": (
+        {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]},
+        Chat([USER, ASSISTANT, USER, ASSISTANT], first_trained=3),
+    ),
+    "alpaca without an input": (ALPACA, Pair("q", "a")),
+    "alpaca with an empty input": ({**ALPACA, "input": ""}, Pair("q", "a")),
+    "alpaca whose input is null": ({**ALPACA, "input": None}, Pair("q", "a")),
+    "alpaca beside a text": ({**ALPACA, "text": "q and a"}, Pair("q", "a")),
+    **{
+        f"alpaca with an {name}": ({**ALPACA, name: "1 and 2"}, Pair("q\n\n1 and 2", "a"))
+        for name in ("Input", "INPUT", "input")
+    },
+}
+
+
+@pytest.mark.parametrize(("row", "content"), CONTENTS.values(), ids=CONTENTS)
+def test_each_format_becomes_a_chat_or_a_pair(row, content):
+    assert content_of(row) == content
 
 
 def test_messages_keep_keys_that_templates_may_read():
@@ -58,10 +86,6 @@ def test_messages_keep_keys_that_templates_may_read():
 def test_tools_of_messages_are_read(row, as_text):
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     assert content_of({**row, "tools": json.dumps(tools) if as_text else tools}).tools == tools
-
-
-def test_texts_alone_are_turns_of_which_a_person_has_the_first():
-    assert content_of({"conversations": ["q", "a", "q"]}) == Chat([USER, ASSISTANT, USER])
 
 
 CALLS = [{"name": "add", "arguments": {"a": 1}}]
@@ -111,39 +135,14 @@ def test_a_tool_call_needs_no_content(content):
     assert content_of({"messages": [USER, turn]}).messages[1]["content"] == ""
 
 
-def test_prompt_and_completion_texts_become_a_pair():
-    assert content_of({"prompt": "q", "completion": "a"}) == Pair("q", "a")
-
-
-def test_prompt_and_completion_messages_train_only_the_completion():
-    row = {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]}
-    assert content_of(row) == Chat([USER, ASSISTANT, USER, ASSISTANT], first_trained=3)
-
-
-@pytest.mark.parametrize("empty", [{}, {"input": ""}, {"input": None}])
-def test_alpaca_rows_may_have_no_input(empty):
-    assert content_of({"instruction": "q", "output": "a", **empty}) == Pair("q", "a")
-
-
-def test_alpaca_keys_take_precedence_over_text():
-    row = {"instruction": "q", "output": "a", "text": "q and a"}
-    assert content_of(row) == Pair("q", "a")
-
-
-def test_sharegpt_rows_may_have_openai_messages():
-    assert content_of({"conversations": [USER, ASSISTANT]}).messages == [USER, ASSISTANT]
-
-
 # Weights
 
 
-def test_the_default_weight_is_one():
-    assert rows_of({"text": "t"})[0].weight == 1.0
-
-
-@pytest.mark.parametrize("weight", [0, 0.25, 3])
-def test_a_weight_is_read(weight):
-    assert rows_of({"text": "t", "weight": weight})[0].weight == weight
+@pytest.mark.parametrize(
+    ("given", "weight"), [({}, 1), ({"weight": 0}, 0), ({"weight": 0.25}, 0.25), ({"weight": 3}, 3)]
+)
+def test_a_weight_is_read_and_one_by_default(given, weight):
+    assert rows_of({"text": "t", **given})[0].weight == weight
 
 
 # Files as they occur in practice
@@ -154,20 +153,23 @@ def test_rows_have_their_line_number():
     assert [row.where for row in rows] == ["train.jsonl:1", "train.jsonl:4"]
 
 
-def test_a_byte_order_mark_is_skipped():
-    assert read_bytes(b'\xef\xbb\xbf{"text": "t"}\n')[0].content == Text("t")
-
-
-@pytest.mark.parametrize(("end", "last"), [(b"\r\n\r\n", b"\r\n"), (b"\n", b"")])
-def test_windows_line_ends_are_accepted_and_the_last_line_needs_none(end, last):
-    rows = read_bytes(b'{"text": "t"}' + end + b'{"text": "u"}' + last)
-    assert [row.content.text for row in rows] == ["t", "u"]
-
-
-def test_only_a_newline_ends_a_line():
-    text = "one\u2028two\u0085three"
-    line = json.dumps({"text": text}, ensure_ascii=False)
-    assert read_bytes(line.encode())[0].content == Text(text)
+@pytest.mark.parametrize(
+    ("data", "texts"),
+    [
+        (b'\xef\xbb\xbf{"text": "t"}\n', ["t"]),
+        (b'{"text": "t"}\r\n\r\n{"text": "u"}\r\n', ["t", "u"]),
+        (b'{"text": "t"}\n{"text": "u"}', ["t", "u"]),
+        ('{"text": "one\u2028two\u0085three"}'.encode(), ["one\u2028two\u0085three"]),
+    ],
+    ids=[
+        "byte order mark",
+        "Windows line ends",
+        "no newline at the end",
+        "only newlines end lines",
+    ],
+)
+def test_files_of_other_programs_are_read(data, texts):
+    assert [row.content.text for row in read_bytes(data)] == texts
 
 
 def test_rows_before_a_bad_row_are_yielded():
@@ -248,6 +250,12 @@ BAD = {
         "messages[1]: weight 2: must be 0 or 1 in a message",
     ),
     "weight of a bad row": ({"messages": [USER], "weight": "x"}, "weight: expected a number"),
+    "a key twice": ('{"text": "a", "text": "b"}', "has the key text twice"),
+    "a key twice within": ('{"text": "a", "x": {"y": 1, "y": 1}}', "has the key y twice"),
+    "system": (
+        {"prompt": "q", "completion": "a", "system": [7]},
+        "system: content: has parts that are no text",
+    ),
 }
 
 
@@ -266,12 +274,6 @@ def test_columns_without_a_value_are_as_good_as_none():
     joined = {"messages": None, "prompt": None, "text": "hello", "weight": None}
     (row,) = rows_of(joined)
     assert (row.content, row.weight, row.unused) == (Text("hello"), 1.0, ())
-
-
-@pytest.mark.parametrize("name", ["Input", "INPUT", "input"])
-def test_the_input_of_an_instruction_has_any_capitals(name):
-    row = {"instruction": "Add", name: "1 and 2", "output": "3"}
-    assert content_of(row) == Pair("Add\n\n1 and 2", "3")
 
 
 def test_the_error_names_a_row_that_is_not_utf8():
@@ -316,14 +318,6 @@ def test_deep_nesting_is_refused_everywhere():
                 rows_of(line)
     assert rows_of(f'{{"text": "a", "more": {nested(60)}}}')
     assert rows_of(f'{{"text": "{"[" * 200}"}}')  # brackets in a string are not nesting
-
-
-@pytest.mark.parametrize(
-    "line", ['{"text": "a", "text": "b"}', '{"text": "a", "x": {"y": 1, "y": 1}}']
-)
-def test_a_duplicate_key_is_refused(line):
-    with pytest.raises(UserError, match=r"^train\.jsonl:1: has the key [ty]\w* twice"):
-        rows_of(line)
 
 
 def test_errors_show_long_values_shortened():
@@ -405,27 +399,14 @@ SYSTEM = {"role": "system", "content": "s"}
                            {"from": "gpt", "value": "a"}]},
     ],
 )  # fmt: skip
-def test_a_system_prompt_comes_before_the_question_in_every_form(row):
-    assert content_of({**row, "system": "s"}).messages == [SYSTEM, USER, ASSISTANT]
+@pytest.mark.parametrize("system", ["s", {"parts": [{"text": "s"}]}], ids=["text", "parts"])
+def test_a_system_prompt_comes_before_the_question_in_every_form(row, system):
+    assert content_of({**row, "system": system}).messages == [SYSTEM, USER, ASSISTANT]
 
 
-@pytest.mark.parametrize("system", [None, ""])
-def test_an_empty_system_prompt_is_none(system):
-    assert content_of({"prompt": "q", "completion": "a", "system": system}) == rows.Pair("q", "a")
-
-
-def test_a_system_prompt_that_is_no_text_is_refused():
-    with pytest.raises(UserError, match="system: content: has parts that are no text"):
-        content_of({"prompt": "q", "completion": "a", "system": [7]})
-
-
-JUNK = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(["role", "content", "text", "type", "value", "from", "x"]),
-                      inner, max_size=3),
-    max_leaves=12,
-)  # fmt: skip
+JUNK = json_values(
+    st.sampled_from(["role", "content", "text", "type", "value", "from", "x"]), leaves=12
+)
 KEYS = ("messages", "conversations", "prompt", "completion", "instruction", "output", "text",
         "tools", "weight", "system", "input")  # fmt: skip
 
@@ -466,12 +447,6 @@ def test_messages_that_end_with_a_question_are_answered_by_the_completion():
     content = content_of({"messages": [USER], "completion": "a", "system": "s"})
     assert [turn["role"] for turn in content.messages] == ["system", "user", "assistant"]
     assert content.first_trained == 2
-
-
-def test_one_answer_in_a_list_and_a_system_prompt_with_parts_are_texts():
-    assert content_of({"prompt": "q", "completion": ["a"]}) == Pair("q", "a")
-    row = {"prompt": "q", "completion": "a", "system": {"parts": [{"text": "s"}]}}
-    assert content_of(row).messages[0] == {"role": "system", "content": "s"}
 
 
 PARTS = st.lists(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load
 
-from tests.conftest import DEMO_FOLDER, TOKENIZER_FILES
+from tests.conftest import with_tokenizer_of_demo
 from tests.data.test_encode import make_tokenizer
 from tests.data.test_four_rules import TEMPLATES, TEXT
 from your_ai.data.encode import Encoder
@@ -38,6 +37,14 @@ def tokenizers() -> dict[str, Any]:
 def begun(tokenizer: Any, asked: str, tools: Any = None, **given: Any) -> SampledChat:
     messages = [{"role": "user", "content": asked}]
     return SampledChat(Encoder(tokenizer), tools, messages, "rows:1", **given)
+
+
+def answered(tokenizer: Any, answer: str, **given: Any) -> tuple[SampledChat, int]:
+    """A conversation after a first answer, and the last token of that."""
+    conversation, turn = begun(tokenizer, "Q", **given), ids_of(tokenizer, answer)
+    conversation.begin()
+    conversation.hear(turn, True)
+    return conversation, turn[-1]
 
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:
@@ -79,9 +86,7 @@ def with_tools(tmp_path_factory) -> Any:
     """The demo's tokenizer with a template of the field, as mlx-lm loads it."""
 
     def make(name: str) -> Any:
-        folder = tmp_path_factory.mktemp("tokenizer")
-        for file in TOKENIZER_FILES:
-            shutil.copy(DEMO_FOLDER / file, folder)
+        folder = with_tokenizer_of_demo(tmp_path_factory.mktemp("tokenizer"))
         text = TEMPLATES[name].replace(END, "<|end|>").replace("<s>", "<|assistant|>")
         (folder / "chat_template.jinja").write_text(text)
         config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -131,16 +136,14 @@ def test_calls_that_cannot_be_read_stay_text(with_tools, written):
 def test_a_template_that_drops_reasoning_splits_the_conversation_or_is_refused(tokenizers):
     tokenizer = tokenizers["qwen-3"]
     for rewritten in ("split", "refuse"):
-        conversation = begun(tokenizer, "Q", rewritten=rewritten)
-        conversation.begin()
-        turn = ids_of(tokenizer, f"<think>\nbecause\n</think>\n\nyes{END}")
-        conversation.hear(turn, True)
+        said = f"<think>\nbecause\n</think>\n\nyes{END}"
+        conversation, end = answered(tokenizer, said, rewritten=rewritten)
         more = [{"role": "user", "content": "and?"}]
         if rewritten == "refuse":
             with pytest.raises(CannotGoOn, match="--rewritten-turns split"):
-                conversation.see(more, turn[-1])
+                conversation.see(more, end)
             continue
-        heard = conversation.see(more, turn[-1])
+        heard = conversation.see(more, end)
         assert heard.is_prompt
         text = tokenizer.decode(heard.ids.tolist())
         assert "because" not in text
@@ -150,31 +153,19 @@ def test_a_template_that_drops_reasoning_splits_the_conversation_or_is_refused(t
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_what_others_say_has_no_tokens_of_the_template(tokenizers, name):
-    tokenizer = tokenizers[name]
-    encoder = Encoder(tokenizer)
-    conversation = begun(tokenizer, "Q", rewritten="split")
-    conversation.begin()
-    turn = ids_of(tokenizer, f"A{END}")
-    conversation.hear(turn, True)
-    bad = "".join(encoder.added_tokens) + END * 2
-    heard = conversation.see([{"role": "user", "content": bad}], turn[-1])
-    other = begun(tokenizer, "Q", rewritten="split")
-    other.begin()
-    other.hear(turn, True)
-    plain = other.see([{"role": "user", "content": "good"}], turn[-1])
-    added = encoder.is_added
-    counts = [int(added[np.minimum(h.ids, len(added) - 1)].sum()) for h in (heard, plain)]
+    encoder = Encoder(tokenizers[name])
+    added, counts = encoder.is_added, []
+    for said in ("".join(encoder.added_tokens) + END * 2, "good"):
+        conversation, end = answered(tokenizers[name], f"A{END}", rewritten="split")
+        heard = conversation.see([{"role": "user", "content": said}], end)
+        counts.append(int(added[np.minimum(heard.ids, len(added) - 1)].sum()))
     assert counts[0] == counts[1]
 
 
 def test_an_answer_that_ends_otherwise_ends_the_conversation(tokenizers):
-    tokenizer = tokenizers["chatml"]
-    conversation = begun(tokenizer, "Q")
-    conversation.begin()
-    turn = ids_of(tokenizer, "A<s>")
-    conversation.hear(turn, True)
+    conversation, end = answered(tokenizers["chatml"], "A<s>")
     with pytest.raises(CannotGoOn, match="<s>"):
-        conversation.see([{"role": "user", "content": "B"}], turn[-1])
+        conversation.see([{"role": "user", "content": "B"}], end)
 
 
 @settings(max_examples=60, deadline=None)

@@ -179,14 +179,15 @@ def test_tools_may_be_json_texts():
 OLDER = {"name": "f", "arguments": '{"a": 1}'}
 
 
-@pytest.mark.parametrize("older", [OLDER, None, {}, {"name": None, "arguments": None}])
-def test_an_older_call_beside_calls_may_be_one_of_them_or_empty(older):
-    assert parsed(role="assistant", tool_calls=[CALL], function_call=older)["tool_calls"] == [CALL]
-
-
-@pytest.mark.parametrize("calls", [None, [], "", "[]", "null"])
-def test_an_older_call_beside_no_calls_is_the_call(calls):
-    assert parsed(role="assistant", tool_calls=calls, function_call=OLDER)["tool_calls"] == [CALL]
+@pytest.mark.parametrize(
+    ("calls", "older"),
+    [
+        *(([CALL], older) for older in (OLDER, None, {}, {"name": None, "arguments": None})),
+        *((calls, OLDER) for calls in (None, [], "", "[]", "null")),
+    ],
+)
+def test_an_older_call_is_one_of_the_calls_or_the_only_one_or_empty(calls, older):
+    assert parsed(role="assistant", tool_calls=calls, function_call=older)["tool_calls"] == [CALL]
 
 
 def test_an_older_call_that_is_not_one_of_the_calls_is_refused():

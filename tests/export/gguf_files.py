@@ -21,13 +21,21 @@ from tokenizers import (
 from tokenizers.pre_tokenizers import ByteLevel, Metaspace, PreTokenizer, Split
 
 from tests.conftest import DEMO_FOLDER, TOKENIZER_FILES, make_model
+from your_ai.export.gguf import write_adapter
 from your_ai.export.gguf_tokenizer import BYTES, PROBE
+from your_ai.nets.saved_adapter import Trained
 
 SPECIAL = ["<|pad|>", "<|end|>", "<|user|>"]
 TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}"
 ROWS = 900  # embedding rows, more than the tokenizers have tokens
 CORPUS = [*(DEMO_FOLDER / "data" / "train.jsonl").read_text().splitlines()[:150], *[PROBE] * 9]
 RUNS = Regex("▁+[^▁]*|[^▁]+")  # a word with all spaces before it
+
+
+def adapter_file(trained: Trained, folder: Path) -> Path:
+    """The adapter of a run in a GGUF file."""
+    write_adapter(trained, folder / "a.gguf")
+    return folder / "a.gguf"
 
 
 def fields(path: Path) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from tests.conftest import change_json
 from your_ai.config import build
 from your_ai.hub.find import fingerprint
 from your_ai.nets.layer_sizes import evened
@@ -48,6 +50,17 @@ def make_run(base: Path, name: str = "r", **settings: Any) -> RunFolder:
 def make_trained(base: Path, name: str = "r", **settings: Any) -> Trained:
     make_run(base, name, **settings)
     return open_trained(name)
+
+
+def change_config(adapter: Path, **settings: Any) -> None:
+    """Change settings of an adapter."""
+    change_json(adapter, checkpoint.ADAPTER_CONFIG, **settings)
+
+
+def change_parameters(adapter: Path, **parameters: Any) -> None:
+    """Change `lora_parameters` of an adapter."""
+    config = json.loads((adapter / checkpoint.ADAPTER_CONFIG).read_text())
+    change_config(adapter, lora_parameters=config["lora_parameters"] | parameters)
 
 
 def logits(trained: Trained, adapted: bool = True) -> mx.array:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_adapters
 
-from tests.conftest import change_json, make_model
+from tests.conftest import make_model
 from tests.export.gguf_files import fields, tensors
-from tests.export.runs import TOKENS, logits, make_run, make_trained
+from tests.export.runs import TOKENS, change_config, logits, make_run, make_trained
 from tests.export.test_starting import refused, same, started
 from your_ai.config.adapter_facts import MATRICES
 from your_ai.errors import UserError
@@ -124,7 +124,7 @@ def test_plain_adapter_is_written_as_it_is(tiny_model):
 def test_sizes_that_no_adapter_has_are_refused(tiny_model, sizes):
     run = make_run(tiny_model, lora_layers=1)
     parameters = {"rank": 4, "scale": 2.0, "keys": ["self_attn.q_proj"], "by_layer": sizes}
-    change_json(run.adapter, "adapter_config.json", lora_parameters=parameters)
+    change_config(run.adapter, lora_parameters=parameters)
     with pytest.raises(UserError, match=r"adapter_config.json: by_layer"):
         read_adapter(run.adapter)
 

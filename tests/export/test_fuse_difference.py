@@ -28,10 +28,8 @@ def trained(tmp_path: Path, data_folder: Path, request: pytest.FixtureRequest) -
 
 
 def written(trained: Trained, to: str) -> Path:
-    target = Path(to)
-    for _ in fuse(trained, target, to):
-        pass
-    return target
+    list(fuse(trained, Path(to), to))
+    return Path(to)
 
 
 def reference_numbers(trained: Trained, fused: Path) -> dict[str, float]:

@@ -20,7 +20,6 @@ from your_ai.errors import UserError
 from your_ai.export.fused_weights import fuse, fused_lazily, with_turn_end, work_of
 from your_ai.files import sha256
 from your_ai.hub.check import check_model
-from your_ai.modelfiles import shards
 from your_ai.nets.saved_adapter import Trained, open_trained
 from your_ai.nets.tokenizer import open_tokenizer
 
@@ -28,13 +27,6 @@ from your_ai.nets.tokenizer import open_tokenizer
 @pytest.fixture
 def trained(tmp_path: Path, data_folder: Path) -> Trained:
     return drawn_run(make_model(tmp_path / "base" / "model"), data_folder)
-
-
-@pytest.fixture
-def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write the small model in several shards."""
-    monkeypatch.setattr(shards, "SHARD_LEAST_BYTES", 30_000)
-    monkeypatch.setattr(shards, "SHARDS", 4)
 
 
 def written(trained: Trained, target: Path, to: str = "auto", force: bool = False) -> Path:

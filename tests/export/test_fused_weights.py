@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from mlx_lm.utils import quantize_model, save_config
 
 from tests.conftest import TINY, make_model
 from tests.export.fused_runs import assert_same_bytes, drawn_run, fused_by_mlx_lm, weights_of
-from tests.export.runs import make_trained
+from tests.export.runs import change_parameters, make_trained
 from your_ai.errors import UserError
 from your_ai.export import fused_weights as weights
 from your_ai.export import gguf, huggingface
@@ -53,8 +52,7 @@ def run_of(tmp_path: Path, data_folder: Path, kind: tuple[str, bool], bits: int 
 
 
 def written(trained: Trained, target: Path, to: str = "auto", dtype: str = "auto") -> Path:
-    for _ in fuse(trained, target, to, dtype):
-        pass
+    list(fuse(trained, target, to, dtype))
     return target
 
 
@@ -86,14 +84,17 @@ def test_the_fused_model_computes_the_same_as_base_and_adapter(tmp_path, data_fo
     assert not any(name.endswith("scales") for name in weights_of(out))
 
 
-@over(FEW)
-def test_requantized_weights_equal_those_fused_by_mlx_lm(
-    tmp_path, data_folder, kind, to_the_nearest
+@pytest.mark.parametrize(
+    ("kind", "bits"), [*((kind, 4) for kind in FEW), (("llama", False), None)], ids=str
+)
+def test_weights_of_the_same_form_equal_those_fused_by_mlx_lm(
+    tmp_path, data_folder, kind, bits, to_the_nearest
 ):
-    trained = run_of(tmp_path, data_folder, kind, 4)
-    out = written(trained, tmp_path / "out", "same")
+    trained = run_of(tmp_path, data_folder, kind, bits)
+    out = written(trained, tmp_path / "out", "same" if bits else "auto")
     assert_same_bytes(weights_of(out), fused_by_mlx_lm(trained))
-    assert check_model(out)["quantization"] == check_model(trained.base)["quantization"]
+    found, base = check_model(out), check_model(trained.base)
+    assert found["quantization"] == base["quantization"] if bits else found == base
 
 
 @over(FEW)
@@ -129,13 +130,6 @@ def test_more_bits_come_closer_to_the_run(tmp_path, data_folder, architecture):
         for to in ("same", "6", "8")
     }
     assert off["8"] < off["6"] / 2 < off["same"] / 4
-
-
-def test_an_unquantized_base_is_fused_like_mlx_lm(tmp_path, data_folder):
-    trained = run_of(tmp_path, data_folder, ("llama", False), None)
-    out = written(trained, tmp_path / "out")
-    assert_same_bytes(weights_of(out), fused_by_mlx_lm(trained))
-    assert check_model(out) == check_model(trained.base)
 
 
 # Rounding
@@ -343,9 +337,6 @@ def test_a_layer_that_cannot_be_fused_is_named(tmp_path, data_folder, monkeypatc
 
 def test_an_adapter_with_wrong_shapes_is_refused(tmp_path, data_folder):
     trained = run_of(tmp_path, data_folder, ("llama", False), 4)
-    path = trained.adapter.folder / "adapter_config.json"
-    config = json.loads(path.read_text())
-    config["lora_parameters"]["rank"] = 8
-    path.write_text(json.dumps(config))
+    change_parameters(trained.adapter.folder, rank=8)
     with pytest.raises(UserError, match=r"lora_a is \d+ x 4, expected \d+ x 8"):
         fused_lazily(trained)

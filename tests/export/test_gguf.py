@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import errno
 import math
 import resource
 import sys
@@ -20,8 +18,9 @@ from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import dequantize_model
 
 from tests.conftest import EXTRA, make_model
-from tests.export.gguf_files import fields, kinds, tensors
+from tests.export.gguf_files import adapter_file, fields, kinds, tensors
 from tests.export.runs import ALPHA, RANK, make_trained
+from tests.interop.llamacpp.bases import LLAMA3
 from your_ai.errors import RunError, UserError
 from your_ai.export import gguf
 from your_ai.export.fused_weights import fuse
@@ -31,10 +30,6 @@ from your_ai.nets.saved_adapter import Trained
 
 DENSE = [name for name in EXTRA if name != "qwen3_moe"]
 NORMS = {"llama": 0, "mistral": 0, "qwen2": 0, "qwen3": 0, "gemma2": 1, "gemma3_text": 1}
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
 
 
 def written(trained, target, kind="f32", **options):
@@ -65,8 +60,7 @@ def turned_back(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def test_an_adapter_has_the_arrays_of_mlx_lm_under_ggufs_names(trained, tmp_path):
-    gguf.write_adapter(trained, tmp_path / "a.gguf")
-    found = tensors(tmp_path / "a.gguf")
+    found = tensors(adapter_file(trained, tmp_path))
     assert len(found) == len(trained.adapter.arrays) == 2 * 3 * 7
     ours = trained.adapter.layers["model.layers.1.mlp.down_proj"]
     assert np.array_equal(found["blk.1.ffn_down.weight.lora_a"], np.array(ours["lora_a"]).T)
@@ -75,8 +69,7 @@ def test_an_adapter_has_the_arrays_of_mlx_lm_under_ggufs_names(trained, tmp_path
 
 @pytest.mark.parametrize(("layer", "name", "heads"), [("q", "attn_q", 4), ("k", "attn_k", 2)])
 def test_the_query_and_key_rows_of_llama_are_reordered(trained, tmp_path, layer, name, heads):
-    gguf.write_adapter(trained, tmp_path / "a.gguf")
-    found = tensors(tmp_path / "a.gguf")[f"blk.2.{name}.weight.lora_b"]
+    found = tensors(adapter_file(trained, tmp_path))[f"blk.2.{name}.weight.lora_b"]
     ours = trained.adapter.layers[f"model.layers.2.self_attn.{layer}_proj"]["lora_b"]
     assert not np.array_equal(found, np.array(ours).T)
     assert np.array_equal(turned_back(found, heads), np.array(ours).T)
@@ -84,15 +77,13 @@ def test_the_query_and_key_rows_of_llama_are_reordered(trained, tmp_path, layer,
 
 def test_the_query_rows_of_other_architectures_are_not_reordered(tmp_path):
     trained = make_trained(make_model(tmp_path / "m", "qwen3"))
-    gguf.write_adapter(trained, tmp_path / "a.gguf")
     ours = trained.adapter.layers["model.layers.2.self_attn.q_proj"]["lora_b"]
-    found = tensors(tmp_path / "a.gguf")["blk.2.attn_q.weight.lora_b"]
+    found = tensors(adapter_file(trained, tmp_path))["blk.2.attn_q.weight.lora_b"]
     assert np.array_equal(found, np.array(ours).T)
 
 
 def test_alpha_over_rank_is_the_scale(trained, tmp_path):
-    gguf.write_adapter(trained, tmp_path / "a.gguf")
-    found = fields(tmp_path / "a.gguf")
+    found = fields(adapter_file(trained, tmp_path))
     assert found["general.type"] == "adapter"
     assert found["general.architecture"] == "llama"
     assert found["adapter.type"] == "lora"
@@ -109,9 +100,8 @@ def test_exported_files_contain_no_local_path(trained, tmp_path):
 
 
 def test_a_base_from_the_hub_is_named_in_the_metadata(trained, tmp_path):
-    config = dataclasses.replace(trained.config, model="some/model-1B")
-    gguf.write_adapter(dataclasses.replace(trained, config=config), tmp_path / "a.gguf")
-    found = fields(tmp_path / "a.gguf")
+    config = replace(trained.config, model="some/model-1B")
+    found = fields(adapter_file(replace(trained, config=config), tmp_path))
     assert found["general.base_model.0.organization"] == "some"
     assert found["general.base_model.0.name"] == "model-1B"
 
@@ -128,8 +118,7 @@ def test_dora_is_refused(tiny_model, tmp_path):
 def test_an_adapter_of_experts_has_one_matrix_for_all(tmp_path):
     base = make_model(tmp_path / "m", "qwen3_moe", bits=None)
     trained = make_trained(base, lora_targets=["switch_mlp.up_proj"], lora_experts=True)
-    gguf.write_adapter(trained, tmp_path / "a.gguf")
-    found = tensors(tmp_path / "a.gguf")
+    found = tensors(adapter_file(trained, tmp_path))
     ours = trained.adapter.layers["model.layers.2.mlp.switch_mlp.up_proj"]
     assert ours["lora_a"].ndim == 3
     for part in ("lora_a", "lora_b"):
@@ -139,13 +128,13 @@ def test_an_adapter_of_experts_has_one_matrix_for_all(tmp_path):
 def test_an_adapter_with_scale_zero_is_refused(trained, tmp_path):
     parameters = {**trained.adapter.config["lora_parameters"], "scale": 0.0}
     config = {**trained.adapter.config, "lora_parameters": parameters}
-    adapter = dataclasses.replace(trained.adapter, config=config)
+    adapter = replace(trained.adapter, config=config)
     with pytest.raises(UserError, match="scale is 0"):
-        gguf.write_adapter(dataclasses.replace(trained, adapter=adapter), tmp_path / "a.gguf")
+        gguf.write_adapter(replace(trained, adapter=adapter), tmp_path / "a.gguf")
 
 
 def test_an_adapter_of_another_model_is_refused(trained, tmp_path):
-    other = dataclasses.replace(trained, base=make_model(tmp_path / "o", hidden_size=128))
+    other = replace(trained, base=make_model(tmp_path / "o", hidden_size=128))
     with pytest.raises(UserError, match="does not fit the model"):
         gguf.write_adapter(other, tmp_path / "a.gguf")
 
@@ -346,8 +335,7 @@ def test_models_that_llama_cpp_does_not_support_are_refused(
 def test_the_largest_gemma_scales_queries_by_hidden_size_per_head(tmp_path):
     changes = {"num_hidden_layers": 46, "intermediate_size": 32, "head_dim": 8}
     base = make_model(tmp_path / "m", "gemma2", query_pre_attn_scalar=16, **changes)
-    gguf.write_adapter(make_trained(base), tmp_path / "a.gguf")  # 64 // 4, and not 8
-    assert (tmp_path / "a.gguf").exists()
+    assert adapter_file(make_trained(base), tmp_path).exists()  # 64 // 4, and not 8
 
 
 def test_in_pairs_reorders_halves_to_neighboring_pairs():
@@ -406,16 +394,6 @@ def test_a_write_error_keeps_the_existing_file(trained, tmp_path, room_bytes):
     assert [path.name for path in tmp_path.iterdir() if "m.gguf" in path.name] == ["m.gguf"]
 
 
-def test_a_full_disk_is_reported_and_leaves_no_files(trained, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(gguf, "sync", full)
-    with pytest.raises(UserError, match=r"No space left on device.*; free some disk"):
-        gguf.write_adapter(trained, tmp_path / "a.gguf")
-    assert not [path for path in tmp_path.iterdir() if "gguf" in path.name]
-
-
 def test_a_missing_target_folder_is_an_error(trained, tmp_path):
     with pytest.raises(UserError, match="cannot be written"):
         gguf.write_adapter(trained, tmp_path / "gone" / "a.gguf")
@@ -440,8 +418,7 @@ def test_weights_that_become_unreadable_are_an_error(tmp_path):
 
 
 def test_the_file_is_readable_by_other_users(trained, tmp_path):
-    gguf.write_adapter(trained, tmp_path / "a.gguf")
-    assert math.log2((tmp_path / "a.gguf").stat().st_mode & 0o004) == 2
+    assert math.log2(adapter_file(trained, tmp_path).stat().st_mode & 0o004) == 2
 
 
 def write_gguf(trained: Trained, target: Path) -> None:

@@ -18,7 +18,7 @@ from tokenizers import normalizers
 from tests.conftest import DEMO_FOLDER, EXTRA, make_model
 from tests.export.gguf_files import byte_level, sentencepiece, with_tokenizer
 from tests.export.runs import TOKENS, make_trained
-from tests.export.test_gguf import LLAMA3
+from tests.interop.llamacpp.bases import LLAMA3
 from your_ai.export import gguf
 from your_ai.export.gguf_tokenizer import PROBE, SPLITTERS, splitter_of
 from your_ai.generation.generate import Sampling, load_run, respond
@@ -96,8 +96,7 @@ def without_effect(trained, folder):
 
 
 def write(trained, target, kind="f32"):
-    for _ in gguf.write_model(trained, target, kind):
-        pass
+    list(gguf.write_model(trained, target, kind))
     return target
 
 

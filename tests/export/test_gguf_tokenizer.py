@@ -42,10 +42,10 @@ def vocabulary(tokenizer, rows=ROWS, **named):
     return vocabulary_of("base", wrapped(tokenizer, **named), rows)
 
 
-def metadata_of(base, rows=ROWS):
-    """The GGUF metadata of the tokenizer in a folder."""
+def metadata_of(base, rows=ROWS, tokenizer=None):
+    """The GGUF metadata of a tokenizer, by default the one in the folder."""
     writer = gguf.GGUFWriter(None, "llama")
-    add_tokenizer(writer, base, open_tokenizer(base), rows)
+    add_tokenizer(writer, base, tokenizer or open_tokenizer(base), rows)
     return {name: value.value for name, value in writer.kv_data[0].items()}
 
 
@@ -103,17 +103,18 @@ def test_a_splitter_is_recognized_however_it_is_written(name, splitters):
     assert vocabulary(byte_level(Sequence(splitters))).pre == name
 
 
-@pytest.mark.parametrize("model", [models.WordPiece(unk_token="x"), models.Unigram()])
-def test_tokenizers_other_than_bpe_are_refused(model):
-    with pytest.raises(
-        UserError, match=r"its tokenizer is (WordPiece|Unigram); GGUF supports only"
-    ):
-        vocabulary(Tokenizer(model))
-
-
-def test_bpe_with_an_end_of_word_suffix_is_refused():
-    tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
-    with pytest.raises(UserError, match="GGUF supports only byte-level BPE"):
+@pytest.mark.parametrize(
+    ("tokenizer", "message"),
+    [
+        (Tokenizer(models.WordPiece(unk_token="x")), "its tokenizer is WordPiece; GGUF supports o"),
+        (Tokenizer(models.Unigram()), "its tokenizer is Unigram; GGUF supports only"),
+        (Tokenizer(models.BPE(end_of_word_suffix="</w>")), "GGUF supports only byte-level BPE"),
+        (sentencepiece(complete=False), "falls back to bytes, but is not a SentencePiece tokenize"),
+    ],
+    ids=["WordPiece", "Unigram", "ends of words", "bytes without SentencePiece's merges"],
+)
+def test_tokenizers_other_than_byte_level_bpe_and_sentencepiece_are_refused(tokenizer, message):
+    with pytest.raises(UserError, match=message):
         vocabulary(tokenizer)
 
 
@@ -160,13 +161,6 @@ def test_sentencepiece_scores_follow_the_order_of_the_merges():
     assert found.types[found.tokens.index("<unk>")] == TokenType.UNKNOWN
     assert found.types[found.tokens.index("</s>")] == TokenType.CONTROL
     assert found.types[found.tokens.index("▁")] == TokenType.NORMAL
-
-
-def test_byte_fallback_without_sentencepiece_merges_is_refused():
-    with pytest.raises(
-        UserError, match="falls back to bytes, but is not a SentencePiece tokenizer"
-    ):
-        vocabulary(sentencepiece(complete=False))
 
 
 def test_added_tokens_of_spaces_stay_normal_tokens():
@@ -241,8 +235,6 @@ def test_several_templates_are_recorded_by_name(tmp_path):
     base = with_tokenizer(tmp_path / "m", byte_level(GPT2), eos_token="<|end|>")
     tokenizer = open_tokenizer(base)
     tokenizer.chat_template = {"default": "a", "tool_use": "b"}
-    writer = gguf.GGUFWriter(None, "llama")
-    add_tokenizer(writer, base, tokenizer, ROWS)
-    found = {name: value.value for name, value in writer.kv_data[0].items()}
+    found = metadata_of(base, tokenizer=tokenizer)
     assert found["tokenizer.chat_template"] == "a"
     assert found["tokenizer.chat_template.tool_use"] == "b"

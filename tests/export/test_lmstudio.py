@@ -25,12 +25,18 @@ def home(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def opened(home):
+    """The folder of LM Studio, which was opened once."""
+    (home / ".lmstudio").mkdir()
+    return home / ".lmstudio"
+
+
+@pytest.fixture
 def run(tiny_model):
     return make_run(tiny_model)
 
 
-def test_the_home_is_the_one_that_lm_studio_uses(home):
-    (home / ".lmstudio").mkdir()
+def test_the_home_is_the_one_that_lm_studio_uses(home, opened):
     assert lmstudio.models_folder() == home / ".lmstudio" / "models"
     (home / ".cache" / "lm-studio").mkdir(parents=True)
     assert lmstudio.models_folder() == home / ".cache" / "lm-studio" / "models"
@@ -51,22 +57,19 @@ def test_a_pointer_to_no_folder_is_reported(home, pointer):
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"x" * 5000])
-def test_a_pointer_that_cannot_be_read_is_as_none(home, content):
-    (home / ".lmstudio").mkdir()
+def test_a_pointer_that_cannot_be_read_is_as_none(home, opened, content):
     (home / ".lmstudio-home-pointer").write_bytes(content)
-    assert lmstudio.home_folder() == home / ".lmstudio"
+    assert lmstudio.home_folder() == opened
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"downloadsFolder": 7}', "[" * 9999])
-def test_settings_of_another_form_are_ignored(home, content):
-    (home / ".lmstudio").mkdir()
-    (home / ".lmstudio" / "settings.json").write_text(content)
-    assert lmstudio.models_folder() == home / ".lmstudio" / "models"
+def test_settings_of_another_form_are_ignored(opened, content):
+    (opened / "settings.json").write_text(content)
+    assert lmstudio.models_folder() == opened / "models"
 
 
-def test_a_models_folder_that_is_gone_is_reported(home):
-    (home / ".lmstudio").mkdir()
-    (home / ".lmstudio" / "settings.json").write_text('{"downloadsFolder": "/nowhere/x"}')
+def test_a_models_folder_that_is_gone_is_reported(opened):
+    (opened / "settings.json").write_text('{"downloadsFolder": "/nowhere/x"}')
     with pytest.raises(UserError, match=r"downloadsFolder is .*, which is not a folder"):
         lmstudio.models_folder()
 
@@ -79,10 +82,9 @@ def test_without_lm_studio_the_user_is_told(home, run, capsys):
     )
 
 
-def test_a_gguf_model_is_written_where_lm_studio_looks(home, run, capsys):
-    (home / ".lmstudio").mkdir()
+def test_a_gguf_model_is_written_where_lm_studio_looks(opened, run, capsys):
     assert call("export", "r", "--to", "lmstudio", "--dtype", "q8_0") == 0
-    folder = home / ".lmstudio" / "models" / "your_ai" / "r"
+    folder = opened / "models" / "your_ai" / "r"
     shown = capsys.readouterr().out.splitlines()
     assert shown == [str(folder), "LM Studio lists it under My Models"]
     assert [path.name for path in folder.iterdir()] == ["r-Q8_0.gguf"]
@@ -94,10 +96,9 @@ def test_a_gguf_model_is_written_where_lm_studio_looks(home, run, capsys):
     assert [path.name for path in folder.iterdir()] == ["r-Q4_0.gguf"]
 
 
-def test_a_model_of_mlx_is_a_fused_folder(home, run, capsys):
-    (home / ".lmstudio").mkdir()
+def test_a_model_of_mlx_is_a_fused_folder(opened, run, capsys):
     assert call("export", "r", "--to", "lmstudio", "--dtype", "mlx") == 0
-    folder = home / ".lmstudio" / "models" / "your_ai" / "r"
+    folder = opened / "models" / "your_ai" / "r"
     assert {"config.json", "model.safetensors", "chat_template.jinja"} <= {
         path.name for path in folder.iterdir()
     }
@@ -120,9 +121,8 @@ def test_out_overrides_lm_studios_folder(home, run, capsys):
     assert [path.name for path in Path("here").iterdir()] == ["r-F16.gguf"]
 
 
-def test_a_models_folder_that_cannot_be_written_is_reported(home, run, capsys):
-    (home / ".lmstudio").mkdir()
-    (home / ".lmstudio" / "models").write_text("a file")
+def test_a_models_folder_that_cannot_be_written_is_reported(opened, run, capsys):
+    (opened / "models").write_text("a file")
     assert call("export", "r", "--to", "lmstudio") == 2
     assert "cannot be written (" in printed(capsys)
 

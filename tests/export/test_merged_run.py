@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import make_model
-from tests.export.runs import logits, make_run, make_trained
+from tests.export.runs import change_config, logits, make_run, make_trained
 from your_ai.config import TrainConfig
 from your_ai.errors import UserError
 from your_ai.export import merged_run, mlxlm, peft, starting
@@ -21,6 +21,11 @@ from your_ai.nets.saved_adapter import open_trained
 from your_ai.run import folder
 from your_ai.run.folder import RUNS, RunFolder
 from your_ai.session import new_run, run_list
+
+
+def make_two(model, **settings):
+    """The runs a and b. settings: those of b that differ."""
+    return make_trained(model, "a"), make_trained(model, "b", **settings)
 
 
 def merge(*adapters, name="m", base=None, **how):
@@ -67,7 +72,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("settings", OTHERS.values(), ids=OTHERS)
 def test_merged_adapter_is_the_weighted_sum(tiny_model, settings):
-    one, two = make_trained(tiny_model, "a"), make_trained(tiny_model, "b", **settings)
+    one, two = make_two(tiny_model, **settings)
     found = merge(("a", 0.7), ("b", -0.3))
     back = open_trained("m")
     assert_is_sum(back.adapter, (one.adapter, 0.7), (two.adapter, -0.3))
@@ -107,7 +112,7 @@ def test_experts_are_merged_one_by_one(tmp_path, method):
 
 
 def test_lower_rank_tells_its_error(tiny_model):
-    one, two = make_trained(tiny_model, "a"), make_trained(tiny_model, "b", lora_rank=3)
+    one, two = make_two(tiny_model, lora_rank=3)
     found = merge(("a", 0.5), ("b", 0.5), rank=5)
     ours = deltas(open_trained("m").adapter)
     first, second = deltas(one.adapter), deltas(two.adapter)
@@ -120,15 +125,13 @@ def test_lower_rank_tells_its_error(tiny_model):
 
 
 def test_ties_with_full_rank_loses_nothing(tiny_model):
-    make_run(tiny_model, "a")
-    make_run(tiny_model, "b", lora_rank=3)
+    make_two(tiny_model, lora_rank=3)
     assert merge(("a", 0.5), ("b", 0.5), method="ties", rank=32).relative_error < 1e-4
     assert 0.01 < merge(("a", 0.5), ("b", 0.5), name="n", method="ties").relative_error < 1
 
 
 def test_merged_run_says_where_it_came_from(tiny_model):
-    make_run(tiny_model, "a")
-    make_run(tiny_model, "b")
+    make_two(tiny_model)
     run = merge(("a", 0.7), ("b", 0.3), method="ties", density=0.2).run
     record = json.loads(run.origin("merged").read_text())
     assert (record["method"], record["density"], record["rank"]) == ("ties", 0.2, 8)
@@ -145,8 +148,7 @@ def test_merged_run_says_where_it_came_from(tiny_model):
 
 
 def test_training_starts_from_a_merged_adapter(tiny_model):
-    make_run(tiny_model, "a")
-    make_run(tiny_model, "b", lora_rank=3)
+    make_two(tiny_model, lora_rank=3)
     merge(("a", 0.5), ("b", 0.5))
     config = new_run.resolve({"from_adapter": "m", "data": "d", "run": "new"}, None)
     assert (config.lora_rank, config.lora_alpha) == (7, 7.0)
@@ -154,8 +156,7 @@ def test_training_starts_from_a_merged_adapter(tiny_model):
 
 
 def test_merge_of_unlike_blocks_cannot_be_trained(tiny_model):
-    make_run(tiny_model, "a")
-    make_run(tiny_model, "b", lora_targets=("v_proj",), lora_layers=1)
+    make_two(tiny_model, lora_targets=("v_proj",), lora_layers=1)
     merge(("a", 0.5), ("b", 0.5))
     config = new_run.resolve({"from_adapter": "m", "data": "d", "run": "new"}, None)
     with pytest.raises(UserError, match=r"--from m: has nothing for .* training adapts the same l"):
@@ -172,8 +173,7 @@ def test_adapter_that_does_not_fit_is_named(tiny_model, tmp_path):
     make_run(tiny_model, "a")
     wide = make_trained(make_model(tmp_path / "wide", hidden_size=96, head_dim=24), "b")
     mlxlm.write(wide, Path("tuned"))
-    path = Path("tuned/adapter_config.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_files": None}))
+    change_config(Path("tuned"), base_files=None)
     refused(r"^tuned/adapters.safetensors: .*lora_a is 96 x 4, expected 32 x 4", ("a", 1.0),
             ("tuned", 1.0))  # fmt: skip
 
@@ -198,8 +198,7 @@ def test_dora_is_refused(tiny_model):
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(tiny_model, weights, how, pattern):
-    make_run(tiny_model, "a")
-    make_run(tiny_model, "b")
+    make_two(tiny_model)
     refused(pattern, ("a", weights[0]), ("b", weights[1]), **how)
 
 

@@ -11,7 +11,7 @@ from mlx_lm.utils import load_adapters
 from tests.conftest import change_json, make_model
 from tests.export.runs import TOKENS, logits, make_trained
 from your_ai.errors import UserError
-from your_ai.export import mlxlm, peft
+from your_ai.export import gguf, mlxlm, peft
 from your_ai.nets.model import adapter_arrays, load_network
 
 EVERYTHING = {"use_dora": True, "lora_targets": ("all-linear",), "lora_layers": "all"}
@@ -67,24 +67,40 @@ def test_the_card_names_the_end_token_that_training_added(tmp_path, export, is_a
     assert ("Answers end with `<|end|>`, which is no end token of the base" in card) == is_added
 
 
-def test_exported_files_contain_no_local_path(tiny_model, tmp_path):
+@pytest.mark.parametrize("export", [mlxlm, peft], ids=["mlx-lm", "peft"])
+def test_exported_files_contain_no_local_path(tiny_model, tmp_path, export):
+    export.write(make_trained(tiny_model), tmp_path / "out")
+    for path in (tmp_path / "out").iterdir():
+        assert str(tmp_path.parent).encode() not in path.read_bytes(), path.name
+
+
+def test_the_exported_config_names_no_model(tiny_model, tmp_path):
     trained = make_trained(tiny_model)
     assert trained.adapter.config["model"] == str(tiny_model)
     mlxlm.write(trained, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert "model" not in config
     assert config["lora_parameters"] == trained.adapter.config["lora_parameters"]
-    for path in (tmp_path / "out").iterdir():
-        assert str(tmp_path.parent).encode() not in path.read_bytes(), path.name
 
 
-def test_a_full_disk_leaves_no_files(tiny_model, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("write", "module", "step"),
+    [
+        (mlxlm.write, shutil, "copyfile"),
+        (peft.write, peft, "write_array"),
+        (gguf.write_adapter, gguf, "sync"),
+    ],
+    ids=["mlx-lm", "peft", "gguf"],
+)
+def test_a_full_disk_leaves_no_files(tiny_model, tmp_path, monkeypatch, write, module, step):
     trained = make_trained(tiny_model)
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(shutil, "copyfile", full)
-    with pytest.raises(UserError, match=r"out: cannot be written .*free some disk"):
-        mlxlm.write(trained, tmp_path / "out")
+    monkeypatch.setattr(module, step, full)
+    with pytest.raises(
+        UserError, match=r"out: cannot be written .*No space left.*; free some disk"
+    ):
+        write(trained, tmp_path / "out")
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 
 import mlx.core as mx
 import pytest
 
-from tests.conftest import make_model
+from tests.conftest import change_json, make_model
 from tests.export.runs import make_trained
 from tests.export.transformers_bases import write_base
 from your_ai.errors import UserError
@@ -21,8 +20,7 @@ def trained(tiny_model):
 
 def test_an_architecture_outside_the_list_is_refused(tiny_model, tmp_path):
     base = shutil.copytree(tiny_model, tmp_path / "other")
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps({**config, "model_type": "gemma"}))
+    change_json(base, "config.json", model_type="gemma")
     with pytest.raises(UserError, match=r"architecture gemma is not supported.*llama, mistral"):
         names.check_names(base)
 

@@ -19,6 +19,7 @@ from your_ai.data.look import common_form
 from your_ai.data.template import render
 from your_ai.errors import UserError
 from your_ai.export import gguf, gguf_convert, ollama
+from your_ai.export.gguf_folder import plain_name
 from your_ai.export.ollama import Modelfile
 from your_ai.generation.generate import TEMPLATE_BYTES
 from your_ai.nets.tokenizer import open_tokenizer
@@ -282,17 +283,10 @@ def test_what_a_killed_export_left_is_deleted(trained):
 
 @pytest.mark.parametrize(
     ("name", "wanted"),
-    [
-        ("run 1", "run-1"),
-        ("..x", "x"),
-        ("Ünïcode", "n-code"),
-        ("---", "model"),
-        ("a" * 99, "a" * 80),
-    ],
-)
+    [("run 1", "run-1"), ("..x", "x"), ("Ünïcode", "n-code"), ("---", "model"),
+     ("a" * 99, "a" * 80)],
+)  # fmt: skip
 def test_names_of_runs_are_made_names_of_models(name, wanted):
-    from your_ai.export.gguf_folder import plain_name
-
     assert plain_name(name) == wanted
 
 

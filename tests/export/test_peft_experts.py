@@ -15,19 +15,13 @@ from your_ai.export.untrained_run import import_adapter
 from your_ai.nets.saved_adapter import open_trained
 
 EXPERTS = tuple(f"switch_mlp.{name}" for name in EXPERT_NAMES)
+PARTS = ("lora_A", "lora_B")
 FILE = "adapter_model.safetensors"
 
 
 def trained_on(folder, kind, *targets, layers="all"):
     base = write_base(folder / "base", kind)
     return make_trained(base, lora_targets=targets, lora_layers=layers)
-
-
-def changed(folder, change):
-    arrays = mx.load(str(folder / FILE))
-    change(arrays)
-    mx.eval(arrays)
-    mx.save_safetensors(str(folder / FILE), arrays, {"format": "pt"})
 
 
 def test_each_expert_has_its_own_matrices(tmp_path):
@@ -70,28 +64,23 @@ def test_experts_that_peft_cannot_adapt_are_refused(tmp_path, kind, targets, lay
     assert not (tmp_path / "out").exists()
 
 
-def test_an_adapter_without_one_of_the_experts_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "pattern"),
+    [
+        ("left out", r"has no tensors for .*experts\.1\.down_proj"),
+        ("cut", r"switch_mlp.down_proj: does not adapt all experts alike"),
+    ],
+)
+def test_an_adapter_of_which_an_expert_is_missing_or_differs_is_refused(tmp_path, change, pattern):
     peft.write(trained_on(tmp_path, "qwen3_moe", *EXPERTS), tmp_path / "out")
+    arrays = mx.load(str(tmp_path / "out" / FILE))
     path = "base_model.model.model.layers.2.mlp.experts.1.down_proj"
-
-    def remove(arrays):
-        for part in ("lora_A", "lora_B"):
-            del arrays[f"{path}.{part}.weight"]
-
-    changed(tmp_path / "out", remove)
-    with pytest.raises(UserError, match=r"has no tensors for .*experts\.1\.down_proj"):
-        import_adapter(tmp_path / "out", str(tmp_path / "base"), "back")
-
-
-def test_experts_of_other_shapes_are_refused(tmp_path):
-    peft.write(trained_on(tmp_path, "qwen3_moe", *EXPERTS), tmp_path / "out")
-    name = "base_model.model.model.layers.2.mlp.experts.1.down_proj.lora_A.weight"
-
-    def cut(arrays):
-        arrays[name] = arrays[name][:, :-1]
-
-    changed(tmp_path / "out", cut)
-    with pytest.raises(UserError, match=r"switch_mlp.down_proj: does not adapt all experts alike"):
+    parts = {f"{path}.{part}.weight": arrays.pop(f"{path}.{part}.weight") for part in PARTS}
+    if change == "cut":
+        arrays |= parts | {f"{path}.lora_A.weight": parts[f"{path}.lora_A.weight"][:, :-1]}
+    mx.eval(arrays)
+    mx.save_safetensors(str(tmp_path / "out" / FILE), arrays, {"format": "pt"})
+    with pytest.raises(UserError, match=pattern):
         import_adapter(tmp_path / "out", str(tmp_path / "base"), "back")
 
 

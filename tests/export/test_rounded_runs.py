@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import gguf as library
@@ -11,8 +10,9 @@ import mlx_lm
 import numpy as np
 import pytest
 
-from tests.conftest import change_json, make_model
+from tests.conftest import make_model
 from tests.export.fused_runs import drawn_run
+from tests.export.runs import change_parameters
 from your_ai.errors import UserError
 from your_ai.export import gguf
 from your_ai.export.fuse_difference import difference
@@ -22,7 +22,6 @@ from your_ai.generation import generate
 from your_ai.nets.lora import RoundedLayer, fused_rows
 from your_ai.nets.rounding import float32_weight, quantization_of, rounded
 from your_ai.nets.saved_adapter import Trained, read_adapter
-from your_ai.run import checkpoint
 
 
 def made(tmp_path: Path, data: Path, bits: int | None, qat: str) -> Trained:
@@ -48,8 +47,7 @@ def rounded_weights(trained: Trained) -> dict[str, mx.array]:
 )
 def test_fused_weights_are_those_of_training(tmp_path, data_folder, bits, qat):
     trained, out = made(tmp_path, data_folder, bits, qat), tmp_path / "out"
-    for _ in fuse(trained, out):
-        pass
+    list(fuse(trained, out))
     network, _ = mlx_lm.load(str(out))
     layers = dict(network.named_modules())
     for path, weight in rounded_weights(trained).items():
@@ -69,8 +67,7 @@ def test_scales_are_rounded_as_the_files_have_them(tmp_path, data_folder, bits, 
     arrays |= {name: array.astype(mx.bfloat16) for name, array in floats.items()}
     mx.save_safetensors(str(model / "model.safetensors"), arrays, {"format": "mlx"})
     trained, out = drawn_run(model, data_folder, strength=0.02, qat=qat), tmp_path / "out"
-    for _ in fuse(trained, out):
-        pass
+    list(fuse(trained, out))
     layers = dict(mlx_lm.load(str(out))[0].named_modules())
     for path, weight in rounded_weights(trained).items():
         found = float32_weight(layers[path], quantization_of(layers[path]))
@@ -79,16 +76,14 @@ def test_scales_are_rounded_as_the_files_have_them(tmp_path, data_folder, bits, 
 
 def test_without_it_rounding_changes_more(tmp_path, data_folder):
     trained, out = made(tmp_path, data_folder, 4, ""), tmp_path / "out"
-    for _ in fuse(trained, out, "same"):
-        pass
+    list(fuse(trained, out, "same"))
     assert difference(trained, out, None).largest > 1e-2
 
 
 @pytest.mark.parametrize("kind", ["q4_0", "q8_0"])
 def test_gguf_has_the_weights_of_training(tmp_path, data_folder, kind):
     trained, file = made(tmp_path, data_folder, None, kind), tmp_path / "model.gguf"
-    for _ in gguf.write_model(trained, file, kind):
-        pass
+    list(gguf.write_model(trained, file, kind))
     tensors = {tensor.name: tensor for tensor in library.GGUFReader(file).tensors}
     names = {"mlp.down_proj": "ffn_down", "mlp.up_proj": "ffn_up", "self_attn.v_proj": "attn_v"}
     compared = 0
@@ -116,9 +111,7 @@ def test_mlx_lm_loads_the_adapter(tmp_path, data_folder):
 @pytest.mark.parametrize("text", [4, "5:48", "", ["same"], "x" * 1000])
 def test_an_unknown_format_in_an_adapter_is_refused(tmp_path, data_folder, text):
     folder = made(tmp_path, data_folder, 4, "same").adapter.folder
-    config = json.loads((folder / checkpoint.ADAPTER_CONFIG).read_text())
-    config["lora_parameters"]["qat"] = text
-    change_json(folder, checkpoint.ADAPTER_CONFIG, lora_parameters=config["lora_parameters"])
+    change_parameters(folder, qat=text)
     with pytest.raises(UserError, match=r"adapter_config.json: qat .*: must be ") as error:
         read_adapter(folder)
     assert len(str(error.value)) < 600

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from tests.conftest import DEMO_FOLDER, make_model, write_rows
-from tests.export.runs import make_run, make_trained
+from tests.export.runs import change_config, make_run, make_trained
 from your_ai.config import TrainConfig
 from your_ai.errors import UserError
 from your_ai.export import mlxlm, peft
@@ -38,11 +37,6 @@ def same(ours, theirs):
     return ours.keys() == theirs.keys() and all(
         mx.array_equal(a, theirs[n]) for n, a in ours.items()
     )
-
-
-def change_config(folder, **changes):
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def by_run(trained):

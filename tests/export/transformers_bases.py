@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 from tests.architectures import config_of, write_model
-from tests.conftest import DEMO_FOLDER, TOKENIZER_FILES, VOCABULARY
+from tests.conftest import VOCABULARY, with_tokenizer_of_demo
 from your_ai.export.transformers_names import KNOWN, OUTER
 
 # The model types of config.json that are supported.
@@ -94,8 +93,9 @@ def with_tokens(config: dict[str, Any]) -> dict[str, Any]:
 
 def write_base(folder: Path, name: str) -> Path:
     """Write a model with random float32 weights, the tokens of the demo, and its tokenizer."""
-    config = settings_of(name)
+    return write_files(folder, settings_of(name))
+
+
+def write_files(folder: Path, config: dict[str, Any]) -> Path:
     write_model(folder, config["model_type"], **config)
-    for file in TOKENIZER_FILES:
-        shutil.copy(DEMO_FOLDER / file, folder / file)
-    return folder
+    return with_tokenizer_of_demo(folder)

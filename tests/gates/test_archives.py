@@ -37,14 +37,6 @@ def fault(path, name: str = "a") -> str:
     return str(raised.value).removeprefix(f"{path}: ")
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("../a", "points outside its folder"), ("/a", "points outside"), ("b/../../a", "points out")],
-)
-def test_names_that_lead_out_are_refused(tmp_path, name, text):
-    assert text in fault(made.write_zip(tmp_path / "a.zip", {name: "x"}))
-
-
 def test_a_bomb_is_refused_quickly_and_in_little_memory(tmp_path):
     path, name = tmp_path / "a.xlsx", "xl/worksheets/sheet1.xml"
     made.write_zip(path, {each: text for each, text in made.xlsx("").items() if each != name})
@@ -86,14 +78,15 @@ def test_encrypted_and_cut_archives_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("text", "reason", "name"),
     [
-        ("<!DOCTYPE a SYSTEM 'file:///etc/passwd'><a/>", "document type definition"),
-        ("<!DOCTYPE a [<!ENTITY b 'c'>]><a>&b;</a>", "document type definition"),
-        ("<a>" * 300, "is nested deeper than 256"),
-        ("<a>", "no element found"),
-        ("<a>&b;</a>", "undefined entity"),
+        *(("x", "points outside its folder", name) for name in ("../a", "/a", "b/../../a")),
+        ("<!DOCTYPE a SYSTEM 'file:///etc/passwd'><a/>", "document type definition", "a"),
+        ("<!DOCTYPE a [<!ENTITY b 'c'>]><a>&b;</a>", "document type definition", "a"),
+        ("<a>" * 300, "is nested deeper than 256", "a"),
+        ("<a>", "no element found", "a"),
+        ("<a>&b;</a>", "undefined entity", "a"),
     ],
 )
-def test_xml_that_could_grow_is_refused(tmp_path, text, reason):
-    assert reason in fault(made.write_zip(tmp_path / "a.zip", {"a": text}))
+def test_names_that_lead_out_and_xml_that_could_grow_are_refused(tmp_path, text, reason, name):
+    assert reason in fault(made.write_zip(tmp_path / "a.zip", {name: text}))

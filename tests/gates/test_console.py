@@ -191,8 +191,10 @@ def test_no_other_module_prints():
 
 
 def shown_by(capfd: pytest.CaptureFixture, *arguments: object) -> str:
+    """What a command shows, which does not control the terminal."""
     call(*arguments)
     out, error = capfd.readouterr()
+    assert not controls_terminal(out + error)
     return out + error
 
 
@@ -226,9 +228,7 @@ def hostile_run(own_folder: Path) -> RunFolder:
     ids=" ".join,
 )  # fmt: skip
 def test_a_hostile_run_folder_prints_no_control_characters(hostile_run, capfd, arguments):
-    text = shown_by(capfd, *arguments)
-    assert text
-    assert not controls_terminal(text)
+    assert shown_by(capfd, *arguments)
 
 
 def test_a_hostile_run_folder_gives_a_report_without_control_characters(hostile_run, capfd):
@@ -244,9 +244,8 @@ def test_hostile_data_prints_no_control_characters(
     configure, data_folder, capfd, tiny_model, command, row
 ):
     write_rows(data_folder / "train.jsonl", [row])
-    text = shown_by(capfd, *command.split(), "--model", tiny_model, "--data", data_folder)
-    assert "error: " in text
-    assert not controls_terminal(text)
+    options = ("--model", tiny_model, "--data", data_folder)
+    assert "error: " in shown_by(capfd, *command.split(), *options)
 
 
 def test_a_hostile_chat_template_error_is_printable(tiny_model, data_folder, capfd):
@@ -254,21 +253,18 @@ def test_a_hostile_chat_template_error_is_printable(tiny_model, data_folder, cap
     (folder / "chat_template.jinja").write_text(
         "{{ raise_exception('" + HOSTILE[:-1].replace("\r", "") + "') }}"
     )
-    text = shown_by(capfd, "plan", "--model", folder, "--data", data_folder)
-    assert "evil" in text
-    assert not controls_terminal(text)
+    assert "evil" in shown_by(capfd, "plan", "--model", folder, "--data", data_folder)
 
 
 def test_hostile_file_names_are_printable(own_folder, tiny_model, data_folder, capfd):
     name = "a\x1b[2J\u202eb.jsonl"
     path = write_rows(own_folder / "more" / name, [chat("a", "b"), "{"])
-    assert not controls_terminal(shown_by(capfd, "plan", "--model", tiny_model, "--data", path))
+    shown_by(capfd, "plan", "--model", tiny_model, "--data", path)
     folder = own_folder / "models" / "m\x1b[2J\x9b"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"model_type": HOSTILE[:-1]}))
-    text = shown_by(capfd, "models")
-    assert not controls_terminal(text)
-    assert not controls_terminal(shown_by(capfd, "models", "verify", folder))
+    shown_by(capfd, "models")
+    shown_by(capfd, "models", "verify", folder)
 
 
 @pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"NO_COLOR": "1"}, {"COLUMNS": "1"}])
@@ -276,6 +272,4 @@ def test_every_kind_of_terminal_gets_printable_output(hostile_run, capfd, monkey
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     for arguments in (("runs",), ("watch", "r", "--replay", "--speed", "1000"), ("models",)):
-        text = shown_by(capfd, *arguments)
-        assert text
-        assert not controls_terminal(text)
+        assert shown_by(capfd, *arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import huggingface_hub
@@ -13,12 +13,15 @@ from huggingface_hub import constants
 from tests.headers import with_header
 from tests.hub.repos import Account, Repo
 from tests.hub.server import Hub
+from your_ai.errors import UserError
 from your_ai.hub import download as module
 from your_ai.hub.download import downloading, result_of
 
 REPO = "someone/some-model"
 NAME = REPO.split("/")[1]
 LARGE_BYTES = 300_000
+FIRST, SECOND = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
+INDEX = json.dumps({"weight_map": {"a": FIRST, "b": SECOND}})
 
 
 def safetensors(data: bytes = bytes(range(24)), header: object = None, name: str = "a") -> bytes:
@@ -32,16 +35,22 @@ def download(name: str, revision: str | None = None, to: str | Path | None = Non
     return result_of(downloading(name, revision, to))
 
 
+def error_of(function: Callable[..., object], *arguments: object, **options: object) -> str:
+    """The one line of the error with which a call must fail."""
+    with pytest.raises(UserError) as caught:
+        function(*arguments, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
 @pytest.fixture
 def model(own_folder) -> Path:
     """A folder that looks like a model with two shards."""
     folder = own_folder / "model"
     folder.mkdir()
-    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    for tensor, name in zip("ab", shards, strict=True):
+    for tensor, name in zip("ab", (FIRST, SECOND), strict=True):
         (folder / name).write_bytes(safetensors(name=tensor))
-    index = {"weight_map": {"a": shards[0], "b": shards[1]}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors.index.json").write_text(INDEX)
     (folder / "config.json").write_text('{"model_type": "llama"}')
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
@@ -60,18 +69,16 @@ def lone(own_folder) -> Path:
 
 def model_files(size_bytes: int = LARGE_BYTES) -> dict[str, bytes]:
     """The files of a model with two shards, and some files that are not needed."""
-    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    index = {"weight_map": {"a": shards[0], "b": shards[1]}}
     data = (bytes(range(256)) * (size_bytes // 256 + 1))[:size_bytes]
     return {
         ".gitattributes": b"",
         "README.md": b"# A model",
         "config.json": b'{"model_type": "llama"}',
-        "model.safetensors.index.json": json.dumps(index).encode(),
+        "model.safetensors.index.json": INDEX.encode(),
         "onnx/config.json": b"{}",
         "tokenizer.json": b'{"version": "1.0"}',
-        shards[0]: safetensors(data),
-        shards[1]: safetensors(data[::-1], name="b"),
+        FIRST: safetensors(data),
+        SECOND: safetensors(data[::-1], name="b"),
     }
 
 
@@ -100,6 +107,12 @@ def hub(no_hub, monkeypatch) -> Iterator[Hub]:
         monkeypatch.setattr(module, "sync", lambda path: None)  # for speed
         yield hub
         huggingface_hub.close_session()
+
+
+@pytest.fixture
+def fetched(hub) -> Path:
+    """The folder of the model, which was downloaded."""
+    return download(REPO)
 
 
 @pytest.fixture

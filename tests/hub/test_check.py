@@ -10,7 +10,7 @@ import huggingface_hub
 import pytest
 
 from tests.conftest import flip
-from tests.hub.conftest import REPO, download, safetensors
+from tests.hub.conftest import FIRST, REPO, SECOND, error_of, safetensors
 from your_ai.errors import UserError
 from your_ai.hub.check import (
     RECORD,
@@ -24,38 +24,33 @@ from your_ai.hub.check import (
 )
 
 
-def test_check_model_returns_the_config(model):
-    assert check_model(model) == {"model_type": "llama"}
-
-
-def test_a_single_file_model_needs_no_index(lone):
-    assert check_model(lone) == {"model_type": "llama"}
+@pytest.mark.parametrize("name", ["model", "lone"], ids=["with an index", "of a single file"])
+def test_check_model_returns_the_config(request, name):
+    assert check_model(request.getfixturevalue(name)) == {"model_type": "llama"}
 
 
 def assert_refused(folder: Path, *words: str) -> None:
-    with pytest.raises(UserError) as caught:
-        check_model(folder)
-    for word in words:
-        assert word in str(caught.value)
-
-
-def test_a_missing_config_is_refused(lone):
-    (lone / "config.json").unlink()
-    assert_refused(lone, str(lone / "config.json"), "is missing")
+    text = error_of(check_model, folder)
+    assert [word for word in words if word not in text] == []
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b'{"model_type": "lla', b"\0", b"[]", b"null", b'"text"', b"\xff\xfe"]
+    ("word", "content"),
+    [
+        ("is missing", None),
+        *(("JSON", text) for text in (b"", b"{", b'{"model_type": "lla', b"\0", b"\xff\xfe")),
+        *(("JSON", text) for text in (b"[]", b"null", b'"text"')),
+        *(("model_type", b"{%s}" % text) for text in (b"", b'"model_type": null')),
+        ("model_type", b'{"model_type": 3}'),
+    ],
 )
-def test_a_broken_config_is_refused(lone, content):
-    (lone / "config.json").write_bytes(content)
-    assert_refused(lone, str(lone / "config.json"), "JSON")
-
-
-@pytest.mark.parametrize("config", [{}, {"model_type": None}, {"model_type": 3}])
-def test_a_config_without_a_valid_model_type_is_refused(lone, config):
-    (lone / "config.json").write_text(json.dumps(config))
-    assert_refused(lone, str(lone / "config.json"), "model_type")
+def test_a_missing_or_broken_config_or_one_without_a_valid_model_type_is_refused(
+    lone, word, content
+):
+    (lone / "config.json").unlink()
+    if content is not None:
+        (lone / "config.json").write_bytes(content)
+    assert_refused(lone, str(lone / "config.json"), word)
 
 
 def test_a_model_without_weights_is_refused(lone):
@@ -70,8 +65,8 @@ def test_pickled_weights_are_refused(lone, name):
 
 
 def test_the_error_names_a_missing_shard(model):
-    (model / "model-00002-of-00002.safetensors").unlink()
-    assert_refused(model, "model-00002-of-00002.safetensors", "is missing")
+    (model / SECOND).unlink()
+    assert_refused(model, SECOND, "is missing")
 
 
 WEIGHT_MAPS = ([], None, "text", {"a": 3}, {"a": []}, {"a": None})
@@ -85,7 +80,7 @@ def test_a_broken_index_is_refused(model, text):
 
 def test_the_error_names_a_shard_that_is_a_dangling_link(model):
     """As in the Hugging Face cache, where files are links to blobs that may be deleted."""
-    shard = model / "model-00002-of-00002.safetensors"
+    shard = model / SECOND
     shard.unlink()
     shard.symlink_to(model / "blobs" / "gone")
     assert_refused(model, shard.name)
@@ -96,7 +91,7 @@ SIZE = len(safetensors())
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 40, SIZE - 25, SIZE - 24, SIZE - 1])
 def test_the_error_names_a_truncated_shard(model, size):
-    shard = model / "model-00002-of-00002.safetensors"
+    shard = model / SECOND
     os.truncate(shard, size)
     assert_refused(model, str(shard), "cut short")
 
@@ -129,14 +124,6 @@ def test_can_run_matches_the_architectures_of_mlx_lm(model_type, can):
 )
 def test_has_tokenizer_looks_for_tokenizer_files(names, has):
     assert has_tokenizer(names) == has
-
-
-FIRST = "model-00001-of-00002.safetensors"
-
-
-@pytest.fixture
-def fetched(hub) -> Path:
-    return download(REPO)
 
 
 def test_a_complete_model_has_no_faults(fetched):

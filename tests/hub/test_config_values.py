@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.conftest import EXTRA, SMALL
+from tests.conftest import EXTRA, SMALL, json_values
+from tests.hub.conftest import error_of
 from your_ai.errors import UserError
 from your_ai.gates.untrusted import Entry
 from your_ai.hub.config_values import (
@@ -132,9 +133,8 @@ WRONG = [
 
 @pytest.mark.parametrize(("key", "value"), WRONG, ids=range(len(WRONG)))
 def test_the_error_names_the_key_of_an_impossible_value(key, value):
-    with pytest.raises(UserError) as caught:
-        check_config_values(PATH, LLAMA | {"head_dim": None, "num_local_experts": 8} | {key: value})
-    text = str(caught.value)
+    config = LLAMA | {"head_dim": None, "num_local_experts": 8} | {key: value}
+    text = error_of(check_config_values, PATH, config)
     assert text.startswith("config.json: ")
     assert key in text or "num_" in key
     assert len(text) < 300
@@ -144,37 +144,26 @@ def entries(*names: str) -> list[Entry]:
     return [Entry(name, "F32", (4,)) for name in names]
 
 
-def test_a_config_with_far_more_blocks_than_the_files_is_refused():
-    with pytest.raises(UserError, match=r"num_hidden_layers 1000: .* have only 3 blocks"):
-        check_config_values(
-            PATH, LLAMA | {"num_hidden_layers": 1000}, entries("model.layers.2.a.weight")
-        )
-
-
 def test_a_config_with_a_few_more_blocks_than_the_files_passes():
     check_config_values(PATH, LLAMA | {"num_hidden_layers": 8}, entries("model.layers.3.a.weight"))
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("blocks", "name", "message"),
     [
-        f"model.layers.{MOST_BLOCKS + 1}.a.weight",
-        f"model.layers.{'9' * 5000}.a.weight",
-        f"model.layers.0.experts.{10**9}.weight",
+        (1000, "model.layers.2.a.weight", "num_hidden_layers 1000: .* have only 3 blocks"),
+        (3, f"model.layers.{MOST_BLOCKS + 1}.a.weight", r"has a tensor model\.layers"),
+        (3, f"model.layers.{'9' * 5000}.a.weight", r"has a tensor model\.layers"),
+        (3, f"model.layers.0.experts.{10**9}.weight", r"has a tensor model\.layers"),
     ],
-    ids=range(3),
+    ids=["far more blocks than in the files", "a block", "a huge block", "an expert"],
 )
-def test_a_tensor_name_with_an_impossible_index_is_refused(name):
-    with pytest.raises(UserError, match=r"has a tensor model\.layers"):
-        check_config_values(PATH, LLAMA, entries(name))
+def test_impossible_numbers_of_blocks_and_names_of_tensors_are_refused(blocks, name, message):
+    with pytest.raises(UserError, match=message):
+        check_config_values(PATH, LLAMA | {"num_hidden_layers": blocks}, entries(name))
 
 
-SCALAR = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
-JSON = st.recursive(
-    SCALAR,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner),
-    max_leaves=9,
-)
+JSON = json_values()
 KEYS = [*WHOLE, *REAL, "quantization", "quantization_config", "rope_scaling", "rope_parameters"]
 
 

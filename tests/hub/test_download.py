@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import io
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,30 +20,41 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tests.hub.conftest import LARGE_BYTES, NAME, REPO, download, model_files, safetensors
+from tests.hub.conftest import (
+    FIRST,
+    LARGE_BYTES,
+    NAME,
+    REPO,
+    SECOND,
+    download,
+    error_of,
+    model_files,
+    safetensors,
+)
 from tests.hub.server import Fault, Hub, Repo
 from your_ai.commands.models import doing, show
-from your_ai.errors import UserError
 from your_ai.hub.check import RECORD, check_model, read_record, verify
 from your_ai.hub.download import DownloadProgress, downloading
 from your_ai.hub.find import Missing, find_model, models_root
 
-FIRST = "model-00001-of-00002.safetensors"
-SECOND = "model-00002-of-00002.safetensors"
 UNWANTED = {".gitattributes", "README.md", "onnx/config.json"}
 SIZE = len(model_files()[FIRST])
 
 
 def refused(name: str = REPO, **options: object) -> str:
-    with pytest.raises(UserError) as caught:
-        download(name, **options)
-    text = str(caught.value)
-    assert "\n" not in text
-    return text
+    return error_of(download, name, **options)
 
 
 def notes(name: str = REPO, **options: object) -> list[str]:
     return [step.note for step in downloading(name, **options) if step.note]
+
+
+def interrupted(hub: Hub, file: str, fault: Fault | None = None) -> str:
+    """What a download says that ends at a fault of a file, by default after 100 kB of it."""
+    hub.faults[file] = fault or Fault(cuts=[100_000] + [0] * 50)
+    text = refused()
+    hub.faults.clear()
+    return text
 
 
 def incomplete() -> Path:
@@ -268,9 +280,8 @@ def test_persistent_server_errors_tell_how_to_continue(hub):
 
 
 def test_persistent_connection_losses_tell_how_to_continue(hub):
-    hub.faults[FIRST] = Fault(cuts=[100_000] + [0] * 50)
-    assert f"100 kB are kept; continue with: your_ai download {REPO}" in refused()
-    hub.faults.clear()
+    text = interrupted(hub, FIRST)
+    assert f"100 kB are kept; continue with: your_ai download {REPO}" in text
     hub.requests.clear()
     assert notes()[0] == "kept from before: 3 of 5 files, 100 kB of 600 kB"
     assert hub.sent(FIRST) == SIZE - 100_000
@@ -293,53 +304,45 @@ def test_a_stalled_download_is_retried(hub, monkeypatch):
     assert [r.start for r in hub.gets(FIRST)] == [0, 100_000]
 
 
-@pytest.mark.parametrize("claims", [SIZE - 1, 10])
-def test_a_content_length_that_is_too_small_creates_no_model(hub, claims):
-    hub.faults[FIRST] = Fault(claims=claims)
-    text = refused()
-    assert FIRST in text or "peer closed" in text
+WHOLE = model_files()[FIRST]
+SMALL = "tokenizer.json has another hash than the hub says"
+
+
+@pytest.mark.parametrize(
+    ("file", "fault", "words"),
+    [
+        (FIRST, Fault(claims=SIZE - 1), f"{FIRST}|peer closed"),
+        (FIRST, Fault(claims=10), f"{FIRST}|peer closed"),
+        (FIRST, Fault(content=b"x" + WHOLE[1:]), FIRST),
+        (FIRST, Fault(content=WHOLE + b"y"), FIRST),
+        ("tokenizer.json", Fault(content=b'{"version": "9.9"}'), SMALL),
+    ],
+    ids=["one byte less", "ten bytes", "another byte", "one byte more", "another small file"],
+)
+def test_a_file_with_a_wrong_length_or_hash_is_named_and_creates_no_model(hub, file, fault, words):
+    assert re.search(words, interrupted(hub, file, fault))
     assert not (models_root() / NAME).exists()
-
-
-@pytest.mark.parametrize("change", [b"x", b""])
-def test_the_error_names_a_file_with_a_wrong_hash(hub, change):
-    content = model_files()[FIRST]
-    hub.faults[FIRST] = Fault(content=change + content[len(change) :] + b"y" * (not change))
-    text = refused()
-    assert FIRST in text
-    assert not (models_root() / NAME).exists()
-    assert not (incomplete() / FIRST).exists()
-
-
-def test_the_error_names_a_small_file_with_a_wrong_hash(hub):
-    hub.faults["tokenizer.json"] = Fault(content=b'{"version": "9.9"}')
-    assert "tokenizer.json has another hash than the hub says" in refused()
+    assert fault.content is None or not (incomplete() / file).exists()
 
 
 def test_a_damaged_partial_file_is_downloaded_again(hub):
-    hub.faults[FIRST] = Fault(cuts=[100_000] + [0] * 50)
-    refused()
+    interrupted(hub, FIRST)
     parts()[100_000].write_bytes(b"x" * 100_000)
-    hub.faults.clear()
     assert any("arrived damaged; downloading it again" in note for note in notes())
     assert_whole(models_root() / NAME)
 
 
 def test_a_finished_file_damaged_later_is_downloaded_again(hub):
-    hub.faults[SECOND] = Fault(statuses=[503] * 50)
-    refused()
+    interrupted(hub, SECOND, Fault(statuses=[503] * 50))
     (incomplete() / FIRST).write_bytes(b"x" * SIZE)
-    hub.faults.clear()
     assert_whole(download(REPO))
 
 
 def test_files_that_are_not_in_a_newer_revision_are_deleted(hub):
-    hub.faults[SECOND] = Fault(cuts=[100_000] + [0] * 50)
-    refused()
+    interrupted(hub, SECOND)
     files = model_files(LARGE_BYTES + 1) | {"tokenizer.json": b'{"version": "2.0"}'}
     hub.repos[REPO] = Repo(files, sha="b" * 40)
     (incomplete() / "stray.json").write_text("{}")
-    hub.faults.clear()
     folder = download(REPO)
     assert_whole(folder, files)
     assert read_record(folder).revision == "b" * 40
@@ -354,16 +357,16 @@ def test_a_model_name_outside_the_store_is_refused(hub, name):
     assert hub.requests == []
 
 
-def test_the_demo_is_not_downloaded(hub):
-    assert "comes with your_ai" in refused("demo")
-
-
-def test_an_unknown_repository_is_reported(hub):
-    assert "someone/else is not on the hub" in refused("someone/else")
-
-
-def test_an_unknown_revision_is_reported(hub):
-    assert f"{REPO} has no revision v9" in refused(revision="v9")
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("demo", {}, "comes with your_ai"),
+        ("someone/else", {}, "someone/else is not on the hub"),
+        (REPO, {"revision": "v9"}, f"{REPO} has no revision v9"),
+    ],
+)
+def test_what_is_not_on_the_hub_is_reported(hub, name, options, words):
+    assert words in refused(name, **options)
 
 
 def test_the_error_for_a_gated_repository_says_what_to_do(hub):
@@ -412,9 +415,7 @@ def test_the_error_for_a_full_disk_gives_both_sizes(hub, monkeypatch):
 
 
 def test_files_kept_from_before_need_no_more_disk_space(hub, monkeypatch):
-    hub.faults[SECOND] = Fault(cuts=[100_000] + [0] * 50)
-    refused()
-    hub.faults.clear()
+    interrupted(hub, SECOND)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 1, 220_000))
     assert_whole(download(REPO))
 
@@ -489,14 +490,10 @@ def test_a_repository_without_a_tokenizer_is_refused(hub):
     assert "has no tokenizer" in refused()
 
 
-def test_a_repository_with_a_missing_shard_creates_no_model(hub):
+@pytest.mark.parametrize("second", [None, safetensors()[:-1]], ids=["missing", "truncated"])
+def test_a_repository_with_a_missing_or_truncated_shard_creates_no_model(hub, second):
     del hub.repos[REPO].files[SECOND]
-    assert "is not complete on the hub" in refused()
-    assert not (models_root() / NAME).exists()
-
-
-def test_weights_truncated_on_the_hub_create_no_model(hub):
-    hub.repos[REPO].files[SECOND] = safetensors()[:-1]
+    hub.repos[REPO].files |= {} if second is None else {SECOND: second}
     assert "is not complete on the hub" in refused()
     assert not (models_root() / NAME).exists()
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from tests.hub.conftest import NAME, REPO
-from your_ai.errors import UserError
+from tests.hub.conftest import NAME, REPO, error_of
 from your_ai.hub.check import RECORD, FilesRecord, RecordedFile, check_model, write_record
 from your_ai.hub.find import HubName, Missing, find_model, hub_name, models_root
 
@@ -29,20 +28,13 @@ def offline(monkeypatch) -> list[str]:
     return asked
 
 
-def refused(name: str) -> str:
-    with pytest.raises(UserError) as caught:
-        find_model(name)
-    return str(caught.value)
-
-
-def record(folder: Path, repo: str = REPO) -> None:
-    """Make a folder look like one that was downloaded."""
-    files = {
-        path.name: RecordedFile(path.stat().st_size, "0" * 64)
-        for path in folder.iterdir()
-        if path.name != RECORD
-    }
-    write_record(folder, FilesRecord(repo=repo, asked="main", revision="a" * 40, files=files))
+@pytest.fixture
+def recorded(model) -> Path:
+    """The model in the store, as if it was downloaded."""
+    folder = Path(shutil.copytree(model, models_root() / NAME))
+    files = {p.name: RecordedFile(p.stat().st_size, "0" * 64) for p in folder.iterdir()}
+    write_record(folder, FilesRecord(repo=REPO, asked="main", revision="a" * 40, files=files))
+    return folder
 
 
 def test_the_demo_is_found():
@@ -84,10 +76,8 @@ def test_without_a_store_models_go_to_the_current_folder(monkeypatch):
     assert models_root() == Path("models")
 
 
-def test_a_model_is_not_found_under_another_owner(model, offline):
-    folder = Path(shutil.copytree(model, models_root() / NAME))
-    record(folder)
-    assert find_model(REPO) == folder
+def test_a_model_is_not_found_under_another_owner(recorded, offline):
+    assert find_model(REPO) == recorded
     with pytest.raises(Missing):
         find_model(f"someone-else/{NAME}")
 
@@ -101,11 +91,9 @@ def test_a_model_is_not_found_under_another_owner(model, offline):
         (lambda folder: (folder / RECORD).write_text("{}"), "is damaged"),
     ],
 )
-def test_a_model_damaged_after_download_is_refused(model, offline, damage, words):
-    folder = Path(shutil.copytree(model, models_root() / NAME))
-    record(folder)
-    damage(folder)
-    text = refused(REPO)
+def test_a_model_damaged_after_download_is_refused(recorded, offline, damage, words):
+    damage(recorded)
+    text = error_of(find_model, REPO)
     assert words in text
     assert text.endswith(f"; download it again: your_ai download {REPO}")
 
@@ -116,22 +104,22 @@ def test_a_folder_without_a_record_is_refused_if_a_file_is_missing(lone, offline
     folder = Path(shutil.copytree(lone, models_root() / NAME))
     assert find_model(REPO) == folder
     (folder / missing).unlink()
-    assert "--model" in refused(REPO)
+    assert "--model" in error_of(find_model, REPO)
 
 
 def test_the_error_for_a_dissimilar_alias_is_short(offline):
-    error = refused("xyzzy")
+    error = error_of(find_model, "xyzzy")
     assert error.endswith("no such folder or alias; `your_ai models` lists the aliases")
 
 
 def test_one_wrong_letter_suggests_the_model(offline):
     Path("models/mine-3b").mkdir(parents=True)
-    assert refused("demmo").endswith("did you mean demo?")
-    assert "did you mean mine-3b" in refused("mine-3c")
-    assert "did you mean llama-8b" in refused("lama-8b")
+    assert error_of(find_model, "demmo").endswith("did you mean demo?")
+    assert "did you mean mine-3b" in error_of(find_model, "mine-3c")
+    assert "did you mean llama-8b" in error_of(find_model, "lama-8b")
     repo = "mlx-community/Llama-3.2-1B-Instruct-4bit"
-    assert f"did you mean {repo}?" in refused(repo.replace("mm", "m"))
-    assert "did you mean" not in refused("someone/another-model")
+    assert f"did you mean {repo}?" in error_of(find_model, repo.replace("mm", "m"))
+    assert "did you mean" not in error_of(find_model, "someone/another-model")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +140,10 @@ def test_the_beginning_of_one_alias_stands_for_it(offline, name, repo):
 
 
 def test_the_beginning_of_several_aliases_lists_them(offline):
-    assert refused("qwen3-3") == "--model qwen3-3: begins 2 aliases: qwen3-32b, qwen3-30b-a3b"
+    assert (
+        error_of(find_model, "qwen3-3")
+        == "--model qwen3-3: begins 2 aliases: qwen3-32b, qwen3-30b-a3b"
+    )
 
 
 def test_a_folder_takes_precedence_over_the_beginning_of_an_alias(model, offline):
@@ -160,20 +151,17 @@ def test_a_folder_takes_precedence_over_the_beginning_of_an_alias(model, offline
     assert find_model("qwen3-30b") == Path("models") / "qwen3-30b"
 
 
-@pytest.mark.parametrize("name", ["./nope", "../nope", "/nope", "~/nope", "a/b/c", "nope/"])
-def test_a_missing_path_is_refused(offline, name):
-    assert f"--model {name}: no such folder" in refused(name)
-    assert offline == []
-
-
-def test_a_file_is_refused(model):
-    file = model / "config.json"
-    assert f"--model {file}: is a file" in refused(str(file))
-
-
-@pytest.mark.parametrize("name", ["a/../b", "a/..", "a b/c"])
-def test_an_invalid_repository_id_is_refused(offline, name):
-    assert f"--model {name}: " in refused(name)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        *((name, "no such folder") for name in ("./nope", "../nope", "/nope", "~/nope")),
+        *((name, "no such folder") for name in ("a/b/c", "nope/")),
+        *((name, "") for name in ("a/../b", "a/..", "a b/c")),
+        ("model/config.json", "is a file"),
+    ],
+)
+def test_a_missing_path_a_file_or_an_invalid_repository_id_is_refused(model, offline, name, words):
+    assert f"--model {name}: {words}" in error_of(find_model, name)
     assert offline == []
 
 
@@ -190,24 +178,11 @@ def test_an_absent_model_raises_Missing_and_is_not_downloaded(hub, name):
     assert hub.requests == []
 
 
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "copy").mkdir()
-    return tmp_path / "copy"
-
-
-def test_a_folder_without_a_readable_record_has_no_hub_name(folder):
-    assert hub_name(folder, str(folder)) is None
-    (folder / RECORD).write_text("{")
-    assert hub_name(folder, str(folder)) is None
-
-
-def test_the_record_gives_the_repository_and_revision(folder):
-    files = {"config.json": RecordedFile(1, "0" * 64)}
-    write_record(
-        folder, FilesRecord(repo="org/model", asked="main", revision="c0ffee", files=files)
-    )
-    assert hub_name(folder, str(folder)) == HubName("org/model", "c0ffee")
+def test_only_a_readable_record_gives_the_repository_and_revision(model, recorded):
+    assert hub_name(recorded, str(recorded)) == HubName(REPO, "a" * 40)
+    (recorded / RECORD).write_text("{")
+    for folder in (model, recorded):
+        assert hub_name(folder, str(folder)) is None
 
 
 def test_a_cache_path_gives_the_repository_and_revision(tmp_path):
@@ -216,13 +191,10 @@ def test_a_cache_path_gives_the_repository_and_revision(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("named", "repo"),
-    [("org/model", "org/model"), ("llama-8b", "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit")],
+    ("named", "name"),
+    [("org/model", HubName("org/model")), ("llama-8b", HubName(LLAMA)), ("org/local", None)],
+    ids=["an id", "an alias", "a local folder that looks like an id"],
 )
-def test_the_name_in_the_run_gives_the_repository(folder, named, repo):
-    assert hub_name(folder, named) == HubName(repo)
-
-
-def test_a_local_folder_that_looks_like_an_id_has_no_hub_name(folder, tmp_path):
-    (tmp_path / "org" / "model").mkdir(parents=True)
-    assert hub_name(folder, "org/model") is None
+def test_the_name_in_the_run_gives_the_repository(model, named, name):
+    Path("org/local").mkdir(parents=True)
+    assert hub_name(model, named) == name

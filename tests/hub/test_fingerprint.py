@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import flip
-from tests.hub.conftest import safetensors
+from tests.hub.conftest import FIRST, safetensors
 from your_ai.hub import find as fingerprints
 from your_ai.hub.find import fingerprint, store, tokenizer_fingerprint
 
@@ -90,7 +90,7 @@ def test_an_added_file_changes_the_fingerprint(model):
 
 def test_the_tokenizer_fingerprint_ignores_the_weights(model):
     before = tokenizer_fingerprint(fingerprint(model))
-    (model / "model-00001-of-00002.safetensors").write_bytes(safetensors(b"other"))
+    (model / FIRST).write_bytes(safetensors(b"other"))
     assert tokenizer_fingerprint(fingerprint(model)) == before
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gzip
 import itertools
 import json
@@ -19,7 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.hub.conftest import NAME, REPO, download, model_files, safetensors
+from tests.conftest import json_values
+from tests.hub.conftest import FIRST, NAME, REPO, download, model_files, safetensors
 from tests.hub.repos import git_hash
 from tests.hub.server import Answerer, Hub, described
 from tests.hub.test_download import assert_whole
@@ -33,7 +33,6 @@ MOST_S = 10.0
 WAITS_S = module.WAITS_S  # the real waits; the fixture `hub` shortens them
 CANARY = "/CANARY"  # a placeholder for the path of a file of the user
 CLOSED = "http://127.0.0.1:9"
-FIRST = "model-00001-of-00002.safetensors"
 
 
 def honest() -> dict[str, Any]:
@@ -48,30 +47,23 @@ def entry(answer: dict[str, Any], name: str = "config.json") -> dict[str, Any]:
     return next(s for s in answer["siblings"] if s["rfilename"] == name)
 
 
+def with_keys(answer: dict[str, Any] | None = None, **changes: Any) -> Callable[[str], bytes]:
+    """A file list with other keys."""
+    text = json.dumps({**(answer or honest()), **changes})
+    return lambda canary: text.replace(CANARY, canary).encode()
+
+
 def with_entry(name: str = "config.json", **changes: Any) -> Callable[[str], bytes]:
     """A file list with a changed description of one file."""
-
-    def body(canary: str) -> bytes:
-        answer = honest()
-        entry(answer, name).update(copy.deepcopy(changes))
-        return json.dumps(answer).replace(CANARY, canary).encode()
-
-    return body
-
-
-def with_keys(**changes: Any) -> Callable[[str], bytes]:
-    return lambda canary: json.dumps({**honest(), **changes}).replace(CANARY, canary).encode()
+    answer = honest()
+    entry(answer, name).update(changes)
+    return with_keys(answer)
 
 
 def with_file(name: Any) -> Callable[[str], bytes]:
     """A file list with one additional file."""
-
-    def body(canary: str) -> bytes:
-        answer = honest()
-        answer["siblings"].append({**entry(answer), "rfilename": name})
-        return json.dumps(answer).replace(CANARY, canary).encode()
-
-    return body
+    answer = honest()
+    return with_keys(siblings=[*answer["siblings"], {**entry(answer), "rfilename": name}])
 
 
 def raw(text: bytes) -> Callable[[str], bytes]:
@@ -379,13 +371,7 @@ def test_an_address_of_any_server_is_accepted(value):
 # Anything
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
-    ),
-    max_leaves=12,
-)
+JSON = json_values(leaves=12)
 NAMES = ["config.json", "tokenizer.json", "model.safetensors", "../a.json"]
 FILE = st.fixed_dictionaries(
     {},

@@ -10,35 +10,21 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from tests.hub.conftest import NAME, REPO, download, model_files
+from tests.hub.conftest import FIRST, NAME, REPO, download, error_of, model_files
 from tests.hub.server import Fault, Repo
 from your_ai.errors import UserError
 from your_ai.hub.download import open_lock, taken
 from your_ai.hub.find import models_root
 from your_ai.hub.local import folder_to_remove, local_models, remove_model
 
-FIRST = "model-00001-of-00002.safetensors"
-
-
-@pytest.fixture
-def fetched(hub) -> Path:
-    return download(REPO)
-
 
 @pytest.fixture
 def stopped(hub) -> Path:
     """The folder of a stopped download."""
     hub.faults[FIRST] = Fault(cuts=[100_000] + [0] * 50)
-    with pytest.raises(UserError):
-        download(REPO)
+    error_of(download, REPO)
     hub.faults.clear()
     return models_root() / f".incomplete-{NAME}"
-
-
-def refused(name: str) -> str:
-    with pytest.raises(UserError) as caught:
-        folder_to_remove(name)
-    return str(caught.value)
 
 
 def test_no_models_are_listed_at_first():
@@ -140,32 +126,32 @@ def test_leftovers_of_a_killed_removal_are_deleted(fetched):
 
 def test_a_cached_model_is_not_removed(hub):
     folder = huggingface_hub.snapshot_download(REPO)
-    assert f"hf cache rm model/{REPO}" in refused(REPO)
+    assert f"hf cache rm model/{REPO}" in error_of(folder_to_remove, REPO)
     assert Path(folder).exists()
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc", ".", "..", "models/../x", ".incomplete-x", ""])
 def test_a_path_outside_the_models_folder_is_not_removed(own_folder, model, name):
-    assert name in refused(name)
+    assert name in error_of(folder_to_remove, name)
     assert model.exists()
 
 
 def test_the_demo_is_not_removed():
-    assert "comes with your_ai" in refused("demo")
+    assert "comes with your_ai" in error_of(folder_to_remove, "demo")
 
 
 @pytest.mark.parametrize("name", [REPO, NAME, "llama-8b", "notes"])
 def test_an_absent_model_is_not_removed(own_folder, name):
     (models_root() / "notes").mkdir(parents=True)
     (models_root() / "notes" / "a.txt").write_text("mine")
-    assert "no such " in refused(name)
+    assert "no such " in error_of(folder_to_remove, name)
     assert (models_root() / "notes" / "a.txt").exists()
 
 
 def test_a_link_to_a_model_is_not_removed(model):
     models_root().mkdir(parents=True)
     (models_root() / NAME).symlink_to(model)
-    assert "is a link" in refused(NAME)
+    assert "is a link" in error_of(folder_to_remove, NAME)
     assert (model / "config.json").exists()
 
 

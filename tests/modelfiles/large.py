@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -12,8 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import psutil
 
-from tests.conftest import TOKENIZER_FILES
-from your_ai.files import packaged
+from tests.conftest import with_tokenizer_of_demo
 
 MB = 10**6
 LARGE = {
@@ -54,9 +52,7 @@ def make_large(folder: Path, bits: int | None = None, blocks: int = 12) -> Path:
     if bits is not None:
         config["quantization"] = {"group_size": 64, "bits": bits}
     (folder / "config.json").write_text(json.dumps(config))
-    for name in TOKENIZER_FILES:
-        shutil.copy(packaged("models", "demo") / name, folder / name)
-    return folder
+    return with_tokenizer_of_demo(folder)
 
 
 def quantized(arrays: dict[str, mx.array], bits: int) -> dict[str, mx.array]:

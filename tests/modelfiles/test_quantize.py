@@ -20,6 +20,7 @@ import mlx_lm
 import pytest
 
 from tests.conftest import EXTRA, TINY, TOKENIZER_FILES, Killed, flip, make_model
+from tests.export.fused_runs import assert_same_bytes, weights_of
 from tests.modelfiles.large import MB, make_large, watched
 from your_ai.errors import RunError, UserError
 from your_ai.files import sha256
@@ -43,17 +44,9 @@ def converted(source: Path, target: Path, bits: int = 4, group_size: int = 64) -
     return target
 
 
-def weights_of(folder: Path) -> dict[str, mx.array]:
-    return {n: a for p in folder.glob("model*.safetensors") for n, a in mx.load(str(p)).items()}
-
-
 def assert_same(ours: Path, theirs: Path) -> None:
     """Assert that the tensors are equal bit for bit, and the other files too."""
-    found, wanted = weights_of(ours), weights_of(theirs)
-    assert found.keys() == wanted.keys()
-    for name, array in wanted.items():
-        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape), name
-        assert mx.array_equal(found[name].view(mx.uint8), array.view(mx.uint8)), name
+    assert_same_bytes(weights_of(ours), weights_of(theirs))
     indexes = [json.loads((folder / INDEX).read_text()) for folder in (ours, theirs)]
     assert indexes[0]["metadata"] == indexes[1]["metadata"]
     beside = [sums_of(folder) for folder in (ours, theirs)]
@@ -77,20 +70,7 @@ def source(tmp_path: Path) -> Path:
     return make_model(tmp_path / "source", bits=None)
 
 
-@pytest.fixture
-def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make shards so small that the small model has several."""
-    monkeypatch.setattr(shards, "SHARD_LEAST_BYTES", 30_000)
-    monkeypatch.setattr(shards, "SHARDS", 4)
-
-
 # -- same result as mlx-lm
-
-
-@pytest.mark.parametrize("architecture", EXTRA)
-def test_result_equals_mlx_lm_convert(tmp_path, architecture):
-    source = make_model(tmp_path / "source", architecture, bits=None)
-    assert_same(written(source, tmp_path / "ours"), converted(source, tmp_path / "theirs"))
 
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -106,9 +86,10 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_result_equals_mlx_lm_convert_for_unusual_configs(tmp_path, change):
-    source = make_model(tmp_path / "source", bits=None, **CHANGES[change])
+@pytest.mark.parametrize("kind", [*EXTRA, *CHANGES])
+def test_result_equals_mlx_lm_convert(tmp_path, kind):
+    architecture = kind if kind in EXTRA else "llama"
+    source = make_model(tmp_path / "source", architecture, None, **CHANGES.get(kind, {}))
     assert_same(written(source, tmp_path / "ours"), converted(source, tmp_path / "theirs"))
 
 
@@ -407,11 +388,6 @@ def test_quantized_model_is_refused(tmp_path, source, made):
         written(folder, tmp_path / "out")
 
 
-def test_source_that_is_not_a_model_is_refused(tmp_path, source, nothing_left):
-    with pytest.raises(UserError, match=r"nowhere/config\.json: is missing"):
-        written(tmp_path / "nowhere", tmp_path / "out")
-
-
 def test_source_with_unknown_architecture_is_refused(tmp_path, source, nothing_left):
     config = source / "config.json"
     config.write_text(config.read_text().replace('"llama"', '"lama9"'))
@@ -426,9 +402,15 @@ def test_source_without_a_tokenizer_is_refused(tmp_path, source, nothing_left):
         written(source, tmp_path / "out")
 
 
-def test_source_path_with_glob_characters_is_refused(tmp_path, source):
-    with pytest.raises(UserError, match=r"with \*, \? or \["):
-        written(source.rename(tmp_path / "a[b]"), tmp_path / "out")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("nowhere", r"nowhere/config\.json: is missing"), ("a[b]", r"with \*, \? or \[")],
+)
+def test_source_without_files_or_with_glob_characters_is_refused(tmp_path, source, name, message):
+    place = tmp_path / name
+    with pytest.raises(UserError, match=message):
+        written(place if name == "nowhere" else source.rename(place), tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} <= {"home", "source", name}
 
 
 @pytest.mark.parametrize("there", ["a folder", "a file", "a link to nothing"])

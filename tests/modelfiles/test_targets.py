@@ -33,39 +33,57 @@ def model(tmp_path):
     return folder
 
 
-def test_new_name_is_accepted(tmp_path):
-    check_target(tmp_path / "new", force=False)
+OTHERS = {"empty": [], "notes": ["notes.txt"], "program": ["config.json", "main.py", "README.md"]}
+NOT_EMPTY = "contains files that do not belong to a model"
 
 
-def test_existing_model_is_replaced_only_with_force(model):
-    with pytest.raises(UserError, match="exists; choose another name, or replace it with --force"):
-        check_target(model, force=False)
-    check_target(model, force=True)
-
-
-def test_file_is_replaced_only_with_force(tmp_path):
+@pytest.fixture
+def place(tmp_path, model):
+    """A folder with a model, and with other things that may be where a result shall go."""
     (tmp_path / "a.gguf").write_bytes(b"GGUF and more")
-    with pytest.raises(UserError, match="exists"):
-        check_target(tmp_path / "a.gguf", force=False, is_file=True)
-    check_target(tmp_path / "a.gguf", force=True, is_file=True)
-
-
-def test_file_of_another_kind_is_never_replaced(tmp_path):
-    (tmp_path / "rows.csv").write_text("question,answer\n")
+    for name in ("rows.csv", "notes.txt"):
+        (tmp_path / name).write_text("years of work")
     os.mkfifo(tmp_path / "pipe")
-    for name in ("rows.csv", "pipe"):
-        with pytest.raises(UserError, match="is no GGUF file, which alone is replaced"):
-            check_target(tmp_path / name, force=True, is_file=True)
+    (tmp_path / "link").symlink_to(model)
+    for name, files in OTHERS.items():
+        (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).write_text("years of work")
+    return tmp_path
 
 
-def test_folder_and_file_never_replace_each_other(model, tmp_path):
-    (tmp_path / "notes.txt").write_text("years of work")
-    with pytest.raises(UserError, match="is a file, the result is a folder"):
-        check_target(tmp_path / "notes.txt", force=False)  # --force would not help
-    with pytest.raises(UserError, match="is a file, the result is a folder"):
-        check_target(tmp_path / "notes.txt", force=True)
-    with pytest.raises(UserError, match="is a folder, the result is a file"):
-        check_target(model, force=True, is_file=True)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("new", {"force": False}),
+        ("out", {"force": True}),
+        ("empty", {"force": True}),
+        ("a.gguf", {"force": True, "is_file": True}),
+    ],
+)
+def test_new_name_and_with_force_a_model_or_an_empty_folder_are_accepted(place, name, options):
+    check_target(place / name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("out", {"force": False}, "exists; choose another name, or replace it with --force"),
+        ("a.gguf", {"force": False, "is_file": True}, "exists"),
+        ("rows.csv", {"force": True, "is_file": True}, "is no GGUF file, which alone is replaced"),
+        ("pipe", {"force": True, "is_file": True}, "is no GGUF file, which alone is replaced"),
+        ("notes.txt", {"force": False}, "is a file, the result is a folder"),
+        ("notes.txt", {"force": True}, "is a file, the result is a folder"),
+        ("out", {"force": True, "is_file": True}, "is a folder, the result is a file"),
+        ("notes", {"force": True}, NOT_EMPTY),
+        ("program", {"force": True}, NOT_EMPTY),
+        ("link", {"force": True}, "is a link, which is never replaced"),
+        ("missing/out", {"force": False}, "is not a folder; create it first"),
+    ],
+)
+def test_anything_else_at_the_target_is_never_replaced(place, name, options, message):
+    with pytest.raises(UserError, match=message):
+        check_target(place / name, **options)
 
 
 @pytest.mark.parametrize("name", ["thesis.docx", "notes", "data"])
@@ -74,33 +92,8 @@ def test_folder_with_other_files_is_never_replaced(model, name):
         (model / name).mkdir()
     else:
         (model / name).write_text("years of work")
-    with pytest.raises(UserError, match="contains files that do not belong to a model"):
+    with pytest.raises(UserError, match=NOT_EMPTY):
         check_target(model, force=True)
-
-
-@pytest.mark.parametrize("names", [["notes.txt"], ["config.json", "main.py", "README.md"]])
-def test_folder_without_a_model_is_never_replaced(tmp_path, names):
-    (tmp_path / "out").mkdir()
-    for name in names:
-        (tmp_path / "out" / name).write_text("years of work")
-    with pytest.raises(UserError, match="contains files that do not belong to a model"):
-        check_target(tmp_path / "out", force=True)
-
-
-def test_empty_folder_is_replaced_with_force(tmp_path):
-    (tmp_path / "out").mkdir()
-    check_target(tmp_path / "out", force=True)
-
-
-def test_link_is_never_replaced(model, tmp_path):
-    (tmp_path / "link").symlink_to(model)
-    with pytest.raises(UserError, match="is a link, which is never replaced"):
-        check_target(tmp_path / "link", force=True)
-
-
-def test_missing_parent_folder_is_refused(tmp_path):
-    with pytest.raises(UserError, match="is not a folder; create it first"):
-        check_target(tmp_path / "missing" / "out", force=False)
 
 
 def test_unwritable_parent_folder_is_refused(tmp_path, monkeypatch):

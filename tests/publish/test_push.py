@@ -19,6 +19,7 @@ REPO = "someone/mine"
 AGAIN = "your_ai push r someone/mine"
 WEIGHTS = "adapters.safetensors"
 PAGE = card(SUBJECT)
+CLOSED = "http://127.0.0.1:9"
 OWN = "Describe your data here"
 
 
@@ -142,11 +143,6 @@ def test_a_push_without_a_login_is_refused(hub, account, contents, monkeypatch):
     assert hub.requests == []
 
 
-def test_a_wrong_token_is_refused(hub, account, contents, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "wrong")
-    fails(UserError, contents, "does not take your token; log in with `hf auth login`")
-
-
 @pytest.mark.parametrize("repo", ["readers/mine", "nobody/mine"])
 def test_a_push_to_a_foreign_name_is_refused(hub, account, contents, repo):
     fails(UserError, contents, f"does not let you write to {repo.split('/')[0]} (You don't", repo)
@@ -159,14 +155,19 @@ def test_a_push_to_an_existing_repo_without_write_access_is_refused(hub, account
     assert_nothing_new(hub)
 
 
-def test_a_push_while_offline_is_refused(hub, account, contents, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    fails(UserError, contents, "HF_HUB_OFFLINE is set; unset it")
-
-
-def test_an_unreachable_hub_is_an_error(account, contents, monkeypatch):
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    fails(UserError, contents, "cannot be reached at http://127.0.0.1:9")
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (("setenv", "HF_TOKEN", "wrong"), "does not take your token; log in with `hf auth login`"),
+        (("setattr", constants, "HF_HUB_OFFLINE", True), "HF_HUB_OFFLINE is set; unset it"),
+        (("setattr", constants, "ENDPOINT", CLOSED), f"cannot be reached at {CLOSED}"),
+    ],
+    ids=["wrong token", "offline", "unreachable"],
+)
+def test_a_push_that_cannot_begin_says_why(hub, account, contents, monkeypatch, change, word):
+    how, *what = change
+    getattr(monkeypatch, how)(*what)
+    fails(UserError, contents, word)
 
 
 @pytest.mark.parametrize(
@@ -293,5 +294,5 @@ def test_a_hub_that_does_not_answer_does_not_stop_training(hub, account, monkeyp
 
 
 def test_an_unreachable_hub_does_not_stop_training(account, monkeypatch):
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "ENDPOINT", CLOSED)
     assert "not checked, because the hub does not answer now" in check_account(REPO)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import reduce
 
 import pytest
@@ -70,11 +71,6 @@ def test_memory_of_the_phases_is_sent_in_gb():
     assert "train/peak_bytes/generate" not in row.values
 
 
-def test_reward_of_the_test_rows_is_sent():
-    (row,) = rows_of(events.ExactMatch(when="before", correct=1, rows=4, reward=0.5))
-    assert row.values == {"test/exact_match": 0.25, "test/reward": 0.5}
-
-
 def test_missing_memory_readings_are_not_sent():
     [row] = rows_of(step(1, process_bytes=None, cache_bytes=None))
     assert [name for name in row.values if name.startswith("memory/")] == ["memory/active_gb"]
@@ -100,36 +96,32 @@ def test_steps_always_increase_even_if_some_are_repeated(make, numbers):
     assert max(sent, default=0) == max(numbers, default=0)
 
 
-def test_a_validation_is_sent_after_its_step():
-    rows = rows_of(step(5), validation(5, 0.5))
-    assert rows[1] == TrackerRow(5, {"validation/loss": 0.5})
+BEFORE = events.ExactMatch(when="before", correct=0, rows=4)
+AFTER = events.ExactMatch(when="after", correct=3, rows=4)
+SAMPLES = events.Samples(when="after", prompts=["p", "q"], answers=["a", "b"], expected=["e", "f"])
+TABLE = TextTable(("prompt", "answer", "expected"), (("p", "a", "e"), ("q", "b", "f")))
+SENT = {
+    "a validation": ([step(5), validation(5, 0.5)], 5, {"validation/loss": 0.5}),
+    "one of rewards, without a loss": (
+        [step(5), reward_validation(5, 0.5)],
+        5,
+        {"validation/reward": 0.5},
+    ),
+    "exact match at step 0": ([BEFORE], 0, {"test/exact_match": 0.0}),
+    "exact match at the last step": ([BEFORE, step(7), AFTER], 7, {"test/exact_match": 0.75}),
+    "exact match of no rows": ([replace(BEFORE, rows=0)], 0, {"test/exact_match": 0.0}),
+    "reward of the test rows": (
+        [replace(BEFORE, correct=1, reward=0.5)],
+        0,
+        {"test/exact_match": 0.25, "test/reward": 0.5},
+    ),
+    "samples as a table": ([step(2), SAMPLES], 2, {"samples/after": TABLE}),
+}
 
 
-def test_a_validation_of_rewards_has_no_loss():
-    assert rows_of(step(5), reward_validation(5, 0.5))[1] == TrackerRow(
-        5, {"validation/reward": 0.5}
-    )
-
-
-def test_exact_match_is_sent_at_step_0_and_at_the_last_step():
-    before = events.ExactMatch(when="before", correct=0, rows=4)
-    end = events.ExactMatch(when="after", correct=3, rows=4)
-    rows = rows_of(before, step(7), end)
-    assert rows[0] == TrackerRow(0, {"test/exact_match": 0.0})
-    assert rows[2] == TrackerRow(7, {"test/exact_match": 0.75})
-
-
-def test_exact_match_of_no_rows_is_0():
-    [row] = rows_of(events.ExactMatch(when="before", correct=0, rows=0))
-    assert row.values == {"test/exact_match": 0.0}
-
-
-def test_samples_are_sent_as_a_table():
-    samples = events.Samples(
-        when="after", prompts=["p", "q"], answers=["a", "b"], expected=["e", "f"]
-    )
-    table = TextTable(("prompt", "answer", "expected"), (("p", "a", "e"), ("q", "b", "f")))
-    assert rows_of(step(2), samples)[1] == TrackerRow(2, {"samples/after": table})
+@pytest.mark.parametrize(("logged", "at", "values"), SENT.values(), ids=SENT)
+def test_what_was_measured_is_sent_at_the_step_before_it(logged, at, values):
+    assert rows_of(*logged)[-1] == TrackerRow(at, values)
 
 
 @pytest.mark.parametrize(

@@ -46,19 +46,29 @@ def place_of(folder: Path, name: str) -> str:
     return str((folder / "runs" / "r").resolve() / name).rstrip("/")
 
 
-def test_wandb_gets_the_run_and_its_settings(called, own_folder):
-    opened("wandb")
-    [given] = fakes.calls(called, "wandb", "init")
-    assert given.pop("config")["seed"] == 3
-    assert given == {
-        "allow_val_change": True,
-        "WANDB_PROJECT": "your_ai",
-        "WANDB_NAME": "r",
-        "WANDB_RUN_ID": "cafe",
-        "WANDB_RESUME": "allow",
-        "WANDB_DIR": place_of(own_folder, ""),
-        "WANDB_CONSOLE": "off",
-    }
+GIVEN = {
+    "wandb": {
+        "allow_val_change": True, "WANDB_PROJECT": "your_ai", "WANDB_NAME": "r",
+        "WANDB_RUN_ID": "cafe", "WANDB_RESUME": "allow", "WANDB_CONSOLE": "off",
+    },
+    "swanlab": {
+        "reinit": True, "SWANLAB_PROJ_NAME": "your_ai", "SWANLAB_EXP_NAME": "r",
+        "SWANLAB_RUN_ID": "cafe", "SWANLAB_RESUME": "allow", "SWANLAB_TERMINAL_PROXY_TYPE": "none",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "variable", "folder"),
+    [("wandb", "WANDB_DIR", ""), ("swanlab", "SWANLAB_LOGDIR", "swanlog")],
+)
+def test_a_service_gets_the_run_and_its_settings(called, own_folder, name, variable, folder):
+    opened(name)
+    [given] = fakes.calls(called, name, "init")
+    config = given.pop("config")
+    assert config["seed"] == 3
+    assert name == "wandb" or None not in config.values()
+    assert given == {**GIVEN[name], variable: place_of(own_folder, folder)}
 
 
 def test_wandb_gets_the_step_as_a_metric(called):
@@ -78,23 +88,6 @@ def test_wandb_gets_tables(called):
     opened("wandb").log(SAMPLES)
     content = {"columns": ["prompt", "answer"], "data": [["a|b", "c\nd"]]}
     assert fakes.calls(called, "wandb", "log") == [{"step": 4, "samples/after": content}]
-
-
-def test_swanlab_gets_the_run_and_its_settings(called, own_folder):
-    opened("swanlab")
-    [given] = fakes.calls(called, "swanlab", "init")
-    config = given.pop("config")
-    assert config["seed"] == 3
-    assert None not in config.values()
-    assert given == {
-        "reinit": True,
-        "SWANLAB_PROJ_NAME": "your_ai",
-        "SWANLAB_EXP_NAME": "r",
-        "SWANLAB_RUN_ID": "cafe",
-        "SWANLAB_RESUME": "allow",
-        "SWANLAB_LOGDIR": place_of(own_folder, "swanlog"),
-        "SWANLAB_TERMINAL_PROXY_TYPE": "none",
-    }
 
 
 def test_swanlab_logs_with_the_step(called):

@@ -110,7 +110,15 @@ class Over(threading.Event):
 
 
 @pytest.fixture
-def here(own_folder: Path) -> RunFolder:
+def calls(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict]]:
+    """The calls of a package, in processes that find the fakes first."""
+    monkeypatch.setenv("PYTHONPATH", str(fakes.write(own_folder / "fakes")))
+    monkeypatch.setenv("CALLS", str(own_folder / "calls"))
+    return lambda *asked: fakes.calls(own_folder / "calls", *asked)
+
+
+@pytest.fixture
+def run(calls) -> RunFolder:
     return create(TrainConfig(data="rows.jsonl", run="r"))
 
 
@@ -137,108 +145,101 @@ def failing(*times: int, call: str = "log", error: BaseException | None = None) 
     return Service(fault)
 
 
-def test_a_run_that_never_began_opens_no_tracker(here):
-    log_events(here, events.Stage(text="loading"), events.Limit(limit_bytes=1, reason=""))
+def test_a_run_that_never_began_opens_no_tracker(run):
+    log_events(run, events.Stage(text="loading"), events.Limit(limit_bytes=1, reason=""))
     service = Service()
-    assert send(here, service)
+    assert send(run, service)
     assert not service.opened
-    assert not upload.state_of(here, "wandb").exists()
+    assert not upload.state_of(run, "wandb").exists()
 
 
-def test_no_step_is_sent_twice_after_a_resume(here):
-    log_events(here, step(1), step(2), FINISHED)
+def test_no_step_is_sent_twice_after_a_resume(run):
+    log_events(run, step(1), step(2), FINISHED)
     first, second = Service(), Service()
-    send(here, first)
-    log_events(here, step(2), step(3), FINISHED)  # as resumed from the checkpoint of step 1
-    send(here, second)
+    send(run, first)
+    log_events(run, step(2), step(3), FINISHED)  # as resumed from the checkpoint of step 1
+    send(run, second)
     assert second.steps == [3]
     assert second.opened == first.opened
 
 
 @pytest.mark.parametrize("error", [None, SystemExit(1), KeyboardInterrupt()])
-def test_a_tracker_that_raises_is_opened_again_and_misses_nothing(here, error):
-    log_events(here, step(1), step(2), step(3), FINISHED)
+def test_a_tracker_that_raises_is_opened_again_and_misses_nothing(run, error):
+    log_events(run, step(1), step(2), step(3), FINISHED)
     service = failing(2, 3, error=error)
-    assert send(here, service, rows=3)
+    assert send(run, service, rows=3)
     assert service.steps == [1, 2, 3]
     assert len(service.opened) == 3
     assert len(set(service.opened)) == 1
 
 
-def test_a_tracker_that_cannot_be_opened_is_tried_again(here):
-    log_events(here, step(1))
+def test_a_tracker_that_cannot_be_opened_is_tried_again(run):
+    log_events(run, step(1))
     service = failing(1, 2, call="open")
-    assert send(here, service, rows=1)
+    assert send(run, service, rows=1)
     assert service.steps == [1]
 
 
-def test_a_failure_after_the_end_of_the_run_is_the_last(here):
-    log_events(here, step(1))
+def test_a_failure_after_the_end_of_the_run_is_the_last(run):
+    log_events(run, step(1))
     service = failing(1)
-    assert not send(here, service)
+    assert not send(run, service)
     assert len(service.opened) == 1
 
 
-def test_rows_sent_before_a_failure_are_not_sent_again_later(here):
-    log_events(here, step(1), step(2), step(3))
+def test_rows_sent_before_a_failure_are_not_sent_again_later(run):
+    log_events(run, step(1), step(2), step(3))
     service = failing(3)
-    assert not send(here, service)
-    assert send(here, service)
+    assert not send(run, service)
+    assert send(run, service)
     assert service.steps == [1, 2, 3]
 
 
-def test_a_tracker_that_cannot_be_closed_counts_as_failed(here):
-    log_events(here, step(1), FINISHED)
-    assert not send(here, failing(1, call="close"))
+def test_a_tracker_that_cannot_be_closed_counts_as_failed(run):
+    log_events(run, step(1), FINISHED)
+    assert not send(run, failing(1, call="close"))
 
 
-def test_a_failure_is_one_line_that_says_what_comes_next(here, capsys):
-    log_events(here, step(1))
-    send(here, failing(1), rows=1)
-    send(here, failing(1, call="close"))
+def test_a_failure_is_one_line_that_says_what_comes_next(run, capsys):
+    log_events(run, step(1))
+    send(run, failing(1), rows=1)
+    send(run, failing(1, call="close"))
     assert "wandb: OSError: away, for now; next try in 300 s" in capsys.readouterr().out
-    log_events(here, step(2))
-    send(here, failing(1))
+    log_events(run, step(2))
+    send(run, failing(1))
     assert capsys.readouterr().out.endswith(
         "wandb: OSError: away, for now; send the rest later: "
         "python -m your_ai.trackers.upload runs/r wandb\n"
     )
 
 
-def test_sending_ends_when_the_folder_is_gone(here):
-    log_events(here, step(1))
-    here.path.rename("elsewhere")
+def test_sending_ends_when_the_folder_is_gone(run):
+    log_events(run, step(1))
+    run.path.rename("elsewhere")
     service = Service()
-    send(here, service, rows=1)
+    send(run, service, rows=1)
     assert not service.opened
-    assert not here.path.exists()
+    assert not run.path.exists()
 
 
 @pytest.mark.parametrize("text", ['{"id": 3, "wan', "[]", '{"id": "a"}', '{"id": 1, "events": []}'])
-def test_a_damaged_state_file_is_replaced(here, text):
-    upload.state_of(here, "wandb").write_text(text)
-    log_events(here, step(1), FINISHED)
+def test_a_damaged_state_file_is_replaced(run, text):
+    upload.state_of(run, "wandb").write_text(text)
+    log_events(run, step(1), FINISHED)
     service = Service()
-    assert send(here, service)
+    assert send(run, service)
     assert service.steps == [1]
-    state = json.loads(upload.state_of(here, "wandb").read_text())
+    state = json.loads(upload.state_of(run, "wandb").read_text())
     assert state == {"id": service.opened[0], "events": 1}
 
 
 # The process
 
 
-@pytest.fixture
-def calls(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict]]:
-    """The calls of a package, in processes that find the fakes first."""
-    monkeypatch.setenv("PYTHONPATH", str(fakes.write(own_folder / "fakes")))
-    monkeypatch.setenv("CALLS", str(own_folder / "calls"))
-    return lambda *asked: fakes.calls(own_folder / "calls", *asked)
-
-
-@pytest.fixture
-def run(calls) -> RunFolder:
-    return create(TrainConfig(data="rows.jsonl", run="r"))
+def send_whole(run: RunFolder, *names: str) -> None:
+    """Log and send a run of one step, from its beginning to its end."""
+    with upload.tracked(run, names):
+        log_events(run, step(1), FINISHED)
 
 
 @contextlib.contextmanager
@@ -293,7 +294,7 @@ def test_events_are_sent_while_the_run_continues(run, calls):
     with started(run, "wandb"), locked(run):
         for number in (1, 2):
             log_events(run, step(number))
-            wait_until(lambda: wandb_steps(calls)[-1:] == [number])  # noqa: B023 (called here)
+            wait_until(lambda: wandb_steps(calls)[-1:] == [number])  # noqa: B023 (called run)
 
 
 def test_a_run_that_ends_at_once_is_sent(run, calls):
@@ -305,9 +306,7 @@ def test_a_run_that_ends_at_once_is_sent(run, calls):
 
 def test_two_runs_have_different_ids(run, calls):
     for folder in (run, create(TrainConfig(data="rows.jsonl", run="s"))):
-        log_events(folder, step(1), FINISHED)
-        with upload.tracked(folder, ["wandb"]):
-            pass
+        send_whole(folder, "wandb")
     assert len({fields["WANDB_RUN_ID"] for fields in calls("wandb", "init")}) == 2
 
 
@@ -349,8 +348,7 @@ def test_a_tracker_that_hangs_is_stopped_in_the_end(run, monkeypatch):
 @pytest.mark.parametrize("fault", ["wandb:init", "wandb:log"])
 def test_a_notice_says_that_a_tracker_failed(run, calls, monkeypatch, fault):
     monkeypatch.setenv("FAULTS", fault)
-    with upload.tracked(run, ["wandb", "swanlab"]):
-        log_events(run, step(1), FINISHED)
+    send_whole(run, "wandb", "swanlab")
     [notice] = [r.event for r in events.tail(run.events)[0] if isinstance(r.event, events.Notice)]
     assert notice.text == "not everything was sent to the trackers; runs/r/trackers.log says why"
     assert "wandb: OSError: wandb is away, at" in log_of(run)
@@ -368,9 +366,7 @@ def test_the_rest_can_be_sent_later(run, calls, monkeypatch):
 
 def test_the_log_says_if_a_package_cannot_be_imported(run, own_folder):
     (own_folder / "fakes" / "wandb.py").write_text("import nothing_of_this_name")
-    log_events(run, step(1), FINISHED)
-    with upload.tracked(run, ["wandb"]):
-        pass
+    send_whole(run, "wandb")
     assert "wandb: ModuleNotFoundError: No module named 'nothing_of_this_name'" in log_of(run)
 
 

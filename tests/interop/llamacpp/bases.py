@@ -5,13 +5,11 @@ Their rows are whole blocks of 32, so that all matrices can be quantized.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
-from tests.architectures import write_model
-from tests.conftest import DEMO_FOLDER, TOKENIZER_FILES, VOCABULARY
-from tests.export.transformers_bases import settings_of
+from tests.conftest import VOCABULARY
+from tests.export.transformers_bases import settings_of, write_files
 from your_ai.export.gguf_architectures import KNOWN
 
 KINDS = (*KNOWN, "mistral3")
@@ -97,10 +95,7 @@ def write_base(folder: Path, name: str) -> Path:
     """Write a model with random float32 weights and the demo's tokenizer."""
     config = config_for(name)
     assert (config.get("text_config") or config)["vocab_size"] == VOCABULARY
-    write_model(folder, config["model_type"], **config)
-    for file in TOKENIZER_FILES:
-        shutil.copy(DEMO_FOLDER / file, folder / file)
-    return folder
+    return write_files(folder, config)
 
 
 def tolerance_of(name: str) -> float:
