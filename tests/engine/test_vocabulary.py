@@ -143,7 +143,9 @@ def test_gradients_are_those_of_whole_matrices(tmp_path, reference, architecture
     batches = make_schedule(encode(tokenizer, tmp_path), 5, 5, seed=0).batches_of(0)
     found = step_of(built.engine, batches, 3)
     alone = sum(built.engine.loss(batch).loss.item() for batch in batches)
-    assert_step((*found, alone / sum(batch.weight for batch in batches)), *expected)
+    # A last place of the new rows alone moves the gradients of gemma2 by 6e-6, of others by 2e-6.
+    most = 2e-5 if architecture == "gemma2" else 1e-5
+    assert_step((*found, alone / sum(batch.weight for batch in batches)), *expected, most)
 
 
 @pytest.mark.parametrize("plan", ["fused", "staged", "streamed"])

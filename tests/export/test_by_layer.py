@@ -37,7 +37,7 @@ CASES = [
     ("llama", None, {**MIXED, "adapter_dtype": "bfloat16"}),
     ("qwen3_moe", None, EXPERTS),
 ]
-ROUNDING = 2e-5  # of logits up to 10 in float32, after 21 layers
+ROUNDING = 5e-5  # of logits up to 13: a last place of the adapters alone moves them by 2e-5
 IDS = ["lora", "dora", "bfloat16", "experts"]
 
 
