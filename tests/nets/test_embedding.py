@@ -14,8 +14,8 @@ from your_ai.engine.build import split_model
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.errors import UserError
 from your_ai.nets import model
-from your_ai.nets.embedding import InputEmbedding, ResizedRows, input_embedding, same_rows
-from your_ai.nets.head import LayerRows
+from your_ai.nets.embedding import InputEmbedding, input_embedding, same_rows
+from your_ai.nets.head import LayerRows, ResizedRows
 from your_ai.nets.parts import Parts
 
 TOKENS = mx.array([[5, 9, 0], [1, 1, 30]])

@@ -52,7 +52,7 @@ from your_ai.memory.workload import NO_ADAPTER, Plan, TeacherSizes
 from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.nets import losses, saved_adapter
 from your_ai.nets.divergence import Softmax, softmax_of
-from your_ai.nets.head import FirstRows, LinearHead, SomeTrained, TargetHead
+from your_ai.nets.head import LinearHead, ResizedRows, SomeTrained, TargetHead
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import DropoutKeys, learned_positions
 from your_ai.nets.parts import skeleton
@@ -409,7 +409,7 @@ class Teacher:
 
     def log_probabilities(self, batch: Batch) -> np.ndarray:
         """(S,) float32, of the targets."""
-        head, rows = self.target.head, FirstRows(self.target.head.rows, self.target.vocabulary)
+        head, rows = self.target.head, ResizedRows(self.target.head.rows, self.target.vocabulary)
         plain = LinearHead(rows, after=head.after)  # the states are those of its linear layer
         found = losses.chunked_losses(self.states(batch), mx.array(batch.targets), plain)
         return -np.array(found)

@@ -11,7 +11,7 @@ Shapes: B rows, T tokens per row, D hidden size.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -19,47 +19,9 @@ import mlx.nn as nn
 
 from your_ai.errors import UserError, suppress_model_errors
 from your_ai.nets.block_calls import Trunk
-from your_ai.nets.head import HeadRows, HeadSlice, LayerRows
+from your_ai.nets.head import HeadRows, LayerRows
 from your_ai.nets.parts import Parts
 from your_ai.nets.split import StandIn
-
-
-@dataclass(frozen=True)
-class ResizedRows:
-    """The first `count` rows of an embedding, with zeros where it has fewer; a `head.HeadRows`.
-
-    Models of one family may have more rows than their common tokenizer has tokens.
-    """
-
-    rows: HeadRows
-    count: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.count, self.rows.shape[1]
-
-    def part(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> HeadSlice:
-        inside = min(stop, self.rows.shape[0])
-        if inside <= start:
-            width = self.rows.shape[1]
-            return HeadSlice(
-                stop - start,
-                lambda hidden: mx.zeros((len(hidden), stop - start), hidden.dtype),
-                lambda shares: mx.zeros((len(shares), width), shares.dtype),
-            )
-        part = self.rows.part(start, inside, after)
-        if inside == stop:
-            return part
-        return HeadSlice(
-            stop - start,
-            lambda hidden: mx.pad(part.forward(hidden), [(0, 0), (0, stop - inside)]),
-            lambda shares: part.backward(shares[:, : inside - start]),
-        )
-
-    def gather(self, tokens: mx.array) -> mx.array:
-        known = tokens < self.rows.shape[0]
-        found = self.rows.gather(mx.where(known, tokens, 0))
-        return mx.where(known[:, None], found, 0).astype(found.dtype)
 
 
 @dataclass(frozen=True)

@@ -258,8 +258,11 @@ class LayerRows:
 
 
 @dataclass(frozen=True)
-class FirstRows:
-    """The rows of the tokens, without those of padding that follow them."""
+class ResizedRows:
+    """The first `count` rows of an embedding or a head, with zeros where it has fewer; `HeadRows`.
+
+    Models of one family may have more rows than their common tokenizer has tokens.
+    """
 
     rows: HeadRows
     count: int
@@ -269,10 +272,27 @@ class FirstRows:
         return self.count, self.rows.shape[1]
 
     def part(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> HeadSlice:
-        return self.rows.part(start, stop, after)
+        inside = min(stop, self.rows.shape[0])
+        if inside <= start:
+            width = self.rows.shape[1]
+            return HeadSlice(
+                stop - start,
+                lambda hidden: mx.zeros((len(hidden), stop - start), hidden.dtype),
+                lambda shares: mx.zeros((len(shares), width), shares.dtype),
+            )
+        part = self.rows.part(start, inside, after)
+        if inside == stop:
+            return part
+        return HeadSlice(
+            stop - start,
+            lambda hidden: mx.pad(part.forward(hidden), [(0, 0), (0, stop - inside)]),
+            lambda shares: part.backward(shares[:, : inside - start]),
+        )
 
     def gather(self, tokens: mx.array) -> mx.array:
-        return self.rows.gather(tokens)
+        known = tokens < self.rows.shape[0]
+        found = self.rows.gather(mx.where(known, tokens, 0))
+        return mx.where(known[:, None], found, 0).astype(found.dtype)
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,7 @@ class ObjectiveWithTeacher(Objective, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLoss:
-    """What objectives share whose loss is a sum over tokens, each weighed by itself."""
+    """The common part of objectives whose loss is a sum over tokens, each weighed by itself."""
 
     rows_together: ClassVar[int] = 1
     token_local: ClassVar[bool] = True

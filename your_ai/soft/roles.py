@@ -24,9 +24,9 @@ from your_ai.engine.programs import Programs, trained_arrays
 from your_ai.engine.staged import Resident, Weights, finished
 from your_ai.errors import UserError
 from your_ai.nets.adapter_kinds import Normed, normed_layers, norms_of
-from your_ai.nets.embedding import InputEmbedding, ResizedRows, input_embedding
+from your_ai.nets.embedding import InputEmbedding, input_embedding
 from your_ai.nets.gumbel import Noisy
-from your_ai.nets.head import LinearHead
+from your_ai.nets.head import LinearHead, ResizedRows
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import DropoutKeys
 from your_ai.nets.parts import Parts
