@@ -134,6 +134,10 @@ def facts_by_type(tmp_path_factory) -> dict[str, ModelFacts]:
     return {name: facts_of(write_model(folder / name, name), 4) for name in names}
 
 
+def test_the_hidden_size_of_every_architecture_is_known(facts_by_type):
+    assert [name for name, facts in facts_by_type.items() if not facts.hidden] == []
+
+
 def test_every_phase_is_guessed_for_every_architecture(facts_by_type):
     assert len(facts_by_type) > 100
     for name, facts in facts_by_type.items():

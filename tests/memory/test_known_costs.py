@@ -23,8 +23,9 @@ from your_ai.memory.budget import (
 from your_ai.memory.costs import BlockCosts, CostCurve, Costs, MeasuredCosts, keep_costs
 from your_ai.memory.facts import ModelFacts
 from your_ai.memory.limit import MemoryLimit
-from your_ai.memory.plan import FAR, DoesNotFit
+from your_ai.memory.plan import FAR, DoesNotFit, options
 from your_ai.memory.workload import Workload
+from your_ai.nets.block_calls import Unsplittable
 
 KEY = ("machine", "model")
 OF_BLOCKS = Costs((BlockCosts(forward=CostCurve(1.0)),), (0,) * 32, {})
@@ -61,6 +62,25 @@ def test_costs_are_measured_inside_the_limit_once_and_then_read():
 
 def test_costs_are_not_measured_where_nothing_can_measure_them():
     assert known(None) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "engines"),
+    [("auto", {"fused"}), ("staged", {"fused"}), ("streamed", {"streamed"})],
+)
+def test_a_model_that_cannot_be_taken_apart_is_planned_whole(asked, engines):
+    def measure(workload: Workload, limit_bytes: int) -> None:
+        raise Unsplittable
+
+    workload, limit = replace(WORKLOAD, engine=asked), MemoryLimit(most_of(WORKLOAD), "")
+    config = TrainConfig(lora_rank=8, lora_layers=1, plan=asked)
+    measuring = Measuring(measure, always=True)
+    budget = budget_of(config, workload, mx.bfloat16, limit, measuring=measuring)
+    assert {option.plan.engine for option in options(budget.workload)} == engines
+    least = min(option.needed_bytes for option in options(budget.workload))
+    with pytest.raises(DoesNotFit) as refusal:
+        budget_of(config, workload, mx.bfloat16, MemoryLimit(least // 2, ""), measuring=measuring)
+    assert refusal.value.least_bytes == least
 
 
 # Without files, as of a model before it is quantized, nobody knows how long they take to read.

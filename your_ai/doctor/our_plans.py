@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -49,6 +50,7 @@ from your_ai.memory.plan import (
     with_margin,
 )
 from your_ai.memory.workload import NOTHING, DataSizes, Plan, Workload, workload_of
+from your_ai.nets.block_calls import Unsplittable
 from your_ai.objectives.chosen import needs_reference
 from your_ai.rewards.chosen import Rewards
 from your_ai.rewards.names import parse_rewards
@@ -302,8 +304,9 @@ def contest_budget(contest: Contest, contender: str, job: Job, opened: Opened) -
     workload = dataclasses.replace(workload, batch_size=contest.rows)
     if contest.measures:
         limit_bytes = limit_of(None).limit_bytes
-        costs = measure_costs(opened.network, job.config, workload, limit_bytes)
-        workload = dataclasses.replace(workload, costs=costs)
+        with contextlib.suppress(Unsplittable):
+            costs = measure_costs(opened.network, job.config, workload, limit_bytes)
+            workload = dataclasses.replace(workload, costs=costs)
     room = mlx_room(contender)
     if room is None:
         plan = named_plan(contest, contender, workload.training.blocks, len(opened.network.layers))

@@ -181,7 +181,7 @@ def workloads(
                 targets=config.lora_targets,
                 experts=config.lora_experts,
             ),
-            engine="fused" if is_whole else "auto",
+            whole=is_whole,
             lengths=(seq_len,),
             batch_size=profile.batch * profile.texts_together,
             rows_per_step=profile.batch * profile.texts_together,

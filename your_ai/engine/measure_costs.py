@@ -126,12 +126,14 @@ def measure_costs(
     tell: Callable[[str], object] = lambda _: None,
     tensors: Mapping[str, FileTensor] = MappingProxyType({}),
 ) -> MeasuredCosts | None:
-    """Measure what the work of a run needs; return None if the model cannot be taken apart.
+    """Measure what the work of a run needs; return None if that is not possible here.
 
     network: with lazy weights and without adapters; it is not changed. tensors: its files, if there
         are any; one of them is read.
     config: has the adapters, but for the ranks and the layers, which `workload` has.
     limit_bytes: of this process, also while it measures. tell: receives what is measured.
+
+    Raises Unsplittable if the model cannot be taken apart.
     """
     training, score_head = workload.training, workload.score_head
     guess = guessed(workload.facts, training, score_head)

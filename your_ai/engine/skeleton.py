@@ -30,6 +30,7 @@ from your_ai.engine.weights import FileTensor, stream_vocabulary
 from your_ai.memory.facts import VOCABULARY
 from your_ai.memory.sizes import HEAD_SLICE_BYTES
 from your_ai.nets.adapter_kinds import compute_magnitudes, normed_layers, use_any_norms
+from your_ai.nets.block_calls import Unsplittable
 from your_ai.nets.head import HeadRows, HeadSlice, put_score_head
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import add_adapters
@@ -134,8 +135,10 @@ def engine_of(
 
     Every block has the adapters of `config`. A staged engine has its vocabulary in files, a fused
     one in memory. Nothing of `network` is evaluated, but for what is outside of blocks and
-    vocabulary. None if the model cannot be split, or if its code reads values of arrays, which
-    would evaluate them. hidden: D.
+    vocabulary. None if the model's code reads values of arrays, which would evaluate them.
+    hidden: D.
+
+    Raises Unsplittable.
     """
     network = skeleton(network)
     if not can_compile(network):
@@ -151,7 +154,7 @@ def engine_of(
     with use_any_norms(normed_layers(network)):
         found = split_model(network, None, path)
     if found.parts is None:
-        return None
+        raise Unsplittable(found.reason)
     weights = MadeWeights(found.parts.blocks)
     return kind(network, found.parts, keys, SUPERVISED, found.head, weights=weights, inputs=Stack())
 

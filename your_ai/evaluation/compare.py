@@ -57,8 +57,14 @@ from your_ai.generation.generate import Sampling, answer_room
 from your_ai.generation.samples import MOST_TOGETHER, sampled
 from your_ai.hub.find import find_model, fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
-from your_ai.memory.budget import Measuring, budget_of_evaluation, limit_of, row_limit
-from your_ai.memory.plan import Budget, choose
+from your_ai.memory.budget import (
+    Measuring,
+    budget_of_evaluation,
+    fused_budget,
+    limit_of,
+    row_limit,
+)
+from your_ai.memory.plan import Budget
 from your_ai.memory.workload import Plan, RolloutSizes, TeacherSizes, keeps_softmax, words
 from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.nets import model, saved_adapter
@@ -256,7 +262,7 @@ def compare(
     built = built_to_measure(opened, engine, config, teacher)
     allocator.free()
     if built.plan != engine:  # the model cannot be split into parts
-        budget = with_engine(budget, built.plan)
+        budget = fused_budget(budget)
         hold(budget)
     plan = budget.choice.option.plan
     rows_at = partial(plan.rows, batch_size=request.batch_size)
@@ -289,13 +295,6 @@ def compare(
         return budget_for(answers=sized(places), engine=plan.engine)
 
     return (yield from with_worst_answers(found, ready, request, sized_budget, untrained))
-
-
-def with_engine(budget: Budget, engine: str) -> Budget:
-    """The budget under this engine. Raises UserError if it does not fit."""
-    workload = replace(budget.workload, engine=engine)
-    choice = choose(workload, budget.limit.limit_bytes)
-    return replace(budget, workload=workload, choice=choice)
 
 
 def with_worst_answers(

@@ -25,7 +25,7 @@ MOST_VOCABULARY = 1 << 26
 MOST_SIZE = 1 << 31  # for any other size
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-HIDDEN = ("hidden_size", "n_embd", "d_model", "model_dim")
+HIDDEN = ("hidden_size", "n_embd", "d_model", "model_dim", "hidden_dim")
 HEADS = ("num_attention_heads", "n_head", "n_heads")
 SINGLE = (*LAYERS, *HIDDEN, *HEADS, "vocab_size")  # never a list, in any architecture
 # (minimum, maximum) of the integers that decide how much is built, by config key.

@@ -37,6 +37,7 @@ from your_ai.memory.workload import (
     Workload,
 )
 from your_ai.nets.attention import METAL_VJP
+from your_ai.nets.block_calls import Unsplittable
 from your_ai.nets.numerics import mlx_version
 from your_ai.run import events
 
@@ -64,7 +65,8 @@ class Measuring:
     """The way in which costs are measured where they are not known."""
 
     measure: Callable[[Workload, int], MeasuredCosts | None]
-    """(workload, limit of the process in bytes) -> its costs, if they can be measured"""
+    """(workload, limit of the process in bytes) -> its costs, if they can be measured; raises
+    Unsplittable"""
     always: bool = False
     """Whether it is called where the limit is far away, too, so that a guess does."""
 
@@ -154,14 +156,40 @@ def budget_of(
     larger: list[MeasuredCosts] = []  # of adapters that were tried before, which need no less
 
     def budget_with(asked: Workload) -> Budget:
-        key = costs_key(asked, dtype, has_dropout=config.lora_dropout > 0)
-        found = costs_here(asked, key, limit, past, None if larger else measuring)
-        larger.extend([found] if found is not None else [])
+        asked, key = with_costs(
+            asked, dtype, limit, past, None if larger else measuring, config.lora_dropout > 0
+        )
+        larger.extend([asked.costs] if asked.costs is not None else [])
         asked = replace(asked, costs=larger[-1] if larger else None)
         choice = choose(asked, limit.limit_bytes, level, past.plan)
         return Budget(limit, asked, choice, key, past.begun and choice.option.plan == past.plan)
 
     return largest_that_fits(config, workload, budget_with)
+
+
+def with_costs(
+    workload: Workload,
+    dtype: mx.Dtype,
+    limit: MemoryLimit,
+    past: PriorPlans,
+    measuring: Measuring | None,
+    has_dropout: bool = False,
+) -> tuple[Workload, tuple[str, ...]]:
+    """The workload with its costs on this machine, and what they depend on. One of a model that
+    cannot be taken apart is `whole`, and its costs are guessed."""
+    key = costs_key(workload, dtype, has_dropout=has_dropout)
+    try:
+        return replace(workload, costs=costs_here(workload, key, limit, past, measuring)), key
+    except Unsplittable:
+        return replace(workload, whole=True), key
+
+
+def fused_budget(budget: Budget, level: int = 0, kept: Plan | None = None) -> Budget:
+    """The budget of a model that turned out to have no parts. level, kept: as in `choose`. Raises
+    UserError if none fits."""
+    workload = replace(budget.workload, whole=True)
+    choice = choose(workload, budget.limit.limit_bytes, level, kept)
+    return replace(budget, workload=workload, choice=choice)
 
 
 def costs_here(
@@ -292,9 +320,7 @@ def budget_of_evaluation(
         teacher=teacher,
         process=process_here(),
     )
-    key = costs_key(workload, dtype)
-    measured = costs_here(workload, key, limit, PriorPlans(), measuring)
-    workload = replace(workload, costs=measured)
+    workload, key = with_costs(workload, dtype, limit, PriorPlans(), measuring)
     return Budget(limit, workload, choose(workload, limit.limit_bytes), key)
 
 

@@ -157,6 +157,8 @@ def allows(workload: Workload, engine: str, spill: bool, blocks_ahead: int) -> b
     and read so many blocks ahead."""
     if engine == "streamed" and not workload.can_stream:
         return False
+    if workload.whole and workload.engine != "streamed":
+        return engine == "fused"
     if workload.engine != "auto" and (engine, spill) != (workload.engine, workload.spill):
         return False
     if workload.soft is not None and (engine == "staged" or spill):

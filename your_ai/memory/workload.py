@@ -298,6 +298,8 @@ class Workload:
     """Whether the optimizer's states must be spilled to disk."""
     can_stream: bool = True
     """Whether the files contain the weights in the form the model uses."""
+    whole: bool = False
+    """Whether its blocks cannot run one at a time, so that it is fused where staged is allowed."""
     prefix_bytes: int = 0
     """A frozen-prefix cache in memory."""
     prefix_texts: int = 0

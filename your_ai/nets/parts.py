@@ -300,8 +300,6 @@ def parts_of(
         wanted = model(tokens)
         rows = parts.run_blocks(tokens)[0]
         ours = parts.finished_head(rows[None, 1:])
-    except Unsplittable:
-        raise
     except Exception as error:  # the code of an architecture may raise any type
         if not is_of_model_code(error):
             raise

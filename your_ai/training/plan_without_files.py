@@ -199,8 +199,6 @@ def planned(
         raise UserError(f"--seq-len {seq_len}: must be at least 1")
     facts, config = model.facts, defaults.sized(config, 0)
     check_adapters(config, facts)
-    if model.model_type in WHOLE:
-        config = replace(config, plan="fused", spill=False)
     longest, prompt = config.max_seq_length if seq_len is None else seq_len, 0
     if config.samples_completions:
         from your_ai.data.batches import MULTIPLE  # loads numpy
@@ -223,6 +221,7 @@ def planned(
         own = TeacherSizes(facts=None if teacher is None else teacher.facts)
         taught = in_steps(own, config, longest)
     workload = workload_of(config, facts, data, process, teacher=taught, vocabulary=outside)
+    workload = replace(workload, whole=model.model_type in WHOLE)
     if not target.is_here and config.max_memory is None:
         workload = replace(workload, limit_option="--memory")
 

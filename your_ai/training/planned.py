@@ -36,7 +36,7 @@ from your_ai.memory.budget import (
 from your_ai.memory.costs import MeasuredCosts, keep_costs
 from your_ai.memory.facts import ModelFacts, facts_from, facts_of
 from your_ai.memory.limit import MemoryLimit
-from your_ai.memory.plan import Budget, Option, choose, front_points
+from your_ai.memory.plan import Budget, Option, front_points
 from your_ai.memory.workload import (
     DataSizes,
     RewardModelSizes,
@@ -270,13 +270,6 @@ def sizes_of_teacher(
         return None
     found = in_steps(teacher.sizes(base, dtype.size), config, max(data.lengths))
     return replace(found, longest=longest_text((data.seen or {}).values(), config))
-
-
-def planned_again(budget: Budget, engine: str, level: int, past: PriorPlans) -> Budget:
-    """The budget under another engine than the one chosen. Raises UserError if it does not fit."""
-    workload = replace(budget.workload, engine=engine, spill=False)
-    choice = choose(workload, budget.limit.limit_bytes, level, past.plan)
-    return replace(budget, workload=workload, choice=choice)
 
 
 def announce(

@@ -21,7 +21,7 @@ from your_ai.generation.conversations import environments_of
 from your_ai.hub.check import check_model
 from your_ai.hub.find import find_model
 from your_ai.memory import allocator
-from your_ai.memory.budget import run_limit
+from your_ai.memory.budget import fused_budget, run_limit
 from your_ai.memory.endurance import MOST_SHARE, writes_of
 from your_ai.memory.limit import MemoryLimit
 from your_ai.memory.plan import Budget
@@ -41,7 +41,6 @@ from your_ai.training.planned import (
     announce,
     budget_of_job,
     past_of,
-    planned_again,
     planned_budget,
     write_plan,
 )
@@ -113,7 +112,7 @@ def prepare(
         model.check_forward_pass(network, adapters, job.config)
         allocator.free()
         if built.plan != budget.choice.option.plan.engine:  # the model has no parts: plan again
-            budget = planned_again(budget, built.plan, level, past)
+            budget = fused_budget(budget, level, past.plan)
             write_plan(budget, job.config, log)
         tell(log, *built.notices)
         put_scorers(rewards, job, beside, soft, budget)
