@@ -193,7 +193,7 @@ def test_prefix_cache_does_not_change_gradients(tmp_path, reference, plan, packe
     folder, *expected = reference("llama", 4, False, 0.2)
     store = MemoryStore()
     plan, more = VARIANTS.get(plan, (plan, {}))
-    more |= {"packing": packed is not None, "make_store": lambda _: store}
+    more = {**more, "packing": packed is not None, "make_store": lambda _: store}
     made = prepared(folder, plan, {"lora_dropout": 0.2}, **more)
     batches = batches_of(made.tokenizer, tmp_path, packed=packed)
     for _ in range(2):  # the first pass fills the cache, the second reads it
