@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 from mlx_lm.models import gemma3n
 
+from tests.architectures import write_model
+from your_ai.config import TrainConfig
 from your_ai.engine.mlp import can_be_sliced
 from your_ai.memory.estimate import Plan, Training, Workload, estimate, weights_bytes
-from your_ai.memory.facts import facts_of_config, sparse_blocks
+from your_ai.memory.estimate_graphs import graphs_bytes
+from your_ai.memory.facts import facts_of, facts_of_config, sparse_blocks
 from your_ai.memory.guess import slices_mlp
-from your_ai.memory.workload import Kept
+from your_ai.memory.workload import DataSizes, Kept, ProcessFacts, workload_of
 
 PEAKS = Path(__file__).parents[2] / "tools" / "architecture_peaks.json"
 RECORDED = json.loads(PEAKS.read_text(encoding="utf-8"))
@@ -60,3 +63,24 @@ def test_sparse_mlps_are_those_that_the_engine_does_not_slice():
 @pytest.mark.parametrize("pattern", [None, [], "0.95", 0.95, ["0.95"], [None, [0.95]], {"0": 1}])
 def test_other_patterns_of_sparsity_are_of_no_block(pattern):
     assert sparse_blocks({"activation_sparsity_pattern": pattern}) == frozenset()
+
+
+# MB by which a process grew with the graphs of one row of 768 tokens, as measured.
+GRAPHS_MB = {
+    "mamba": (86.4, 38.7),
+    "falcon_h1": (40.7, 17.9),
+    "qwen3_next": (25.9, 18.8),
+    "kimi_linear": (28.7, 28.4),
+    "rwkv7": (67.3, 56.8),
+    "llama": (9.9, 8.2),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS_MB)
+def test_graphs_of_recurrences_are_not_underestimated(tmp_path, name):
+    facts = facts_of(write_model(tmp_path / "m", name), 4)
+    config = TrainConfig(lora_targets=("all-linear",), lora_layers="all", lora_rank=8)
+    workload = workload_of(config, facts, DataSizes(lengths=(768,)), ProcessFacts(sliced=True))
+    found = [graphs_bytes(workload, engine, 1, 768) / 1e6 for engine in ("fused", "staged")]
+    pairs = zip(found, GRAPHS_MB[name], strict=True)
+    assert all(mb >= 0.98 * measured for mb, measured in pairs), found

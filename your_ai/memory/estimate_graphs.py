@@ -13,6 +13,7 @@ from your_ai.memory.facts import (
 )
 from your_ai.memory.guess import is_tiled
 from your_ai.memory.memoized import memoized
+from your_ai.memory.mixer_facts import CHUNKS, MAMBA1, MAMBA2, RWKV7
 from your_ai.memory.sizes import (
     CPU_TOKENS,
     DEQUANTIZED_SLICE_BYTES,
@@ -50,6 +51,8 @@ STAGED_GRAPH: Table = {
     "vectors": 100_000,
 }
 FIRST_GRAPH: Table = {"block": 100_000, "slice": 60_000, "queries": 170_000}
+# Of each chunk of a recurrence, in a fused graph, and beside what counts as queries in others.
+FUSED_CHUNK, STAGED_CHUNK = 450_000, {MAMBA1: 450_000, MAMBA2: 350_000, RWKV7: 600_000}
 
 
 @memoized
@@ -81,7 +84,8 @@ def graphs_bytes(
             "adapted": adapted,
             "vectors": adapted * len(training.adapter.vectors),
         }
-        return sum(table.get(name, 0) * count for name, count in counts.items())
+        of_chunks = 0 if table is FIRST_GRAPH else chunks_bytes(alone.facts, engine, tokens)
+        return sum(table.get(name, 0) * count for name, count in counts.items()) + of_chunks
 
     if engine == "fused":
         found = 0.0
@@ -97,6 +101,17 @@ def graphs_bytes(
         found *= len({training.reach(facts), *(n for n in kept if n)})
         found += max((size_of(FIRST_GRAPH, each) for each in workload.alone), default=0)
     return int(GRAPHS_MARGIN * found * (1 if trained else FORWARD_GRAPH))
+
+
+def chunks_bytes(facts: ModelFacts, engine: str, tokens: int) -> int:
+    """Bytes of the chunks of recurrences in the graph of a block."""
+    return sum(
+        (FUSED_CHUNK if engine == "fused" else STAGED_CHUNK.get(mixer.kind, 0))
+        * -(-tokens // CHUNKS[mixer.kind])
+        for kind in facts.kinds
+        for mixer in kind.mixers
+        if mixer.kind in CHUNKS
+    )
 
 
 @memoized
