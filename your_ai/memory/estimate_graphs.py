@@ -51,7 +51,8 @@ STAGED_GRAPH: Table = {
     "vectors": 100_000,
 }
 FIRST_GRAPH: Table = {"block": 100_000, "slice": 60_000, "queries": 170_000}
-# Of each chunk of a recurrence, in a fused graph, and beside what counts as queries in others.
+# Bytes of each chunk of a recurrence: in a fused graph, and by kind in that of a block, where the
+# queries that are counted are enough for the others.
 FUSED_CHUNK, STAGED_CHUNK = 450_000, {MAMBA1: 450_000, MAMBA2: 350_000, RWKV7: 600_000}
 
 
@@ -84,19 +85,21 @@ def graphs_bytes(
             "adapted": adapted,
             "vectors": adapted * len(training.adapter.vectors),
         }
-        of_chunks = 0 if table is FIRST_GRAPH else chunks_bytes(alone.facts, engine, tokens)
-        return sum(table.get(name, 0) * count for name, count in counts.items()) + of_chunks
+        return sum(table.get(name, 0) * count for name, count in counts.items())
+
+    def of_chunks(alone: Workload) -> int:
+        return chunks_bytes(alone.facts, engine, tokens)
 
     if engine == "fused":
         found = 0.0
         for alone, count, adapted_count in workload.parts:
             blocks = adapted_count + FORWARD_GRAPH * (count - adapted_count)
-            found += blocks * size_of(FUSED_GRAPH, alone)
+            found += blocks * (size_of(FUSED_GRAPH, alone) + of_chunks(alone))
         slices = -(-workload.vocabulary // head_step(facts, min(HEAD_ROWS, rows * tokens)))
         found += FUSED_HEAD_GRAPH * slices
     else:
         forms = forms_of_kinds(facts, training)
-        sizes = (size_of(STAGED_GRAPH, each) for each in workload.alone)
+        sizes = (size_of(STAGED_GRAPH, each) + of_chunks(each) for each in workload.alone)
         found = sum(size * max(1, forms.get(kind, 0)) for kind, size in enumerate(sizes))
         found *= len({training.reach(facts), *(n for n in kept if n)})
         found += max((size_of(FIRST_GRAPH, each) for each in workload.alone), default=0)
