@@ -1,12 +1,13 @@
 """Random models: are costs that are composed of single blocks those of whole steps?
 
-    python tests/costs.py --seed 1 --runs 60
+    python tests/costs.py --seed 1 --runs 60 [--in-order]
 
 Every case is a pure function of its seed: a model with random weights, an adapter, a micro-batch
 and an engine. Its costs are measured without its weights (engine/measure_costs.py). Then the
 gradients of a micro-batch are computed, and their peak of MLX's memory and their seconds are
 compared with the estimate. A line is printed for each case, and at the end what each engine was
-off. Nothing else may run meanwhile.
+off. Nothing else may run meanwhile, unless `--in-order`: MLX then computes nothing ahead, so that
+peaks do not depend on its threads, and what is off is the composition alone.
 """
 
 from __future__ import annotations
@@ -87,10 +88,11 @@ def case_of(seed: int) -> Case:
     )
 
 
-def run_case(case: Case, folder: Path) -> tuple[str, float, float] | None:
+def run_case(case: Case, folder: Path, in_order: bool) -> tuple[str, float, float] | None:
     """The engine, and the estimated over the real bytes and seconds of a case, which is printed."""
     from tests.architectures import write_model
     from tests.conftest import make_model
+    from tests.scheduling import compute_in_order
     from your_ai.config import TrainConfig
     from your_ai.engine.build import build_engine
     from your_ai.engine.gradients import gradients_in
@@ -105,6 +107,8 @@ def run_case(case: Case, folder: Path) -> tuple[str, float, float] | None:
     from your_ai.memory.workload import NOTHING, DataSizes, Plan, workload_of
     from your_ai.nets.model import add_adapters
 
+    if in_order:
+        compute_in_order()
     make = partial(make_model, bits=case.bits, seed=case.seed, **case.sizes)
     model = (make if case.sizes else write_model)(folder / "model", case.architecture)
     config, dtype = TrainConfig(**case.adapter), mx.float16 if case.half else mx.float32
@@ -162,11 +166,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="seed of the first case")
     parser.add_argument("--runs", type=int, default=60)
+    parser.add_argument("--in-order", action="store_true", help="compute nothing ahead")
     given = parser.parse_args()
     found = []
     for seed in range(given.seed, given.seed + given.runs):
         with tempfile.TemporaryDirectory(prefix="costs-") as place:
-            one = run_case(case_of(seed), Path(place))
+            one = run_case(case_of(seed), Path(place), given.in_order)
         found += [one] if one else []
         gc.collect()
     for engine in ENGINES:

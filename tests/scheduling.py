@@ -1,4 +1,5 @@
-"""Let the threads of a worker take turns in tests that do not measure memory (mark `memory`).
+"""Let the threads of a worker take turns in tests that do not measure memory (mark `memory`), and
+compute in order in those that do.
 
 MLX hands each operation to a thread, which the system wakes up at once: tests that compute little
 switched between two threads 50,000 times per second, which took a quarter of their time. Of a batch
@@ -11,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
+
+import mlx.core as mx
 
 TAKING = False  # turns, in this process
 
@@ -36,3 +39,12 @@ def take_turns(on: bool) -> None:
             policy = os.SCHED_BATCH if on else os.SCHED_OTHER
             os.sched_setscheduler(int(task.name), policy, os.sched_param(0))
             os.sched_setaffinity(int(task.name), cores)
+
+
+def compute_in_order() -> None:
+    """Let MLX begin an operation only once those before it are done, so that peaks are always the
+    same: by default it is up to ten ahead, which adds up to nine tenths to a peak.
+
+    Above its memory limit MLX waits. Beside other programs that takes several times as long.
+    """
+    mx.set_memory_limit(1)

@@ -9,6 +9,7 @@ from mlx.utils import tree_flatten
 
 from tests.conftest import load_base, make_model, peak_of
 from tests.engine.test_fused import relative_error
+from tests.scheduling import compute_in_order
 from your_ai.config import TrainConfig
 from your_ai.engine import dequantized
 from your_ai.engine.dequantized import (
@@ -95,17 +96,15 @@ def peaks_of(bits: int, group_size: int, mode: str) -> dict[str, int]:
         part = rows.part(0, 2048)
         return part.backward(part.forward(x))
 
+    compute_in_order()
     found = {}
     for name, run in {
         "forward": lambda: ours(x),
         "backward": lambda: mx.vjp(ours, [x], [cotangent])[1],
         "head": in_both_directions,
     }.items():
-        peaks = []
-        for _ in range(5):  # how far MLX runs ahead depends on the moment
-            mx.synchronize()
-            peaks.append(peak_of(run))
-        found[name] = sorted(peaks)[2]
+        mx.eval(run())
+        found[name] = peak_of(run)
     return found
 
 

@@ -16,6 +16,7 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from tests.conftest import peak_of
 from tests.nets.test_attention import relative_error
+from tests.scheduling import compute_in_order
 from your_ai.engine import dequantized, mlp
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.mlp import SlicedMLP, can_be_sliced, cut
@@ -213,11 +214,12 @@ def test_slicing_lowers_peak_memory(kind):
     if kind == "not trained":
         dict.update(network, {name: network[name].linear for name in network.children()})
     x = mx.random.normal((1, 256, HIDDEN))
+    compute_in_order()
 
     def peak(network: nn.Module) -> int:
         layers = normed_layers(network)
         with use_norms(layers, norms_of(layers)):
-            mx.eval(network.parameters(), network(x))  # compiles, meanwhile MLX would run ahead
+            mx.eval(network.parameters())
             return peak_of(lambda: gradients(network, keys, x))
 
     assert peak(SlicedMLP.from_base(network, keys)) < peak(network) / 3
@@ -230,7 +232,10 @@ def test_projections_in_turn_lower_the_peak_memory_of_the_forward_pass(monkeypat
     monkeypatch.setattr(dequantized, "DEQUANTIZED_SLICE_BYTES", 1 << 16)
     network, keys = adapted(4, False, 0.0, inner=1024)
     x = mx.random.normal((1, 256, HIDDEN))
-    sliced, whole = (forward_peak(n, x) for n in (SlicedMLP.from_base(network, keys), network))
+    networks = SlicedMLP.from_base(network, keys), network
+    mx.eval(network.parameters(), [network(x) for network in networks])  # compiles
+    # As MLX computes ahead: a thread that is late holds back the others.
+    sliced, whole = (max(peak_of(lambda n=n: n(x)) for _ in range(9)) for n in networks)
     output_bytes = 4 * 256 * 1024
     assert sliced < whole - 1.5 * output_bytes
 
@@ -258,9 +263,9 @@ def test_slices_of_quantized_weights_are_not_all_copied_at_once(monkeypatch):
 
 def forward_peak(network: nn.Module, x: mx.array) -> int:
     """Bytes of a forward pass at its peak."""
-    mx.eval(network.parameters(), network(x))  # compiles, meanwhile MLX would run ahead
-    # A thread that is late holds back the others, so that less is there at once.
-    return max(peak_of(lambda: network(x)) for _ in range(9))
+    compute_in_order()
+    mx.eval(network.parameters())
+    return peak_of(lambda: network(x))
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_map
 
-from tests.conftest import TINY, make_model
+from tests.conftest import TINY, make_model, peak_of
 from tests.memory.test_facts import tensors_in, write_headers
+from tests.scheduling import compute_in_order
 from your_ai.config import TrainConfig
 from your_ai.config.adapter_facts import DORA, FULL, LORA
 from your_ai.config.optimizers import OPTIMIZERS
@@ -126,6 +127,7 @@ def changed(case: tuple[Workload, Plan, int, int], **options: Any) -> Estimate:
 @pytest.mark.parametrize("shape", [(4, 256), (1, 2048), (2, 2048), (1, 8192)])  # in tiles
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_memory_of_noise_on_the_embeddings_is_within_its_estimate(shape, dtype):
+    compute_in_order()
     size, model = 256, nn.Module()
     model.embed = nn.Embedding(8, size)
     model.embed.weight = model.embed.weight.astype(dtype)
@@ -141,15 +143,10 @@ def test_memory_of_noise_on_the_embeddings_is_within_its_estimate(shape, dtype):
     mx.eval(model.parameters(), keys, lengths, given)
     gc.collect()
     mx.clear_cache()
-    before, peaks = mx.get_active_memory(), []
-    for _ in range(5):  # how far MLX runs ahead depends on the moment
-        found = None
-        mx.reset_peak_memory()
-        found = noisy(given, keys, lengths)
-        mx.eval(found)
-        peaks.append(mx.get_peak_memory() - before)
+    peak = peak_of(lambda: noisy(given, keys, lengths))
+    found = noisy(given, keys, lengths)
     facts = ModelFacts((BlockFacts({}, 1),), (0,), size, 8, 1, dtype.size, 1, 1, 1, False)
-    assert sorted(peaks)[2] <= 1.05 * noise_bytes(facts, *shape)
+    assert peak <= noise_bytes(facts, *shape)
     whole = model.embed(given) + uniform_noise(5.0, keys, lengths, size).astype(dtype)
     assert mx.array_equal(found, whole)
 
@@ -457,8 +454,8 @@ def test_peaks_measured_here_are_estimated(
     tiny_shape, tmp_path, monkeypatch, tokens, rows, layers, targets, contender
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where block inputs are spilled
-    # A step peaks lower now and then, as MLX frees buffers when it gets to it.
-    contest = contest_on(tiny_shape, tokens, rows, (layers, targets), steps=5)
+    compute_in_order()
+    contest = contest_on(tiny_shape, tokens, rows, (layers, targets), steps=2)
     plan = Plan(contender, rows * tokens)
     if our_plans.ENGINES.get(contender) == "streamed":
         resident = 2 if contender == "resident" else 0  # of 4 blocks
@@ -477,14 +474,8 @@ def test_peaks_measured_here_are_estimated(
         workload = measured_workload(tiny_shape, tokens, rows, layers, targets)
         return estimate(workload, plan, rows, tokens).mlx_bytes
 
-    tried = []
-    for _ in range(4):  # how far MLX runs ahead, in both, depends on who else computes
-        tried.append((estimated(), measured()))
-        found, peak = tried[-1]
-        if found == pytest.approx(peak, rel=CLOSE[plan.engine]):
-            return
-        measured_workload.cache_clear()
-    pytest.fail(f"estimated and measured, in bytes: {tried}")
+    found, peak = estimated(), measured()
+    assert found == pytest.approx(peak, rel=CLOSE[plan.engine])
 
 
 @pytest.mark.compiled
@@ -496,6 +487,7 @@ def test_peaks_measured_here_are_estimated(
 def test_peaks_of_an_evaluation_measured_here_are_estimated(
     tiny_shape, engine, tokens, rows, adapted
 ):
+    compute_in_order()
     contest = contest_on(tiny_shape, tokens, rows, adapted, steps=1)
     gc.collect()
     before = mx.get_active_memory()  # of other tests
@@ -507,25 +499,16 @@ def test_peaks_of_an_evaluation_measured_here_are_estimated(
     drawn = contest_tokens(contest, config["vocab_size"])
     (batch,) = contest_batches(contest, drawn, lambda _: rows)
 
-    def measured() -> int:
-        mx.clear_cache()
-        mx.reset_peak_memory()
-        for _ in range(6):
-            mx.eval(built.engine.score(batch))
-        return mx.get_peak_memory() - before
-
-    for _ in range(3):  # how far MLX runs ahead, in both, depends on who else computes
-        peak = measured()
-        workload = measured_workload(tiny_shape, tokens, rows, *adapted, forward=True)
-        found = estimate(workload, Plan(engine, rows * tokens), rows, tokens).mlx_bytes
-        if found == (close := pytest.approx(peak, rel=CLOSE[engine])):
-            return
-        measured_workload.cache_clear()
-    assert found == close
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    mx.eval(built.engine.score(batch))
+    peak = mx.get_peak_memory() - before
+    workload = measured_workload(tiny_shape, tokens, rows, *adapted, forward=True)
+    found = estimate(workload, Plan(engine, rows * tokens), rows, tokens).mlx_bytes
+    assert found == pytest.approx(peak, rel=CLOSE[engine])
 
 
-# The head is most of a small fused model: of 1 or 2 slices of the vocabulary, then of many. How
-# far MLX runs ahead, and so how many slices are there at once, depends on who else computes.
+# The head is most of a small fused model: of 1 or 2 slices of the vocabulary, then of many.
 @pytest.mark.compiled
 @pytest.mark.memory
 @pytest.mark.parametrize(
@@ -545,11 +528,9 @@ def test_peaks_of_a_large_vocabulary_over_few_features_are_estimated(
     dequantize_on_the_cpu(network)
     built = build_engine(network, adapters.dropout_keys, "fused")
     batch = batch_of(Shape(1, tokens), packing=False)
-    mx.eval(built.engine.gradients(batch, 1.0, 0))  # while g++ compiles, MLX would run far ahead
-    mx.clear_cache()
+    compute_in_order()
     mx.reset_peak_memory()
-    for _ in range(4):  # the highest: beside other processes MLX runs ahead less
-        mx.eval(built.engine.gradients(batch, 1.0, 0))
+    mx.eval(built.engine.gradients(batch, 1.0, 0))
     peak = mx.get_peak_memory() - before
     facts = facts_of(folder, 4)
     training = Training(blocks=facts.blocks, rank=8, targets=("q_proj",))

@@ -358,11 +358,11 @@ class MeasuredBlock:
         features = [self.staged.parts.features(self.index + place) for place in places]
         return [mx.random.normal((*shape, f)).astype(self.staged.dtype) for f in features]
 
-    def measure(self, **phases: Callable[[Shape], Cost]) -> None:
+    def measure(self, shapes: list[Shape], **phases: Callable[[Shape], Cost]) -> None:
         """Find the curves of phases, one after another at each shape, through those shapes that
         fit, if any does."""
         found: dict[str, dict[Shape, Cost]] = {phase: {} for phase in phases}
-        for shape, (phase, cost_at) in product(self.shapes, phases.items()):
+        for shape, (phase, cost_at) in product(shapes, phases.items()):
             guess = bytes_of(self.guess, phase, *shape)
             states = 3 * 4 * shape.size * self.staged.features
             if self.room.has(guess + states, phase):
@@ -388,11 +388,11 @@ class MeasuredBlock:
 
     def forward_costs(self) -> None:
         """Measure the forward pass of the block alone."""
-        self.measure(forward=partial(self.forward, self.staged))
+        self.measure(self.shapes, forward=partial(self.forward, self.staged))
 
     def evaluation_costs(self) -> None:
         """Measure the block in a fused graph without gradients."""
-        self.measure(evaluated=partial(self.forward, self.fused))
+        self.measure(self.shapes, evaluated=partial(self.forward, self.fused))
 
     def forward(self, engine: Staged, shape: Shape) -> Cost:
         program = engine.programs.of(self.index, self.rows(shape).shape)
@@ -452,8 +452,10 @@ class MeasuredBlock:
 
                 return cost_of(lambda: [a + 0 for a in own.values()], add)
 
-        self.measure(backward=backward)
-        self.measure(kept_forward=kept_forward, kept_backward=kept_backward)
+        self.measure(self.shapes, backward=backward)
+        # Longer rows run whole where blocks keep something, and else on tiles.
+        kept_shapes = [*self.shapes, *self.longer]
+        self.measure(kept_shapes, kept_forward=kept_forward, kept_backward=kept_backward)
         size = 2 * sum(array.nbytes for array in own.values())
         stored = storing() if own and self.room.has(size) else Cost(size, 0.0)
         self.memory["storing"] = CostCurve(stored.bytes)
@@ -472,8 +474,7 @@ class MeasuredBlock:
         saved: dict[Shape, float] = {}
         found: dict[Shape, Cost] = {}
         gradients = sum(array.nbytes for array in self.own.values())
-        shapes = list(self.shapes)
-        for shape in shapes:
+        for shape in [*self.shapes, *self.longer]:
             guess = costs.graph_bytes(self.guess, GRAPH_BLOCKS, gradients, *shape)
             if self.room.has(guess, "fused"):
                 held: list[int] = []
@@ -484,8 +485,6 @@ class MeasuredBlock:
                 found[shape] = cost_of(partial(self.states, shape, 0), run, varies=True)
                 saved[shape] = max(0.0, (held[-1] - held[0]) / (GRAPH_BLOCKS - 1))
                 self.room.learn("fused", found[shape].bytes, guess)
-            if shape == self.shapes[-1] and self.longer and CostCurve.through(saved).of_pair:
-                shapes += self.longer  # where scores are whole, other phases of longer rows peak
         if not found:
             return
         self.memory["saved"] = CostCurve.through(saved)

@@ -65,9 +65,9 @@ class CostCurve:
         """The curve with terms >= 0 that fits measured bytes.
 
         From one shape, bytes are proportional to N. Through more, it is a line, if one is as good.
-        If not, shapes of the same N decide what pairs of tokens need, and the two largest N the
-        line beside that: a peak of several moments has bends, which are no pairs, and it is longer
-        rows that matter. Without such shapes, all are fitted by least squares.
+        If not, the largest shapes of the same N decide what pairs of tokens need, and the two
+        largest N the line beside that: a peak of several moments has bends, which are no pairs, and
+        it is longer rows that matter. Without such shapes, all are fitted by least squares.
 
         scale: bytes to which noise is relative, if more: of a difference, those that it is of.
         """
@@ -83,16 +83,17 @@ class CostCurve:
         by_size: dict[int, list[Shape]] = {}
         for shape in sorted(costs, key=lambda shape: shape.tokens):
             by_size.setdefault(shape.size, []).append(shape)
-        (less, *_), last = (by_size[size] for size in sorted(by_size)[-2:])
-        if len(last) == 1:
+        alike = [by_size[size] for size in sorted(by_size) if len(by_size[size]) > 1]
+        if not alike:
             return not_negative(costs, terms=3)
-        more = costs[last[-1]] - costs[last[0]]
-        pairs = last[0].size * (last[-1].tokens - last[0].tokens)
+        few, *_, many = alike[-1]
+        more, pairs = costs[many] - costs[few], many.size * (many.tokens - few.tokens)
         of_pair = more / pairs if more > STRAIGHT * max(scale, largest) else 0.0
         rest = CostCurve(of_pair=of_pair)
-        low, high = (costs[shape] - rest.at(*shape) for shape in (less, last[-1]))
-        of_token = max(0.0, high - low) / (last[0].size - less.size)
-        return CostCurve(max(0.0, high - of_token * last[0].size), of_token, of_pair)
+        less, last = (by_size[size][-1] for size in sorted(by_size)[-2:])
+        low, high = (costs[shape] - rest.at(*shape) for shape in (less, last))
+        of_token = max(0.0, high - low) / (last.size - less.size)
+        return CostCurve(max(0.0, high - of_token * last.size), of_token, of_pair)
 
 
 def not_negative(costs: Mapping[Shape, float], terms: int) -> CostCurve:
