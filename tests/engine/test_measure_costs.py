@@ -47,7 +47,7 @@ SIZES = {
 }
 CASES = {  # architecture, bits, shape, settings, other sizes
     "llama": ("llama", 4, Shape(2, 256), {}, {}),
-    "llama on tiles": ("llama", 4, Shape(1, 1280), {}, {}),
+    "llama on tiles": ("llama", 4, Shape(3, 640), {}, {}),
     "not quantized": ("qwen2", None, Shape(1, 512), {}, {}),
     "by layer": ("llama", 4, Shape(1, 512), {"lora_rank": "8,mlp=128,block.2=32"}, {}),
     "dora": ("llama", 8, Shape(1, 512), {"use_dora": True, "lora_dropout": 0.1}, {}),

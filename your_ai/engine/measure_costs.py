@@ -66,6 +66,7 @@ from your_ai.objectives.objective import Targets
 FEW_TOKENS, SOME_TOKENS, MOST_TOKENS = 128, 384, 1024
 USUAL_TOKENS = 512  # rows up to which more rows show more than longer ones
 TILED_TOKENS = 1536  # of a row that runs on tiles, if rows are as long
+MANY_MORE_ROWS = 1.5  # times as many as the fewest, from which tiles of more rows are measured, too
 MOST_READ_BYTES = 64 << 20  # of the files, to measure their speed
 # Of the parts of embeddings and heads that two skeletons have, and their copies.
 MADE_VOCABULARY_BYTES = 6 * SLICES * HEAD_SLICE_BYTES
@@ -257,10 +258,16 @@ def longer_shapes(workload: Workload) -> list[Shape]:
     return [Shape(1, min(longest, LONG))] * (longest > MOST_TOKENS)
 
 
-def tiled_shape(workload: Workload) -> Shape:
-    """The fewest rows of the run that run on tiles: a tile has more tokens of each than of more."""
-    _, longest = longest_rows(workload)
-    return Shape(TILED_FROM // longest + 1, min(TILED_TOKENS, longest))
+def tiled_shapes(workload: Workload) -> list[Shape]:
+    """The fewest rows of the run that run on tiles, of each of which a tile has most tokens, and
+    the most if these are many more."""
+    rows, longest = longest_rows(workload)
+    fewest = TILED_FROM // longest + 1
+    shapes = [Shape(fewest, min(TILED_TOKENS, longest))]
+    if rows >= MANY_MORE_ROWS * fewest:
+        tile = tiles_of(rows, longest)[0].stop
+        shapes.append(Shape(rows, min(longest, max(2 * tile, padded(TILED_FROM // rows + 1)))))
+    return shapes
 
 
 def largest_size(workload: Workload) -> int:
@@ -324,7 +331,7 @@ def costs_of(
         if is_fused:
             block.evaluation_costs()
         if is_staged and largest_size(workload) > TILED_FROM:
-            tile_tokens = block.tile_costs(tiled_shape(workload), workload.forward)
+            tile_tokens = block.tile_costs(tiled_shapes(workload), workload.forward)
         memory, seconds = block.memory, block.seconds
         del arrays, own, block
         gc.collect()
@@ -523,13 +530,24 @@ class MeasuredBlock:
 
         return run_graph
 
-    def tile_costs(self, shape: Shape, forward_only: bool) -> int:
-        """Measure the block on tiles of such rows; return the tokens of a tile, 0 if it does not
-        run on them."""
+    def tile_costs(self, shapes: list[Shape], forward_only: bool) -> int:
+        """Measure the block on tiles of such rows; return the tokens of a tile of the first, 0 if
+        it does not run on them."""
+        tiles, phases = zip(*(self.on_tiles(shape, forward_only) for shape in shapes), strict=True)
+        for phase, first in phases[0].items():
+            measured = zip(tiles, phases, strict=True)
+            of_tile = {tile: own[phase].fixed for tile, own in measured if phase in own}
+            curve = costs.not_negative(of_tile, ("fixed", "of_pair"))
+            self.memory[phase] = replace(curve, of_token=first.of_token)
+        return int(tiles[0].size)
+
+    def on_tiles(self, shape: Shape, forward_only: bool) -> tuple[Shape, dict[str, CostCurve]]:
+        """A tile of such rows, and by phase the bytes of one and those of each token; none if the
+        block does not run on tiles."""
         staged, rows, room = self.staged, self.rows(shape), self.room
         block = staged.tiled.of(self.index, rows.shape, self.arrays, self.own)
         if block is None:
-            return 0
+            return Shape(0, 0), {}
         extras, reach = self.extras(shape), rows.shape.max_segment_tokens
         given = self.arrays, self.own
 
@@ -546,9 +564,10 @@ class MeasuredBlock:
             return block.backward(*given, inputs, extras, reach, states, False), states
 
         first = block.tiles[0]
-        width = shape.rows * (first.stop - first.start)
+        found: dict[str, CostCurve] = {}
+        width = Shape(shape.rows, first.stop - first.start)
         keys = block.keys_of(*given, state_of(first), extras, Tile(first.start, first.stop))
-        numbers = sum(array.size for array in keys) / width
+        numbers = sum(array.size for array in keys) / width.size
         number = staged.dtype.size
         held = {"forward": numbers * number, "backward": numbers * (number + 4)}  # of a token
         few = [slice(0, MULTIPLE), slice(MULTIPLE, 2 * MULTIPLE)]  # for which kernels are compiled
@@ -562,10 +581,10 @@ class MeasuredBlock:
             cost = cost_of(lambda: [state_of(t) for t in block.tiles], partial(run, block))
             room.learn(phase, cost.bytes, guess)
             of_tile = max(0.0, cost.bytes - held[name] * shape.size)
-            self.memory[phase] = CostCurve(of_tile, held[name])
+            found[phase] = CostCurve(of_tile, held[name])
             whole = self.seconds.get(name, CostCurve(of_token=1.0))  # as attention grows
-            self.seconds[phase] = whole.times(cost.seconds / whole.at(*shape))
-        return int(width)
+            self.seconds.setdefault(phase, whole.times(cost.seconds / whole.at(*shape)))
+        return width, found
 
 
 @dataclass

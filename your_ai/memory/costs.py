@@ -74,7 +74,7 @@ class CostCurve:
         if len(costs) == 1:
             ((shape, size),) = costs.items()
             return CostCurve(of_token=size / shape.size)
-        line = not_negative(costs, terms=2)
+        line = not_negative(costs, TERMS[:2])
         off = max(abs(line.at(*shape) - size) for shape, size in costs.items())
         largest = max(costs.values())
         noise = max(STRAIGHT * max(scale, largest - min(costs.values())), ROUNDING * largest)
@@ -85,7 +85,7 @@ class CostCurve:
             by_size.setdefault(shape.size, []).append(shape)
         alike = [by_size[size] for size in sorted(by_size) if len(by_size[size]) > 1]
         if not alike:
-            return not_negative(costs, terms=3)
+            return not_negative(costs, TERMS)
         few, *_, many = alike[-1]
         more, pairs = costs[many] - costs[few], many.size * (many.tokens - few.tokens)
         of_pair = more / pairs if more > STRAIGHT * max(scale, largest) else 0.0
@@ -96,16 +96,16 @@ class CostCurve:
         return CostCurve(max(0.0, high - of_token * last.size), of_token, of_pair)
 
 
-def not_negative(costs: Mapping[Shape, float], terms: int) -> CostCurve:
-    """The best curve with the first `terms` terms, none negative: all subsets are tried."""
-    rows = [[1.0, float(s.size), float(s.size * s.tokens)][:terms] for s in costs]
+def not_negative(costs: Mapping[Shape, float], terms: Sequence[str]) -> CostCurve:
+    """The best curve of these terms, none negative: all subsets are tried."""
+    rows = [dict(zip(TERMS, (1.0, s.size, s.size * s.tokens), strict=True)) for s in costs]
     values, best, least = list(costs.values()), CostCurve(), math.inf
-    for count in range(1, terms + 1):
-        for use in combinations(range(terms), count):
-            found = least_squares([[row[i] for i in use] for row in rows], values)
+    for count in range(1, len(terms) + 1):
+        for use in combinations(terms, count):
+            found = least_squares([[row[name] for name in use] for row in rows], values)
             if found is None or min(found) < 0:
                 continue
-            curve = CostCurve(**dict(zip((TERMS[i] for i in use), found, strict=True)))
+            curve = CostCurve(**dict(zip(use, found, strict=True)))
             error = sum((curve.at(*shape) - size) ** 2 for shape, size in costs.items())
             if error < least * (1 - 1e-9):
                 best, least = curve, error
@@ -153,7 +153,7 @@ class BlockCosts:
     kept_backward: CostCurve | None = None
     """Its backward pass from what it kept, beside that."""
     tiled_forward: CostCurve | None = None
-    """Its forward pass on tiles of `tile_tokens`; `fixed` is of a tile."""
+    """Its forward pass on tiles of `tile_tokens`; `fixed` and `of_pair` are of a tile."""
     tiled_backward: CostCurve | None = None
     """Its backward pass on such tiles."""
     saved: CostCurve | None = None

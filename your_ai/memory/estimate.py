@@ -13,7 +13,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from your_ai.memory import costs
-from your_ai.memory.costs import BlockCosts, Costs, HeadCosts, bytes_of, on_tiles
+from your_ai.memory.costs import (
+    BlockCosts,
+    CostCurve,
+    Costs,
+    HeadCosts,
+    Shape,
+    bytes_of,
+    on_tiles,
+)
 from your_ai.memory.estimate_adapters import (
     adapter_bytes,
     float32_bytes,
@@ -454,14 +462,16 @@ def work_of(found: Costs, phase: str, rows: int, tokens: int, count: int) -> flo
     of long rows need what stays of each token, and the work on a tile, which is larger where there
     are many rows."""
     tiles = tiles_of(rows, tokens)
+    tile = Shape(rows, tiles[0].stop)
 
     def of_kind(kind: BlockCosts) -> float:
         own = on_tiles(kind, phase, len(tiles) > 1)
-        found = bytes_of(kind, own, rows, tokens)
-        if own == phase:
-            return found
-        more = rows * tiles[0].stop / kind.tile_tokens - 1
-        return found + max(0.0, more) * bytes_of(kind, own, 0, 0)
+        curve: CostCurve | None = getattr(kind, own)
+        if own == phase or curve is None:
+            return bytes_of(kind, own, rows, tokens)
+        work = replace(curve, of_token=0.0).at(*tile)
+        found: float = curve.of_token * rows * tokens
+        return found + work * max(1.0, tile.size / kind.tile_tokens)
 
     return max(map(of_kind, found.last(count)), default=0.0)
 
