@@ -64,13 +64,16 @@ def test_costs_are_not_measured_where_nothing_can_measure_them():
     assert known(None) is None
 
 
+@pytest.mark.parametrize("is_measured", [False, True])
 @pytest.mark.parametrize(
     ("asked", "engines"),
     [("auto", {"fused"}), ("staged", {"fused"}), ("streamed", {"streamed"})],
 )
-def test_a_model_that_cannot_be_taken_apart_is_planned_whole(asked, engines):
-    def measure(workload: Workload, limit_bytes: int) -> None:
-        raise Unsplittable
+def test_a_model_that_cannot_be_taken_apart_is_planned_whole(asked, engines, is_measured):
+    def measure(workload: Workload, limit_bytes: int) -> MeasuredCosts:
+        if not is_measured:
+            raise Unsplittable
+        return replace(COSTS, is_whole=True)
 
     workload, limit = replace(WORKLOAD, engine=asked), MemoryLimit(most_of(WORKLOAD), "")
     config = TrainConfig(lora_rank=8, lora_layers=1, plan=asked)

@@ -24,14 +24,23 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from your_ai.config import TrainConfig
 from your_ai.data.batches import MULTIPLE, Batch, make_schedule
 from your_ai.data.examples import Examples, RowCounts
+from your_ai.engine.build import build_engine
 from your_ai.engine.gradients import SpilledGradients
 from your_ai.engine.kept import Keeps
 from your_ai.engine.programs import Extras
-from your_ai.engine.skeleton import SLICES, FewRows, MadeWeights, engine_of, rows_of_vocabulary
+from your_ai.engine.skeleton import (
+    SLICES,
+    FewRows,
+    MadeWeights,
+    engine_of,
+    made_model,
+    rows_of_vocabulary,
+)
 from your_ai.engine.staged import BatchRows, FusedAboveCache, Staged
 from your_ai.engine.tiles import TiledBlock
 from your_ai.engine.weights import FileTensor
@@ -47,6 +56,7 @@ from your_ai.memory.costs import (
     Shape,
     bytes_of,
 )
+from your_ai.memory.estimate import hidden_bytes
 from your_ai.memory.facts import ModelFacts, head_step
 from your_ai.memory.guess import guessed
 from your_ai.memory.sizes import (
@@ -56,6 +66,7 @@ from your_ai.memory.sizes import (
     tiles_of,
 )
 from your_ai.memory.workload import Workload
+from your_ai.nets.block_calls import Unsplittable
 from your_ai.nets.head import LinearHead, ScoreHead, put_in, trained_in
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import TRIED_TOKENS
@@ -134,7 +145,7 @@ def measure_costs(
     config: has the adapters, but for the ranks and the layers, which `workload` has.
     limit_bytes: of this process, also while it measures. tell: receives what is measured.
 
-    Raises Unsplittable if the model cannot be taken apart.
+    Raises Unsplittable if the model cannot be taken apart, and is too large to be measured whole.
     """
     training, score_head = workload.training, workload.score_head
     guess = guessed(workload.facts, training, score_head)
@@ -150,10 +161,16 @@ def measure_costs(
         return None
     with suppress_model_errors(), suppress_memory_errors(), no_cache():
         hidden = workload.facts.hidden
-        staged = engine_of(network, config, Staged, hidden, score_head=score_head)
-        fused = engine_of(network, config, FusedAboveCache, hidden, score_head=score_head)
-        if staged is None or fused is None:
-            return None
+        try:
+            staged = engine_of(network, config, Staged, hidden, score_head=score_head)
+            fused = engine_of(network, config, FusedAboveCache, hidden, score_head=score_head)
+        except Unsplittable:
+            whole = whole_costs(network, config, workload, guess, room)
+            if whole is None:
+                raise
+            return replace(whole, read_s=seconds_to_read(tensors, room), is_whole=True)
+        if staged is None or fused is None:  # code that reads values needs all weights
+            return whole_costs(network, config, workload, guess, room)
         heads: dict[str, dict[int, Cost]] = {}
         # Other heads work on the whole vocabulary, of which a skeleton has a part.
         sliced = isinstance(staged.head, LinearHead | ScoreHead)
@@ -182,6 +199,55 @@ def measure_costs(
             room.was_enough,
         )
     return None
+
+
+def whole_costs(
+    network: nn.Module, config: TrainConfig, workload: Workload, guess: Costs, room: Room
+) -> MeasuredCosts | None:
+    """The costs of fused graphs of a whole model, with all its weights made, as if all were the
+    work of a block; None if that may not fit."""
+    facts = workload.facts
+    found: dict[Shape, tuple[Cost, Cost]] = {}
+    if workload.score_head or not room.has(facts.weights_bytes):
+        return None
+    made, keys = made_model(network, config)
+    engine = build_engine(made, keys, "fused").engine
+    gradients = 4 * sum(array.size for _, array in tree_flatten(made.trainable_parameters()))
+
+    def train(batch: Batch, _: Any) -> Any:
+        return engine.gradients(batch, 1.0, 0)
+
+    def score(batch: Batch, _: Any) -> Any:
+        return engine.score(batch)
+
+    for shape in shapes_for(workload):
+        batch = batch_of(shape, packing=False)
+        saved = guess.sum("saved", *shape, facts.blocks, is_long=False)
+        expected = max(gradients, saved) + guess.largest("working", *shape, facts.blocks)
+        expected += guess.heads[costs.FUSED_TRAINED].at(shape.size)
+        if room.has(expected, "whole"):
+            trained = cost_of(list, partial(train, batch), varies=True)
+            room.learn("whole", trained.bytes, expected)
+            found[shape] = trained, cost_of(list, partial(score, batch))
+    if not found:
+        return None
+
+    def curve(value: Callable[[Shape, Cost, Cost], float]) -> CostCurve:
+        return CostCurve.through({s: max(0.0, value(s, *own)) for s, own in found.items()})
+
+    memory = BlockCosts(
+        saved=CostCurve(),
+        working=curve(lambda s, t, _: t.bytes - gradients - hidden_bytes(facts, *s)),
+        evaluated=curve(lambda s, _, e: e.bytes - hidden_bytes(facts, *s)),
+    )
+    seconds = BlockCosts(
+        saved=curve(lambda _, t, e: t.seconds / facts.blocks),
+        evaluated=curve(lambda _, t, e: e.seconds / facts.blocks),
+    )
+    order, none = (0,) * facts.blocks, HeadCosts((1, 2), (0.0, 0.0))
+    heads = {costs.FUSED_TRAINED: none, costs.FUSED_SCORES: none}
+    of_memory, of_time = (Costs((kind,), order, heads) for kind in (memory, seconds))
+    return MeasuredCosts(of_memory, of_time, 0.0, room.was_enough)
 
 
 def seconds_to_read(tensors: Mapping[str, FileTensor], room: Room) -> float:

@@ -33,7 +33,7 @@ from your_ai.nets.adapter_kinds import compute_magnitudes, normed_layers, use_an
 from your_ai.nets.block_calls import Unsplittable
 from your_ai.nets.head import HeadRows, HeadSlice, put_score_head
 from your_ai.nets.mlx_types import Arrays
-from your_ai.nets.model import add_adapters
+from your_ai.nets.model import DropoutKeys, add_adapters
 from your_ai.nets.parts import put, skeleton
 from your_ai.nets.split import blocks_path, trunk_path
 from your_ai.nets.vocabulary import VocabularyLayer
@@ -80,6 +80,16 @@ def random_like(array: mx.array, length: int | None = None) -> mx.array:
     return mx.zeros(shape, array.dtype)
 
 
+def make_weights(module: nn.Module) -> None:
+    """Put made arrays in the place of all parameters of a module, and its magnitudes."""
+    for name, array in tree_flatten(module.parameters()):
+        made = random_like(array)
+        mx.eval(made)  # one at a time: they may be large in float32
+        put(module, {name: made})
+    compute_magnitudes(module)
+    mx.eval(module)
+
+
 @dataclass(frozen=True)
 class FewRows:
     """The first rows of a head, so that it takes next to nothing; implements `head.HeadRows`."""
@@ -112,15 +122,8 @@ class MadeWeights(Resident):
         """Until the `with` block ends, block `index` has arrays."""
         block = self.blocks[index]
         lazy = {name: array for name, array in tree_flatten(block) if isinstance(array, mx.array)}
-        parameters = dict(tree_flatten(block.parameters()))
         try:
-            made = {}
-            for name, array in parameters.items():
-                made[name] = random_like(array)
-                mx.eval(made[name])  # one at a time: they may be large in float32
-            put(block, made)
-            compute_magnitudes(block)
-            mx.eval(block)
+            make_weights(block)
             self.made[index] = frozen_arrays(block)
             yield
         finally:
@@ -157,6 +160,15 @@ def engine_of(
         raise Unsplittable(found.reason)
     weights = MadeWeights(found.parts.blocks)
     return kind(network, found.parts, keys, SUPERVISED, found.head, weights=weights, inputs=Stack())
+
+
+def made_model(network: nn.Module, config: TrainConfig) -> tuple[nn.Module, DropoutKeys]:
+    """A copy of a network whose weights are lazy, with the adapters of `config` and all weights
+    made."""
+    network = skeleton(network)
+    keys = add_adapters(network, config).dropout_keys
+    make_weights(network)
+    return network, keys
 
 
 def rows_of_vocabulary(hidden: int) -> int:

@@ -176,12 +176,14 @@ def with_costs(
     has_dropout: bool = False,
 ) -> tuple[Workload, tuple[str, ...]]:
     """The workload with its costs on this machine, and what they depend on. One of a model that
-    cannot be taken apart is `whole`, and its costs are guessed."""
+    cannot be taken apart is `whole`."""
     key = costs_key(workload, dtype, has_dropout=has_dropout)
     try:
-        return replace(workload, costs=costs_here(workload, key, limit, past, measuring)), key
+        found = costs_here(workload, key, limit, past, measuring)
     except Unsplittable:
         return replace(workload, whole=True), key
+    whole = workload.whole or (found is not None and found.is_whole)
+    return replace(workload, costs=found, whole=whole), key
 
 
 def fused_budget(budget: Budget, level: int = 0, kept: Plan | None = None) -> Budget:

@@ -260,6 +260,8 @@ class MeasuredCosts:
     """Of a byte read from the model's files."""
     is_complete: bool = True
     """Whether nothing was left out because it might not have fitted into memory."""
+    is_whole: bool = False
+    """Whether the model cannot be taken apart, so that only fused graphs were measured."""
 
 
 def on_tiles(kind: BlockCosts, phase: str, is_long: bool) -> str:
