@@ -282,12 +282,17 @@ def test_models_of_several_kinds_of_blocks_are_measured(tmp_path, model_type):
     assert {kind.backward is not None for kind in costs.memory.kinds} == {True}
 
 
-# The blocks of the second run several times. The code of the last one reads values of arrays.
+# Two whose blocks cannot run one at a time, of the second because they run several times. The code
+# of dbrx reads values of arrays, so that nothing is compiled.
 @pytest.mark.memory
-@pytest.mark.parametrize("model_type", ["afm7", "iquestloopcoder", "dbrx"])
-def test_of_a_model_that_cannot_run_block_by_block_fused_graphs_are_measured(tmp_path, model_type):
+@pytest.mark.parametrize(
+    ("model_type", "engine"),
+    [("afm7", "fused"), ("iquestloopcoder", "fused")]
+    + [("dbrx", engine) for engine in ("fused", "staged", "streamed")],
+)
+def test_fused_graphs_are_measured_whole_where_blocks_cannot_be(tmp_path, model_type, engine):
     folder, shape = write_model(tmp_path / "m", model_type), Shape(2, 96)
-    workload, plan = workload_for(folder, shape), Plan("fused", shape.size)
+    workload, plan = workload_for(folder, shape), Plan(engine, shape.size)
     compute_in_order()
     costs = measured(folder, workload)
     assert costs.is_whole == (model_type != "dbrx")

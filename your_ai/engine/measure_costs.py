@@ -30,6 +30,7 @@ from your_ai.config import TrainConfig
 from your_ai.data.batches import MULTIPLE, Batch, make_schedule
 from your_ai.data.examples import Examples, RowCounts
 from your_ai.engine.build import build_engine
+from your_ai.engine.compiled import can_compile
 from your_ai.engine.gradients import SpilledGradients
 from your_ai.engine.kept import Keeps
 from your_ai.engine.programs import Extras
@@ -39,6 +40,7 @@ from your_ai.engine.skeleton import (
     MadeWeights,
     engine_of,
     made_model,
+    make_weights,
     rows_of_vocabulary,
 )
 from your_ai.engine.staged import BatchRows, FusedAboveCache, Staged
@@ -70,6 +72,7 @@ from your_ai.nets.block_calls import Unsplittable
 from your_ai.nets.head import LinearHead, ScoreHead, put_in, trained_in
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import TRIED_TOKENS
+from your_ai.nets.parts import skeleton
 from your_ai.nets.tiled_attention import Tile
 from your_ai.objectives.objective import Targets
 
@@ -160,6 +163,13 @@ def measure_costs(
     if not room.has(block + MADE_VOCABULARY_BYTES):
         return None
     with suppress_model_errors(), suppress_memory_errors(), no_cache():
+        graphs = None
+        if not can_compile(network):  # its code reads values, which come from all weights
+            graphs = whole_costs(network, config, workload, guess, room)
+            if graphs is None:
+                return None
+            network, workload = skeleton(network), replace(workload, engine="staged")
+            make_weights(network)
         hidden = workload.facts.hidden
         try:
             staged = engine_of(network, config, Staged, hidden, score_head=score_head)
@@ -169,8 +179,6 @@ def measure_costs(
             if whole is None:
                 raise
             return replace(whole, read_s=seconds_to_read(tensors, room), is_whole=True)
-        if staged is None or fused is None:  # code that reads values needs all weights
-            return whole_costs(network, config, workload, guess, room)
         heads: dict[str, dict[int, Cost]] = {}
         # Other heads work on the whole vocabulary, of which a skeleton has a part.
         sliced = isinstance(staged.head, LinearHead | ScoreHead)
@@ -192,12 +200,12 @@ def measure_costs(
             found.append(costs_of(staged, fused, index, own, room, workload, with_head=sliced))
         memory, times = zip(*found, strict=True)
         seconds = {name: head_curve(found, 1) for name, found in heads.items()}
-        return MeasuredCosts(
-            Costs(memory, order, of_heads),
-            Costs(times, order, seconds),
-            seconds_to_read(tensors, room),
-            room.was_enough,
-        )
+        in_bytes, in_seconds = Costs(memory, order, of_heads), Costs(times, order, seconds)
+        if graphs is not None:
+            in_bytes = in_bytes.with_graphs(graphs.memory)
+            in_seconds = in_seconds.with_graphs(graphs.time)
+        read_s = seconds_to_read(tensors, room)
+        return MeasuredCosts(in_bytes, in_seconds, read_s, room.was_enough)
     return None
 
 

@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 
 from your_ai.config import TrainConfig
 from your_ai.engine.build import split_model
-from your_ai.engine.compiled import can_compile
+from your_ai.engine.compiled import Graphs, can_compile
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.programs import frozen_arrays
 from your_ai.engine.spill import Stack
@@ -133,20 +133,18 @@ class MadeWeights(Resident):
 
 def engine_of(
     network: nn.Module, config: TrainConfig, kind: type[E], hidden: int, *, score_head: bool = False
-) -> E | None:
+) -> E:
     """An engine whose weights are `MadeWeights`, of a copy of a network whose weights are lazy.
 
     Every block has the adapters of `config`. A staged engine has its vocabulary in files, a fused
     one in memory. Nothing of `network` is evaluated, but for what is outside of blocks and
-    vocabulary. None if the model's code reads values of arrays, which would evaluate them.
-    hidden: D.
+    vocabulary, unless the model's code reads values of arrays. hidden: D.
 
     Raises Unsplittable.
     """
     network = skeleton(network)
-    if not can_compile(network):
-        return None
-    path = trunk_path(network)
+    graphs, path = Graphs(), trunk_path(network)
+    graphs.compiles = can_compile(network)
     keys = add_adapters(network, config).dropout_keys
     vocabulary = cut_vocabulary(network, rows_of_vocabulary(hidden))
     if score_head:
@@ -159,7 +157,10 @@ def engine_of(
     if found.parts is None:
         raise Unsplittable(found.reason)
     weights = MadeWeights(found.parts.blocks)
-    return kind(network, found.parts, keys, SUPERVISED, found.head, weights=weights, inputs=Stack())
+    return kind(
+        network, found.parts, keys, SUPERVISED, found.head, weights=weights, inputs=Stack(),
+        graphs=graphs,
+    )  # fmt: skip
 
 
 def made_model(network: nn.Module, config: TrainConfig) -> tuple[nn.Module, DropoutKeys]:

@@ -224,6 +224,13 @@ class Costs:
             kinds.append(kind.completed(largest_of(found)) if found else kind)
         return replace(self, kinds=tuple(kinds), heads=guess.heads | self.heads)
 
+    def with_graphs(self, whole: Costs) -> Costs:
+        """With the fused graphs of a whole model, as if all were the work of each kind of block."""
+        (own,) = whole.kinds
+        graphs = {name: getattr(own, name) for name in ("saved", "working", "evaluated")}
+        kinds = tuple(replace(kind, **graphs) for kind in self.kinds)
+        return replace(self, kinds=kinds, heads=self.heads | whole.heads)
+
     def last(self, count: int) -> list[BlockCosts]:
         """The kinds of the last `count` blocks, each once."""
         return [self.kinds[kind] for kind in sorted(set(self.order[len(self.order) - count :]))]
