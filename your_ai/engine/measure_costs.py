@@ -163,50 +163,61 @@ def measure_costs(
     if not room.has(block + MADE_VOCABULARY_BYTES):
         return None
     with suppress_model_errors(), suppress_memory_errors(), no_cache():
-        graphs = None
-        if not can_compile(network):  # its code reads values, which come from all weights
-            graphs = whole_costs(network, config, workload, guess, room)
-            if graphs is None:
-                return None
-            network, workload = skeleton(network), replace(workload, engine="staged")
-            make_weights(network)
-        hidden = workload.facts.hidden
-        try:
-            staged = engine_of(network, config, Staged, hidden, score_head=score_head)
-            fused = engine_of(network, config, FusedAboveCache, hidden, score_head=score_head)
-        except Unsplittable:
-            whole = whole_costs(network, config, workload, guess, room)
-            if whole is None:
-                raise
-            return replace(whole, read_s=seconds_to_read(tensors, room), is_whole=True)
-        heads: dict[str, dict[int, Cost]] = {}
-        # Other heads work on the whole vocabulary, of which a skeleton has a part.
-        sliced = isinstance(staged.head, LinearHead | ScoreHead)
-        if sliced and not score_head:
-            tell("measuring the head")
-            heads = head_costs(staged, fused, workload, guess, room)
-        if isinstance(fused.head, LinearHead):  # graphs are measured without it
-            fused.head = replace(fused.head, rows=FewRows(fused.head.rows))
-        of_heads = {name: head_curve(found, 0) for name, found in heads.items()}
-        kinds: dict[tuple[Hashable, Hashable], int] = {}
-        calls = staged.parts.calls(LONG)
-        names = list(zip(staged.programs.kinds, (call.key for call in calls), strict=True))
-        order = tuple(kinds.setdefault(name, len(kinds)) for name in names)
-        found = []
-        for place, name in enumerate(kinds):
-            tell(f"measuring a block, kind {place + 1} of {len(kinds)}")
-            index = names.index(name)
-            own = guess.kinds[guess.order[index]]
-            found.append(costs_of(staged, fused, index, own, room, workload, with_head=sliced))
-        memory, times = zip(*found, strict=True)
-        seconds = {name: head_curve(found, 1) for name, found in heads.items()}
-        in_bytes, in_seconds = Costs(memory, order, of_heads), Costs(times, order, seconds)
-        if graphs is not None:
-            in_bytes = in_bytes.with_graphs(graphs.memory)
-            in_seconds = in_seconds.with_graphs(graphs.time)
-        read_s = seconds_to_read(tensors, room)
-        return MeasuredCosts(in_bytes, in_seconds, read_s, room.was_enough)
+        found = costs_of_model(network, config, workload, guess, room, tell)
+        if found is not None:
+            read_s = seconds_to_read(tensors, room)
+            return replace(found, read_s=read_s, is_complete=room.was_enough)
     return None
+
+
+def costs_of_model(
+    network: nn.Module, config: TrainConfig, workload: Workload, guess: Costs, room: Room,
+    tell: Callable[[str], object],
+) -> MeasuredCosts | None:  # fmt: skip
+    """The costs of a model's blocks and head. Where blocks cannot run one at a time, only those of
+    its graphs. Raises Unsplittable if these may not fit."""
+    graphs: MeasuredCosts | None = None
+    if not can_compile(network):  # its code reads values, which come from all weights
+        tell("measuring the whole model")
+        graphs = whole_costs(network, config, workload, guess, room)
+        if graphs is None:
+            return None
+        network, workload = skeleton(network), replace(workload, engine="staged")
+        make_weights(network)
+    hidden, score_head = workload.facts.hidden, workload.score_head
+    try:
+        staged = engine_of(network, config, Staged, hidden, score_head=score_head)
+        fused = engine_of(network, config, FusedAboveCache, hidden, score_head=score_head)
+    except Unsplittable:
+        tell("measuring the whole model")
+        whole = whole_costs(network, config, workload, guess, room)
+        if whole is None:
+            raise
+        return replace(whole, is_whole=True)
+    heads: dict[str, dict[int, Cost]] = {}
+    # Other heads work on the whole vocabulary, of which a skeleton has a part.
+    sliced = isinstance(staged.head, LinearHead | ScoreHead)
+    if sliced and not score_head:
+        tell("measuring the head")
+        heads = head_costs(staged, fused, workload, guess, room)
+    if isinstance(fused.head, LinearHead):  # graphs are measured without it
+        fused.head = replace(fused.head, rows=FewRows(fused.head.rows))
+    kinds: dict[tuple[Hashable, Hashable], int] = {}
+    calls = staged.parts.calls(LONG)
+    names = list(zip(staged.programs.kinds, (call.key for call in calls), strict=True))
+    order = tuple(kinds.setdefault(name, len(kinds)) for name in names)
+    found = []
+    for place, name in enumerate(kinds):
+        tell(f"measuring a block, kind {place + 1} of {len(kinds)}")
+        index = names.index(name)
+        own = guess.kinds[guess.order[index]]
+        found.append(costs_of(staged, fused, index, own, room, workload, with_head=sliced))
+    memory, times = zip(*found, strict=True)
+    of_heads, seconds = (
+        {name: head_curve(costs, which) for name, costs in heads.items()} for which in (0, 1)
+    )
+    measured = MeasuredCosts(Costs(memory, order, of_heads), Costs(times, order, seconds))
+    return measured if graphs is None else measured.with_graphs(graphs)
 
 
 def whole_costs(
@@ -254,8 +265,7 @@ def whole_costs(
     )
     order, none = (0,) * facts.blocks, HeadCosts((1, 2), (0.0, 0.0))
     heads = {costs.FUSED_TRAINED: none, costs.FUSED_SCORES: none}
-    of_memory, of_time = (Costs((kind,), order, heads) for kind in (memory, seconds))
-    return MeasuredCosts(of_memory, of_time, 0.0, room.was_enough)
+    return MeasuredCosts(Costs((memory,), order, heads), Costs((seconds,), order, heads))
 
 
 def seconds_to_read(tensors: Mapping[str, FileTensor], room: Room) -> float:

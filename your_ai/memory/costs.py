@@ -270,6 +270,11 @@ class MeasuredCosts:
     is_whole: bool = False
     """Whether the model cannot be taken apart, so that only fused graphs were measured."""
 
+    def with_graphs(self, whole: MeasuredCosts) -> MeasuredCosts:
+        """With the fused graphs of a whole model."""
+        memory, time = self.memory.with_graphs(whole.memory), self.time.with_graphs(whole.time)
+        return replace(self, memory=memory, time=time)
+
 
 def on_tiles(kind: BlockCosts, phase: str, is_long: bool) -> str:
     """The phase "forward" or "backward", on tiles if a block runs on them.
