@@ -870,6 +870,14 @@ def test_the_seconds_of_a_plan_that_keeps_more_are_predicted():
     assert all(option.seconds is not None for option in options_of_limits)
 
 
+def test_blocks_keep_nothing_if_what_they_keep_was_not_measured():
+    measured, memory = TIMED.costs, TIMED.costs.memory
+    without = replace(memory, kinds=tuple(replace(k, kept_forward=None) for k in memory.kinds))
+    workload = replace(TIMED, costs=replace(measured, memory=without))
+    assert {option.plan.kept for option in options(workload)} == {NOTHING}
+    assert {option.plan.kept for option in options(TIMED)} > {NOTHING}
+
+
 def test_what_was_not_measured_has_the_margin_of_a_guess():
     measured, memory = TIMED.costs, TIMED.costs.memory
     without = replace(memory, kinds=tuple(replace(k, saved=None) for k in memory.kinds))

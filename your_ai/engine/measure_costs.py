@@ -544,9 +544,10 @@ class MeasuredBlock:
                 return cost_of(lambda: [a + 0 for a in own.values()], add)
 
         self.measure(self.shapes, backward=backward)
-        # Longer rows run whole where blocks keep something, and else on tiles.
-        kept_shapes = [*self.shapes, *self.longer]
-        self.measure(kept_shapes, kept_forward=kept_forward, kept_backward=kept_backward)
+        if staged.graphs.compiles:  # else they would keep what depends on the values of arrays
+            # Longer rows run whole where blocks keep something, and else on tiles.
+            kept_shapes = [*self.shapes, *self.longer]
+            self.measure(kept_shapes, kept_forward=kept_forward, kept_backward=kept_backward)
         size = 2 * sum(array.nbytes for array in own.values())
         stored = storing() if own and self.room.has(size) else Cost(size, 0.0)
         self.memory["storing"] = CostCurve(stored.bytes)

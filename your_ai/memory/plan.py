@@ -223,6 +223,8 @@ def option_of(workload: Workload, plan: Plan, update_bytes: int) -> Option:
 def may_keep(workload: Workload, plan: Plan) -> bool:
     """Return whether blocks may keep anything for their backward pass under a plan."""
     whole = plan.engine == "fused" or plan.spill or not plan.blocks_ahead
+    if workload.costs is not None and not workload.costs.memory.has("kept_forward"):
+        return False  # it was not measured, as it may not fit, or nobody knows what they keep
     return not (whole or workload.forward or workload.soft is not None)
 
 
