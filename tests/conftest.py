@@ -349,10 +349,14 @@ def forbid_deleting(patch: pytest.MonkeyPatch, name: str) -> None:
 
 
 def write_site(place: Path, source: str) -> Path:
-    """A folder for PYTHONPATH that makes each process run `source` first."""
+    """A folder for PYTHONPATH that makes each process run `source` first, or end if that fails:
+    Python would go on without it."""
     place.mkdir()
-    begin = f"import runpy\nrunpy.run_path({str(QUICK_START)!r})\n"
-    (place / "sitecustomize.py").write_text(begin + source)
+    (place / "sitecustomize.py").write_text(
+        f"import os, runpy, traceback\nrunpy.run_path({str(QUICK_START)!r})\n"
+        f"try:\n    exec({source!r}, globals())\n"
+        "except BaseException:\n    traceback.print_exc()\n    os._exit(70)\n"
+    )
     return place
 
 

@@ -14,18 +14,32 @@ from tests.conftest import call, make_model
 
 # Multiplies measured costs by FACTOR.
 FALSIFIED = """
-import your_ai.engine.measure_costs as measuring
+from dataclasses import replace
 
-cost_of, saved_bytes = measuring.cost_of, measuring.MeasuredBlock.saved_bytes
+import your_ai.engine.measure_costs as measuring
+from your_ai.memory.costs import PHASES
+
+measure_costs = measuring.measure_costs
+
+
+def times_factor(kind):
+    curves = {name: getattr(kind, name) for name in PHASES}
+    return replace(kind, **{n: c.times(FACTOR) for n, c in curves.items() if c is not None})
 
 
 def falsified(*args, **options):
-    cost = cost_of(*args, **options)
-    return cost._replace(bytes=FACTOR * cost.bytes)
+    found = measure_costs(*args, **options)
+    if found is None:
+        return None
+    heads = {
+        name: replace(head, costs=tuple(FACTOR * c for c in head.costs))
+        for name, head in found.memory.heads.items()
+    }
+    kinds = tuple(map(times_factor, found.memory.kinds))
+    return replace(found, memory=replace(found.memory, kinds=kinds, heads=heads))
 
 
-measuring.cost_of = falsified
-measuring.MeasuredBlock.saved_bytes = lambda *args: FACTOR * saved_bytes(*args)
+measuring.measure_costs = falsified
 """
 SMALL = Case(
     seed=5,
@@ -66,6 +80,7 @@ def test_random_run_stays_under_its_limit(seed, tmp_path):
 def test_run_with_wrong_costs_stays_under_its_limit(factor, tmp_path):
     found = run_case(SMALL, tmp_path, f"FACTOR = {factor}\n{FALSIFIED}", limit_gb=LIMIT_GB)
     assert not found.fault, line_of(found)
+    assert (tmp_path / "runs/r/costs.json").exists()  # they were measured, and so falsified
 
 
 def test_same_seed_gives_the_same_case():

@@ -20,6 +20,7 @@ def held(monkeypatch) -> list[int]:
     readings = [0]
     monkeypatch.setattr(probe, "process_bytes", lambda: readings[-1])
     monkeypatch.setattr(guard.allocator, "free", lambda collect: None)
+    monkeypatch.setattr(guard.allocator, "trim", lambda: None)
     return readings
 
 
@@ -57,11 +58,23 @@ def test_guard_frees_memory_first_and_continues_if_that_helps(held, monkeypatch)
         freed.set()
 
     monkeypatch.setattr(guard.allocator, "free", free)
+    monkeypatch.setattr(probe, "mlx_bytes", lambda name: LIMIT // 2)
     with guarded(LIMIT, lambda _: ended.set()):
         held.append(LIMIT)
         assert wait_for(freed)
         time.sleep(0.05)
     assert not ended.is_set()
+
+
+def test_guard_does_not_wait_until_mlx_frees_what_is_not_enough(held, monkeypatch):
+    """MLX would only free its cache once the running work is done."""
+    ended, working = threading.Event(), threading.Event()
+    monkeypatch.setattr(guard.allocator, "free", lambda collect: working.wait(20))
+    monkeypatch.setattr(probe, "mlx_bytes", lambda name: headroom_bytes(LIMIT) // 2)
+    with guarded(LIMIT, lambda _: ended.set()):
+        held.append(LIMIT)
+        assert wait_for(ended)
+        working.set()
 
 
 def test_guard_waits_until_it_may_end_the_process(held):

@@ -40,6 +40,14 @@ def free(collect: bool = True) -> None:
     if collect:
         gc.collect()
     mx.clear_cache()
+    trim()
+
+
+def trim() -> None:
+    """Return freed memory that the C library keeps. Unlike MLX, it does not wait for running work.
+
+    Does nothing on macOS.
+    """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL("libc.so.6").malloc_trim(0)

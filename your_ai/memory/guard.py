@@ -34,7 +34,8 @@ def guarded(
 
     ready: whether to watch already, given the bytes at which the process ends.
 
-    Before it calls `end`, it frees MLX's cache, and continues if that helps.
+    Before it calls `end`, it frees MLX's cache if that may be enough, and continues if it was. MLX
+    frees nothing before running work is done, in which memory grows on.
     """
     most = limit_bytes - headroom_bytes(limit_bytes)
     over = threading.Event()
@@ -46,7 +47,10 @@ def guarded(
             wait = wait_s(most - held)
             if held < most or not ready(most):
                 continue
-            allocator.free(collect=False)
+            if (probe.mlx_bytes("get_cache_memory") or 0) > held - most:
+                allocator.free(collect=False)
+            else:
+                allocator.trim()
             held = probe.process_bytes() or 0
             if held >= most:
                 end(held)
