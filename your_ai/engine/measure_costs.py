@@ -82,7 +82,8 @@ USUAL_TOKENS = 512  # rows up to which more rows show more than longer ones
 TILED_TOKENS = 1536  # of a row that runs on tiles, if rows are as long
 MANY_MORE_ROWS = 1.5  # times as many as the fewest, from which tiles of more rows are measured, too
 MOST_READ_BYTES = 64 << 20  # of the files, to measure their speed
-VOCABULARIES = 6  # the embeddings and heads, or parts of them, of two skeletons, and their copies
+# Of the parts of embeddings and heads that two skeletons have, and their copies.
+MADE_VOCABULARY_BYTES = 6 * SLICES * HEAD_SLICE_BYTES
 HEAD_SIZES = (128, 512, 1024, 2048)  # N
 LONG = 2048  # tokens of a row that shows which blocks attend within a window, or have whole scores
 EVERYTHING = Keeps(True, True, True)
@@ -158,10 +159,8 @@ def measure_costs(
         lora_targets=training.targets,
     )
     room = Room(limit_bytes)
-    facts = workload.facts
-    block = max(kind.weights_bytes for kind in facts.kinds)
-    vocabulary = min(SLICES * HEAD_SLICE_BYTES, 4 * facts.vocabulary * facts.hidden)
-    if not room.has(block + VOCABULARIES * vocabulary):
+    block = max(kind.weights_bytes for kind in workload.facts.kinds)
+    if not room.has(block + MADE_VOCABULARY_BYTES):
         return None
     with suppress_model_errors(), suppress_memory_errors(), no_cache():
         found = costs_of_model(network, config, workload, guess, room, tell)
