@@ -6,8 +6,8 @@ Every case is a pure function of its seed: a model with random weights, an adapt
 and an engine. Its costs are measured without its weights (engine/measure_costs.py). Then the
 gradients of a micro-batch are computed, and their peak of MLX's memory and their seconds are
 compared with the estimate. A line is printed for each case, and at the end what each engine was
-off. Nothing else may run meanwhile, unless `--in-order`: MLX then computes nothing ahead, so that
-peaks do not depend on its threads, and what is off is the composition alone.
+off. Nothing else may run meanwhile, unless `--in-order`: MLX then computes next to nothing
+ahead, so that peaks hardly depend on its threads, and what is off is the composition.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="seed of the first case")
     parser.add_argument("--runs", type=int, default=60)
-    parser.add_argument("--in-order", action="store_true", help="compute nothing ahead")
+    parser.add_argument("--in-order", action="store_true", help="compute next to nothing ahead")
     given = parser.parse_args()
     found = []
     for seed in range(given.seed, given.seed + given.runs):

@@ -42,8 +42,8 @@ def take_turns(on: bool) -> None:
 
 
 def compute_in_order() -> None:
-    """Let MLX begin an operation only once those before it are done, so that peaks are always the
-    same: by default it is up to ten ahead, which adds up to nine tenths to a peak.
+    """Let MLX begin a few operations only once those before them are done, so that peaks hardly
+    vary: by default it is further ahead, which adds up to nine tenths to a peak.
 
     Above its memory limit MLX waits. Beside other programs that takes several times as long.
     """

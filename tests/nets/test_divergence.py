@@ -361,6 +361,7 @@ def test_memory_does_not_grow_with_the_vocabulary(name, compiled):
 
         function = mx.compile(walk) if compiled else walk
         mx.eval(function(inputs, states))
-        peaks[tokens] = peak_of(partial(function, inputs, states))
+        run = partial(function, inputs, states)
+        peaks[tokens] = sorted(peak_of(run) for _ in range(5))[2]  # a few operations begin together
     assert peaks[10_000] < 4 * count * 10_000 / 3
-    assert peaks[20_000] < 1.25 * peaks[10_000]  # some operations are begun together
+    assert peaks[20_000] < 1.1 * peaks[10_000]

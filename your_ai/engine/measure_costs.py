@@ -39,7 +39,6 @@ from your_ai.engine.skeleton import (
     FewRows,
     MadeWeights,
     engine_of,
-    made_model,
     make_weights,
     rows_of_vocabulary,
 )
@@ -68,10 +67,11 @@ from your_ai.memory.sizes import (
     tiles_of,
 )
 from your_ai.memory.workload import Workload
+from your_ai.nets.adapter_kinds import compute_magnitudes
 from your_ai.nets.block_calls import Unsplittable
 from your_ai.nets.head import LinearHead, ScoreHead, put_in, trained_in
 from your_ai.nets.mlx_types import Arrays
-from your_ai.nets.model import TRIED_TOKENS
+from your_ai.nets.model import TRIED_TOKENS, add_adapters
 from your_ai.nets.parts import skeleton
 from your_ai.nets.tiled_attention import Tile
 from your_ai.objectives.objective import Targets
@@ -178,19 +178,21 @@ def costs_of_model(
     its graphs. Raises Unsplittable if these may not fit."""
     graphs: MeasuredCosts | None = None
     if not can_compile(network):  # its code reads values, which come from all weights
-        tell("measuring the whole model")
-        graphs = whole_costs(network, config, workload, guess, room)
+        if not room.has(workload.facts.weights_bytes):
+            return None
+        network = made_copy(network)
+        graphs = whole_costs(network, config, workload, guess, room, tell)
         if graphs is None:
             return None
-        network, workload = skeleton(network), replace(workload, engine="staged")
-        make_weights(network)
+        workload = replace(workload, engine="staged")
     hidden, score_head = workload.facts.hidden, workload.score_head
     try:
         staged = engine_of(network, config, Staged, hidden, score_head=score_head)
         fused = engine_of(network, config, FusedAboveCache, hidden, score_head=score_head)
     except Unsplittable:
-        tell("measuring the whole model")
-        whole = whole_costs(network, config, workload, guess, room)
+        if not room.has(workload.facts.weights_bytes):
+            raise
+        whole = whole_costs(made_copy(network), config, workload, guess, room, tell)
         if whole is None:
             raise
         return replace(whole, is_whole=True)
@@ -221,17 +223,22 @@ def costs_of_model(
 
 
 def whole_costs(
-    network: nn.Module, config: TrainConfig, workload: Workload, guess: Costs, room: Room
-) -> MeasuredCosts | None:
-    """The costs of fused graphs of a whole model, with all its weights made, as if all were the
-    work of a block; None if that may not fit."""
+    network: nn.Module, config: TrainConfig, workload: Workload, guess: Costs, room: Room,
+    tell: Callable[[str], object],
+) -> MeasuredCosts | None:  # fmt: skip
+    """The costs of fused graphs of a whole model, as if all were the work of a block; None if they
+    may not fit. network: with weights in memory; it is not changed."""
     facts = workload.facts
     found: dict[Shape, tuple[Cost, Cost]] = {}
-    if workload.score_head or not room.has(facts.weights_bytes):
+    if workload.score_head:
         return None
-    made, keys = made_model(network, config)
-    engine = build_engine(made, keys, "fused").engine
-    gradients = 4 * sum(array.size for _, array in tree_flatten(made.trainable_parameters()))
+    tell("measuring the whole model")
+    network = skeleton(network)
+    keys = add_adapters(network, config).dropout_keys
+    compute_magnitudes(network)
+    mx.eval(network.parameters())
+    engine = build_engine(network, keys, "fused").engine
+    gradients = 4 * sum(array.size for _, array in tree_flatten(network.trainable_parameters()))
 
     def train(batch: Batch, _: Any) -> Any:
         return engine.gradients(batch, 1.0, 0)
@@ -266,6 +273,13 @@ def whole_costs(
     order, none = (0,) * facts.blocks, HeadCosts((1, 2), (0.0, 0.0))
     heads = {costs.FUSED_TRAINED: none, costs.FUSED_SCORES: none}
     return MeasuredCosts(Costs((memory,), order, heads), Costs((seconds,), order, heads))
+
+
+def made_copy(network: nn.Module) -> nn.Module:
+    """A copy of a network whose weights are lazy, with all of them made."""
+    network = skeleton(network)
+    make_weights(network)
+    return network
 
 
 def seconds_to_read(tensors: Mapping[str, FileTensor], room: Room) -> float:

@@ -33,7 +33,7 @@ from your_ai.nets.adapter_kinds import compute_magnitudes, normed_layers, use_an
 from your_ai.nets.block_calls import Unsplittable
 from your_ai.nets.head import HeadRows, HeadSlice, put_score_head
 from your_ai.nets.mlx_types import Arrays
-from your_ai.nets.model import DropoutKeys, add_adapters
+from your_ai.nets.model import add_adapters
 from your_ai.nets.parts import put, skeleton
 from your_ai.nets.split import blocks_path, trunk_path
 from your_ai.nets.vocabulary import VocabularyLayer
@@ -161,15 +161,6 @@ def engine_of(
         network, found.parts, keys, SUPERVISED, found.head, weights=weights, inputs=Stack(),
         graphs=graphs,
     )  # fmt: skip
-
-
-def made_model(network: nn.Module, config: TrainConfig) -> tuple[nn.Module, DropoutKeys]:
-    """A copy of a network whose weights are lazy, with the adapters of `config` and all weights
-    made."""
-    network = skeleton(network)
-    keys = add_adapters(network, config).dropout_keys
-    make_weights(network)
-    return network, keys
 
 
 def rows_of_vocabulary(hidden: int) -> int:

@@ -344,9 +344,9 @@ def read_alone_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
     return read_now_bytes(facts, plan)
 
 
-def read_again_bytes(facts: ModelFacts, plan: Plan) -> int:
-    """Bytes of the blocks that are read, of the weights in memory together, which are not there at
-    the head: the backward pass begins with the last block, and then reads more."""
+def absent_at_head_bytes(facts: ModelFacts, plan: Plan) -> int:
+    """Bytes of the blocks that are not there at the head, of the weights in memory together: it has
+    only the last block, with which the backward pass begins."""
     if plan.engine != "streamed":
         return 0
     return read_now_bytes(facts, plan) - (0 if plan.resident else facts.bytes_of_last(1))
@@ -417,7 +417,7 @@ def staged_phases(
             "block work": forward,
         },
         {
-            "weights": -read_again_bytes(facts, plan),
+            "weights": -absent_at_head_bytes(facts, plan),
             "gradients": earlier,
             "block inputs": blocks * inputs,
             "kept outputs": kept_bytes(facts, kept, rows, tokens),
