@@ -343,10 +343,10 @@ def test_divergences_are_within_their_bounds(name, seed, scales, temperature):
 @pytest.mark.parametrize("name", ["forward", "reverse", "jsd"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_memory_does_not_grow_with_the_vocabulary(name, compiled):
-    """The logits of one model would be 10 and 20 MB."""
+    """The logits of one model would be 10 and 41 MB, 1,024 bytes a token of the vocabulary."""
     compute_in_order()
     count, peaks = 256, {}
-    for tokens in (10_000, 20_000):
+    for tokens in (10_000, 40_000):
         student, teacher = side(64, 0, rows=tokens), side(96, 1, rows=tokens)
         inputs, states = (mx.random.normal((count, width)) for width in (64, 96))
         heads = [made._replace(inputs=inputs).head(200) for made in (student, teacher)]
@@ -361,7 +361,7 @@ def test_memory_does_not_grow_with_the_vocabulary(name, compiled):
 
         function = mx.compile(walk) if compiled else walk
         mx.eval(function(inputs, states))
-        run = partial(function, inputs, states)
-        peaks[tokens] = sorted(peak_of(run) for _ in range(5))[2]  # a few operations begin together
+        peaks[tokens] = peak_of(partial(function, inputs, states))
     assert peaks[10_000] < 4 * count * 10_000 / 3
-    assert peaks[20_000] < 1.1 * peaks[10_000]
+    # A few operations begin together: it may be two slices of 200 tokens more, however many tokens.
+    assert peaks[40_000] - peaks[10_000] < 15 * 30_000
