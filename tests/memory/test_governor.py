@@ -257,6 +257,18 @@ def test_all_cheap_rungs_are_taken_together_at_the_limit():
     ]
 
 
+@pytest.mark.parametrize("can_shrink", [False, True])
+@pytest.mark.parametrize(("foreseen_gb", "is_too_large"), [(9.9, False), (11.0, True)])
+def test_rows_foreseen_above_the_limit_lead_to_a_smaller_plan(
+    foreseen_gb, is_too_large, can_shrink
+):
+    observed = replace(Process(can_shrink=can_shrink).observe(1), foreseen_bytes=foreseen_gb * GB)
+    _, actions, notices = decide(QUIET, Watch(), observed)
+    expected = ["smaller_plan"] if is_too_large and can_shrink else []
+    assert [action.kind for action in actions] == expected
+    assert not notices
+
+
 @pytest.mark.parametrize("peak_gb", [6.5, 7.5])
 def test_constant_peak_gives_one_notice_and_no_restart(peak_gb):
     story = play(QUIET, Process(peak=lambda n: peak_gb * GB, noise=30 * MB), 2000)

@@ -19,8 +19,7 @@ def held(monkeypatch) -> list[int]:
     """Readings of the gauge of the process; the last entry is the current one."""
     readings = [0]
     monkeypatch.setattr(probe, "process_bytes", lambda: readings[-1])
-    monkeypatch.setattr(guard.allocator, "free", lambda collect: None)
-    monkeypatch.setattr(guard.allocator, "trim", lambda: None)
+    monkeypatch.setattr(guard.allocator, "keep_nothing", lambda: None)
     return readings
 
 
@@ -53,28 +52,45 @@ def test_guard_does_nothing_further_below_the_limit_or_without_a_gauge(held, hel
 def test_guard_frees_memory_first_and_continues_if_that_helps(held, monkeypatch):
     ended, freed = threading.Event(), threading.Event()
 
-    def free(collect: bool) -> None:
+    def keep_nothing() -> None:
         held.append(LIMIT // 2)
         freed.set()
 
-    monkeypatch.setattr(guard.allocator, "free", free)
-    monkeypatch.setattr(probe, "mlx_bytes", lambda name: LIMIT // 2)
+    monkeypatch.setattr(guard.allocator, "keep_nothing", keep_nothing)
     with guarded(LIMIT, lambda _: ended.set()):
-        held.append(LIMIT)
+        held.append(int(0.95 * LIMIT))
         assert wait_for(freed)
         time.sleep(0.05)
     assert not ended.is_set()
 
 
-def test_guard_does_not_wait_until_mlx_frees_what_is_not_enough(held, monkeypatch):
-    """MLX would only free its cache once the running work is done."""
-    ended, working = threading.Event(), threading.Event()
-    monkeypatch.setattr(guard.allocator, "free", lambda collect: working.wait(20))
-    monkeypatch.setattr(probe, "mlx_bytes", lambda name: headroom_bytes(LIMIT) // 2)
+def test_guard_does_not_wait_for_memory_that_is_being_freed(held, monkeypatch):
+    """MLX frees its cache only once the running work is done, in which memory grows on."""
+    ended, freeing, working = threading.Event(), threading.Event(), threading.Event()
+
+    def keep_nothing() -> None:
+        freeing.set()
+        working.wait(20)
+
+    monkeypatch.setattr(guard.allocator, "keep_nothing", keep_nothing)
     with guarded(LIMIT, lambda _: ended.set()):
+        held.append(int(0.95 * LIMIT))
+        assert wait_for(freeing)
         held.append(LIMIT)
         assert wait_for(ended)
         working.set()
+
+
+def test_memory_is_freed_again_only_if_mlx_keeps_some(held, monkeypatch):
+    freed, cache = threading.Semaphore(0), [0]
+    monkeypatch.setattr(guard.allocator, "keep_nothing", freed.release)
+    monkeypatch.setattr(probe, "mlx_bytes", lambda name: cache[0])
+    with guarded(LIMIT, lambda _: None):
+        held.append(int(0.95 * LIMIT))
+        assert freed.acquire(timeout=5.0)
+        assert not freed.acquire(timeout=0.2)
+        cache[0] = 1
+        assert freed.acquire(timeout=5.0)
 
 
 def test_guard_waits_until_it_may_end_the_process(held):

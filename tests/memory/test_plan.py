@@ -473,12 +473,40 @@ def measured(found: Corrections, rows: int, tokens: int, ratio: float) -> int:
 
 
 @given(limited())
-def test_rows_follow_the_plan_until_a_measurement_differs(drawn):
+def test_rows_follow_the_plan_if_a_measurement_agrees(drawn):
+    workload, limit_bytes = drawn
+    plan = choose(workload, limit_bytes).option.plan
+    found = Corrections(workload, plan, limit_bytes, {workload.lengths[0]: 1.0})
+    for tokens in workload.lengths:
+        assert found.rows(tokens) == plan.rows(tokens, workload.batch_size)
+
+
+@given(limited())
+def test_first_step_fits_even_if_its_work_is_twice_the_estimate(drawn):
+    """Or else it needs the least possible, without exceeding the limit if estimates are right."""
     workload, limit_bytes = drawn
     plan = choose(workload, limit_bytes).option.plan
     found = Corrections(workload, plan, limit_bytes)
     for tokens in workload.lengths:
-        assert found.rows(tokens) == plan.rows(tokens, workload.batch_size)
+        rows = found.rows(tokens)
+        first = estimate_rows(workload, replace(plan, kept=found.kept(rows, tokens)), rows, tokens)
+        assert first.process_bytes <= found.most_bytes
+        if first.process_bytes + first.work_bytes > found.most_bytes:
+            for fewer in range(1, rows):
+                least = estimate_rows(workload, replace(plan, kept=NOTHING), fewer, tokens)
+                doubled = least.process_bytes + least.work_bytes
+                assert max(doubled, least.process_bytes) > found.most_bytes
+
+
+def test_longer_rows_are_foreseen_above_the_limit_if_shorter_ones_used_much_more():
+    option = next(o for o in options(WORKLOAD) if o.plan == Plan("fused", 2048))
+    found = Corrections(WORKLOAD, option.plan, option.needed_bytes)
+    assert found.foreseen_bytes() == 0  # nothing was measured
+    for ratio, is_above in ((1.0, False), (1.25, False), (2.0, True)):
+        found.ratios[256] = ratio
+        assert (found.foreseen_bytes() > found.most_bytes) == is_above
+    found.ratios[2048] = 1.0
+    assert found.foreseen_bytes() == 0  # the longest ones were trained
 
 
 def test_correct_estimates_change_nothing():
@@ -565,16 +593,19 @@ def test_a_peak_of_the_update_says_nothing_about_the_work(monkeypatch):
     update = replace(whole, components=whole.components | dict.fromkeys(WORK, 0))
     monkeypatch.setattr(found, "_estimate", lambda *shape: update)
     assert not found.learn(1, 256, whole.mlx_bytes + 10**7)
-    assert found.ratio(2048) == 1
-
-
-def kept_corrections(room: int = 0) -> Corrections:
-    """Corrections of a plan that keeps something of the longest rows, under its exact limit."""
-    option = option_of(WORKLOAD, KEEPING, 0)
-    return Corrections(WORKLOAD, KEEPING, option.needed_bytes, room_bytes=room)
+    assert not found.ratios
 
 
 KEEPING = Plan("staged", 2048, kept=Kept(linear=4, attention=16))
+
+
+def kept_corrections(room: int = 0) -> Corrections:
+    """Corrections of a plan that keeps something of the longest rows, under its exact limit.
+
+    Its estimate was right for these rows.
+    """
+    option = option_of(WORKLOAD, KEEPING, 0)
+    return Corrections(WORKLOAD, KEEPING, option.needed_bytes, {2048: 1.0}, room_bytes=room)
 
 
 def test_shorter_rows_keep_more_and_need_no_more_than_the_longest():
@@ -587,6 +618,9 @@ def test_shorter_rows_keep_more_and_need_no_more_than_the_longest():
 
 
 def test_less_is_kept_before_there_are_fewer_rows_if_steps_use_more_than_estimated():
+    first = kept_corrections()
+    first.ratios.clear()
+    assert rung_of(first.kept(8, 256)) < rung_of(KEEPING.kept)
     found, kept = kept_corrections(), []
     assert [found.rows(256), found.kept(8, 256)] == [8, KEEPING.kept]
     for ratio in (1.2, 1.5, 2.0):
@@ -618,7 +652,7 @@ def test_a_plan_of_an_older_version_is_kept():
     option = option_of(WORKLOAD, plan, 0)
     chosen = choose(WORKLOAD, option.needed_bytes, 0, plan)
     assert chosen.option == option
-    found = Corrections(WORKLOAD, plan, option.needed_bytes)
+    found = Corrections(WORKLOAD, plan, option.needed_bytes, {2048: 1.0})
     assert found.expected_bytes(1, 2048) <= option.needed_bytes
     assert computed_again(found.kept(1, 2048), 16) <= computed_again(plan.kept, 16)
 

@@ -230,6 +230,20 @@ def test_rows_shrink_after_a_step_that_needs_more_than_estimated(governed, decid
     assert len(batches_of(made.governor)) > 1
 
 
+def test_policy_learns_what_longer_rows_will_need_once_shorter_ones_need_more(governed, decided):
+    seen = decided()
+    made = governed(batch_size=4)
+    trained = max(batch.tokens.shape[1] for batch in batches_of(made.governor))
+    corrections = made.governor.corrections
+    lengths = (trained, trained + 32)
+    corrections.workload = dataclasses.replace(corrections.workload, lengths=lengths)
+    for step, peak_bytes in ((1, 600 * MB), (2, 500 * MB)):
+        boundary(made, step, peak_bytes=peak_bytes)
+    first, second = (observation.foreseen_bytes for observation in seen)
+    assert first == corrections.foreseen_bytes() > 0
+    assert second == 0  # nothing was learned
+
+
 def test_unreadable_peak_changes_no_correction(governed, decided):
     decided()
     made = governed(batch_size=4)

@@ -40,17 +40,16 @@ def free(collect: bool = True) -> None:
     if collect:
         gc.collect()
     mx.clear_cache()
-    trim()
-
-
-def trim() -> None:
-    """Return freed memory that the C library keeps. Unlike MLX, it does not wait for running work.
-
-    Does nothing on macOS.
-    """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def keep_nothing() -> None:
+    """Return all freed memory, and from now on whatever is freed, until `set_limits` is called."""
+    return_freed_buffers()
+    mx.set_cache_limit(0)
+    free(collect=False)
 
 
 def set_limits(limit_bytes: int, needed_bytes: int, beside_bytes: int) -> None:

@@ -1,6 +1,8 @@
 """Corrections of the estimates by the first steps of a run: how many rows fit, and what is kept.
 
-Pure. A plan says both for the longest rows; each bucket of shorter ones has its own answer.
+Pure. A plan says both for the longest rows; each bucket of shorter ones has its own answer. Before
+anything was measured, the first step takes fewer rows and keeps less, so that it fits even if its
+costs are twice their estimate.
 """
 
 from __future__ import annotations
@@ -14,12 +16,16 @@ from your_ai.memory.limit import headroom_bytes, with_headroom
 from your_ai.memory.plan import estimate_rows, largest, margin_of, may_keep, rows_of, with_margin
 from your_ai.memory.workload import NOTHING, Kept, Plan, Workload
 
+UNTRIED = 2.0  # measured work over estimated work that the first step has room for, if possible
+DOUBT = 1.25  # a ratio of shorter rows may be this many times that of longer ones
+
 
 @dataclass
 class Corrections:
     """Measured work over estimated work, by bucket: the maximum over the steps so far.
 
-    A bucket without a measurement uses the largest ratio of all others, at least 1.
+    A bucket without a measurement uses the largest ratio of all others, at least 1. Before the
+    first measurement, all use UNTRIED as far as the estimates themselves allow.
     """
 
     workload: Workload
@@ -55,6 +61,8 @@ class Corrections:
         return more
 
     def ratio(self, tokens: int) -> float:
+        if not self.ratios:
+            return UNTRIED
         return self.ratios.get(tokens, max([1.0, *self.ratios.values()]))
 
     def rows(self, tokens: int) -> int:
@@ -63,14 +71,15 @@ class Corrections:
 
         Whole groups, or less than a group if not even that fits.
         """
-        rows, together = rows_of(self.workload, self.plan, tokens), self.workload.rows_together
+        most_rows, together = rows_of(self.workload, self.plan, tokens), self.workload.rows_together
+        counts = list(range(most_rows, together, -together))
         tried: dict[int, int] = {}
-        while rows >= 1:
+        for rows in counts + list(range(min(most_rows, together), 0, -1)):
             tried[rows] = self.expected_bytes(rows, tokens)
             if tried[rows] <= self.most_bytes:
                 return rows
-            rows -= together if rows > together else 1
-        return min(tried, key=tried.__getitem__)
+        likely = [rows for rows in tried if self._is_likely(rows, tokens, self.kept(rows, tokens))]
+        return min(likely or list(tried), key=lambda rows: tried[rows])
 
     def kept(self, rows: int, tokens: int) -> Kept:
         """The arrays that blocks keep of such a micro-batch: as the plan says, or more if rows are
@@ -105,16 +114,34 @@ class Corrections:
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if fits(middle) else (low, middle - 1)
-        return at(low)
+        likely = [kept for kept in (at(low), planned) if self._is_likely(rows, tokens, kept)]
+        return likely[0] if likely else at(low)
 
     def expected_bytes(self, rows: int, tokens: int) -> int:
         """The estimated peak of the process, corrected by the measured ratios."""
         return self._expected(rows, tokens, self.kept(rows, tokens))
 
+    def foreseen_bytes(self) -> int:
+        """The peak that the longest rows are expected to have at least, by those of shorter rows; 0
+        if some were trained already, or none of any length."""
+        tokens = max(self.workload.lengths)
+        if not self.ratios or tokens in self.ratios:
+            return 0
+        rows = self.rows(tokens)
+        return self._with_ratio(rows, tokens, self.kept(rows, tokens), self.ratio(tokens) / DOUBT)
+
     def _expected(self, rows: int, tokens: int, kept: Kept) -> int:
+        return self._with_ratio(rows, tokens, kept, self.ratio(tokens))
+
+    def _with_ratio(self, rows: int, tokens: int, kept: Kept, ratio: float) -> int:
         found = self._estimate(rows, tokens, kept)
-        excess = max(0.0, self.ratio(tokens) - 1) * found.work_bytes
-        return int(found.process_bytes + excess)
+        return int(found.process_bytes + max(0.0, ratio - 1) * found.work_bytes)
+
+    def _is_likely(self, rows: int, tokens: int, kept: Kept) -> bool:
+        """Return whether it fits if the estimates are right, unless something was measured: room
+        for wrong ones must not make a step larger than that of the plan."""
+        most = self.most_bytes
+        return bool(self.ratios) or self._estimate(rows, tokens, kept).process_bytes <= most
 
     def _estimate(self, rows: int, tokens: int, kept: Kept) -> Estimate:
         return estimate_rows(self.workload, replace(self.plan, kept=kept), rows, tokens)

@@ -13,6 +13,8 @@ actions that do not help are not repeated forever.
   constant peak would come back after a restart, so the user gets a notice instead, once.
 - leak: memory grows by more than `leak_threshold_bytes` per step. Takes the cheap rungs. If the
   limit is a few steps away, an immediate restart: a smaller plan does not fix a leak.
+- foreseen: longer rows than were trained so far are expected to exceed the limit, since shorter
+  ones used much more than estimated. Takes a smaller plan at once, if there is one.
 - pressure: the system is short of memory. At a warning, clear_cache, then reload_lora. If
   critical, both together, then a smaller plan. Repeats only if the pressure lasts.
 
@@ -31,6 +33,7 @@ from typing import Literal, get_args
 
 from your_ai.config import TrainConfig
 from your_ai.gates.text import counted, size_text
+from your_ai.memory.limit import headroom_bytes
 from your_ai.memory.sample import MemorySample
 
 ActionKind = Literal[
@@ -92,6 +95,8 @@ class MemoryObservation:
     """Expected memory outside MLX, for when the gauge of the process fails."""
     kept_bytes: int = 0
     """Memory that grows on purpose, and is not a leak: hidden states of the prefix cache."""
+    foreseen_bytes: int = 0
+    """What longer rows than were trained so far are expected to need, of the whole process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,6 +305,10 @@ def large_action(
             forecast = f"{size_text(ahead)} in {LOOKAHEAD} steps"
             cause = f"{causes['leak']}: {forecast}, the limit is {size_text(limit)}"
             return MemoryAction(kind="restart", cause=cause)
+    if observation.foreseen_bytes > limit - headroom_bytes(limit) and observation.can_shrink:
+        foreseen = f"longer rows are expected to need {size_text(observation.foreseen_bytes)}"
+        cause = f"{foreseen}, the limit is {size_text(limit)}"
+        return MemoryAction(kind="smaller_plan", cause=cause)
     if "danger" in stuck and observation.can_shrink:
         return MemoryAction(kind="smaller_plan", cause=causes["danger"])
     grown = steady_growth_bytes(watch.window_medians)

@@ -17,6 +17,7 @@ from your_ai.memory.limit import headroom_bytes
 # not measured.
 FASTEST_BYTES_S = 4e9
 MOST_WAIT_S, LEAST_WAIT_S = 0.05, 0.001  # between two readings
+SOON = 0.9  # share of the limit from which no freed memory is kept
 
 
 def wait_s(room_bytes: int) -> float:
@@ -34,27 +35,26 @@ def guarded(
 
     ready: whether to watch already, given the bytes at which the process ends.
 
-    Before it calls `end`, it frees MLX's cache if that may be enough, and continues if it was. MLX
-    frees nothing before running work is done, in which memory grows on.
+    Before that, from SOON on, neither MLX nor the C library keeps freed memory. What they kept is
+    freed in another thread: MLX frees nothing before running work is done, which takes up to half
+    a second, in which memory grows on.
     """
     most = limit_bytes - headroom_bytes(limit_bytes)
+    soon = min(most, int(SOON * limit_bytes))
     over = threading.Event()
 
     def watch() -> None:
-        wait = LEAST_WAIT_S
+        wait, freeing = LEAST_WAIT_S, None
         while not over.wait(wait):
             held = probe.process_bytes() or 0
-            wait = wait_s(most - held)
-            if held < most or not ready(most):
-                continue
-            if (probe.mlx_bytes("get_cache_memory") or 0) > held - most:
-                allocator.free(collect=False)
-            else:
-                allocator.trim()
-            held = probe.process_bytes() or 0
-            if held >= most:
+            wait = wait_s((soon if held < soon else most) - held)
+            if held >= most and ready(most):
                 end(held)
                 return
+            kept = freeing is None or probe.mlx_bytes("get_cache_memory")
+            if held >= soon and kept and not (freeing and freeing.is_alive()):
+                freeing = threading.Thread(target=allocator.keep_nothing, daemon=True)
+                freeing.start()
 
     thread = threading.Thread(target=watch, name="guard", daemon=True)
     thread.start()

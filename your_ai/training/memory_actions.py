@@ -87,12 +87,14 @@ class Governor:
     def after_step(self, step: int, batches: list[Batch]) -> MemoryAction | None:
         """Carry out the policy's cheap actions; return the large action for the caller, if any."""
         sample, highest_bytes = self.seen
+        foreseen_bytes = 0
         if sample.peak_bytes:
             shapes = {batch.tokens.shape for batch in batches}
             rows, tokens = max(sorted(shapes), key=lambda s: self.corrections.expected_bytes(*s))
             if self.corrections.learn(rows, tokens, sample.peak_bytes):
                 ratio = self.corrections.ratios[tokens]
                 self.log.write(events.Corrected(step=step, tokens=tokens, ratio=ratio))
+                foreseen_bytes = self.corrections.foreseen_bytes()
         choice, store = self.trainer.budget.choice, self.trainer.built.store
         in_memory = self.trainer.config.prefix_cache == "memory"
         observation = MemoryObservation(
@@ -103,6 +105,7 @@ class Governor:
             can_grow=choice.level > 0,
             baseline_bytes=self.trainer.budget.workload.process.python_bytes,
             kept_bytes=store.bytes_held if store is not None and in_memory else 0,
+            foreseen_bytes=foreseen_bytes,
         )
         self.watch, actions, notices = decide(self.policy, self.watch, observation)
         for text in notices:
