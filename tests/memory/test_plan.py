@@ -498,15 +498,26 @@ def test_first_step_fits_even_if_its_work_is_twice_the_estimate(drawn):
                 assert max(doubled, least.process_bytes) > found.most_bytes
 
 
-def test_longer_rows_are_foreseen_above_the_limit_if_shorter_ones_used_much_more():
+@pytest.mark.parametrize(("ratio", "is_above"), [(1.0, False), (1.25, False), (2.0, True)])
+def test_longer_rows_are_foreseen_above_the_limit_if_shorter_ones_used_much_more(ratio, is_above):
     option = next(o for o in options(WORKLOAD) if o.plan == Plan("fused", 2048))
     found = Corrections(WORKLOAD, option.plan, option.needed_bytes)
     assert found.foreseen_bytes() == 0  # nothing was measured
-    for ratio, is_above in ((1.0, False), (1.25, False), (2.0, True)):
-        found.ratios[256] = ratio
-        assert (found.foreseen_bytes() > found.most_bytes) == is_above
-    found.ratios[2048] = 1.0
-    assert found.foreseen_bytes() == 0  # the longest ones were trained
+    found.learn(8, 256, measured(found, 8, 256, ratio))
+    assert (found.foreseen_bytes() > found.most_bytes) == is_above
+    found.learn(1, 2048, 1)
+    assert found.foreseen_bytes() == 0  # theirs was measured
+
+
+def test_nothing_is_foreseen_by_a_few_bytes_of_short_rows():
+    """How many operations begin together adds as much to any peak."""
+    kind = BlockFacts({"self_attn.q_proj": (64, 64)}, MB)
+    facts = replace(LLAMA, kinds=(kind,), hidden=64, heads=1, vocabulary=1000)
+    workload, plan = replace(WORKLOAD, facts=facts), Plan("fused", 2048)
+    found = Corrections(workload, plan, option_of(workload, plan, 0).needed_bytes)
+    assert found.learn(1, 32, estimate_rows(workload, plan, 1, 32).mlx_bytes + 9 * MB)
+    assert found.ratio(32) > 2
+    assert found.foreseen_bytes() <= found.most_bytes
 
 
 def test_correct_estimates_change_nothing():

@@ -17,7 +17,9 @@ from your_ai.memory.plan import estimate_rows, largest, margin_of, may_keep, row
 from your_ai.memory.workload import NOTHING, Kept, Plan, Workload
 
 UNTRIED = 2.0  # measured work over estimated work that the first step has room for, if possible
-DOUBT = 1.25  # a ratio of shorter rows may be this many times that of longer ones
+# The ratio of shorter rows may be this many times that of longer ones, after these bytes: more or
+# fewer operations begin together.
+DOUBT, DOUBT_BYTES = 1.25, 10_000_000
 
 
 @dataclass
@@ -34,6 +36,8 @@ class Corrections:
     ratios: dict[int, float] = field(default_factory=dict)
     room_bytes: int = 0
     """What shorter rows may need so that more is kept of them; by default what `plan` needs."""
+    least_ratio: float = 0.0
+    """What longer rows, of which none was measured, are expected to have at least."""
     _kept: dict[tuple[int, int, float], Kept] = field(default_factory=dict)
     """What `kept` found, by its arguments and the ratio."""
 
@@ -53,8 +57,10 @@ class Corrections:
         found = self._estimate(rows, tokens, self.kept(rows, tokens))
         if not found.work_bytes:
             return False
-        held = found.mlx_bytes - found.work_bytes
-        ratio = (measured_mlx_bytes - held) / found.work_bytes
+        work_bytes = measured_mlx_bytes - (found.mlx_bytes - found.work_bytes)
+        ratio = work_bytes / found.work_bytes
+        least_ratio = (work_bytes - DOUBT_BYTES) / found.work_bytes / DOUBT
+        self.least_ratio = max(self.least_ratio, least_ratio)
         more = ratio > self.ratios.get(tokens, -math.inf)
         if more:
             self.ratios[tokens] = ratio
@@ -123,12 +129,12 @@ class Corrections:
 
     def foreseen_bytes(self) -> int:
         """The peak that the longest rows are expected to have at least, by those of shorter rows; 0
-        if some were trained already, or none of any length."""
+        if theirs was measured, or none of any length."""
         tokens = max(self.workload.lengths)
         if not self.ratios or tokens in self.ratios:
             return 0
         rows = self.rows(tokens)
-        return self._with_ratio(rows, tokens, self.kept(rows, tokens), self.ratio(tokens) / DOUBT)
+        return self._with_ratio(rows, tokens, self.kept(rows, tokens), self.least_ratio)
 
     def _expected(self, rows: int, tokens: int, kept: Kept) -> int:
         return self._with_ratio(rows, tokens, kept, self.ratio(tokens))
