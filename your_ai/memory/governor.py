@@ -305,20 +305,14 @@ def large_action(
             forecast = f"{size_text(ahead)} in {LOOKAHEAD} steps"
             cause = f"{causes['leak']}: {forecast}, the limit is {size_text(limit)}"
             return MemoryAction(kind="restart", cause=cause)
-    if observation.foreseen_bytes > limit - headroom_bytes(limit) and observation.can_shrink:
-        foreseen = f"longer rows are expected to need {size_text(observation.foreseen_bytes)}"
-        cause = f"{foreseen}, the limit is {size_text(limit)}"
-        return MemoryAction(kind="smaller_plan", cause=cause)
-    if "danger" in stuck and observation.can_shrink:
-        return MemoryAction(kind="smaller_plan", cause=causes["danger"])
+    too_large = proof_of_size(policy, observation, causes, stuck)
+    if too_large and observation.can_shrink:
+        return MemoryAction(kind="smaller_plan", cause=too_large)
     grown = steady_growth_bytes(watch.window_medians)
     if "danger" in stuck and grown >= STEADY * limit and restart_left:
         return MemoryAction(
             kind="restart", cause=f"{causes['danger']}, after growing by {size_text(grown)}"
         )
-    critical = (observation.sample.pressure or 0) >= CRITICAL
-    if "pressure" in stuck and critical and observation.can_shrink:
-        return MemoryAction(kind="smaller_plan", cause=causes["pressure"])
     calm = not causes and watch.steps_with_headroom >= HEADROOM_STEPS
     if calm and observation.can_grow and "larger_plan" not in watch.told:
         cause = f"process stayed under {PLENTY:.0%} of the limit of {size_text(limit)}"
@@ -326,6 +320,20 @@ def large_action(
             kind="larger_plan", cause=f"{cause} for {counted(watch.steps_with_headroom, 'step')}"
         )
     return None
+
+
+def proof_of_size(
+    policy: Policy, observation: MemoryObservation, causes: Mapping[str, str], stuck: set[str]
+) -> str:
+    """Say why the plan is too large; empty if it is not. stuck: as `exhausted` returns."""
+    limit, foreseen = policy.limit_bytes, observation.foreseen_bytes
+    if foreseen > limit - headroom_bytes(limit):
+        needed = f"longer rows are expected to need {size_text(foreseen)}"
+        return f"{needed}, the limit is {size_text(limit)}"
+    if "danger" in stuck:
+        return causes["danger"]
+    critical = (observation.sample.pressure or 0) >= CRITICAL
+    return causes["pressure"] if critical and "pressure" in stuck else ""
 
 
 def scheduled(policy: Policy, step: int) -> dict[ActionKind, str]:
