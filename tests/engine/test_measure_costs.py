@@ -125,7 +125,7 @@ def peak_of_gradients(case: Case, plan: Plan, folder: Path) -> int:
 def check_peak(case: Case, plan: Plan, folder: Path) -> None:
     """Check that the peak of the gradients is the one that measured costs add up to."""
     workload = case.workload
-    for _ in range(5):  # a few operations begin together, which differs beside other load
+    for _ in range(3):  # a few operations begin together: beside other load, less was measured
         found = estimate(workload, plan, *case.shape, gradients_only=True)
         expected = found.mlx_bytes - found.components["optimizer"]
         close = pytest.approx(peak_of_gradients(case, plan, folder), rel=CLOSE)

@@ -165,3 +165,17 @@ def test_give_back_at_once_can_be_called_twice():
     allocator.return_freed_buffers()
     allocator.return_freed_buffers()
     assert mx.ones(10).sum().item() == 10
+
+
+def test_nothing_freed_is_kept_until_limits_are_set_again(monkeypatch):
+    monkeypatch.setattr(allocator, "return_freed_buffers", lambda: None)
+    before = mx.set_cache_limit(1 << 30)
+    try:
+        mx.eval(mx.ones(1 << 22))  # freed at once, and kept
+        assert mx.get_cache_memory() >= 1 << 24
+        allocator.keep_nothing()
+        mx.eval(mx.ones(1 << 22))
+        mx.synchronize()
+        assert mx.get_cache_memory() == 0
+    finally:
+        mx.set_cache_limit(before)
