@@ -17,7 +17,7 @@ from your_ai.engine.tiles import TiledBlocks
 from your_ai.memory import sizes
 from your_ai.memory.facts import facts_of
 from your_ai.memory.guess import can_tile
-from your_ai.nets import tile_calls, tiled_attention
+from your_ai.nets import tiled_attention
 
 CASES = [  # architecture, bits, DoRA, dropout, other settings of by_plan
     ("llama", 4, False, 0.1, {}),
@@ -167,10 +167,3 @@ def test_arrays_below_the_top_of_a_stack_can_be_read(tmp_path):
         assert mx.array_equal(stack.below_top(count), array)
     assert len(stack) == 3
     assert mx.array_equal(stack.pop(), arrays[2])
-
-
-def test_rows_that_show_a_model_are_as_long_as_its_windows():
-    settings = {"sliding_window": 512, "text_config": {"attention_chunk_size": 8192}, "n": 1000}
-    assert tile_calls.showing(settings, 20_000) == 8194
-    assert tile_calls.showing(settings, 4096) == 514
-    assert tile_calls.showing({}, 4096) == tile_calls.FEWEST_TOKENS

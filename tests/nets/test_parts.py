@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import make_model
+from tests.architectures import write_model
+from tests.conftest import make_model, peak_of
 from your_ai.errors import RunError
-from your_ai.nets import lora, model
+from your_ai.nets import lora, model, parts
 from your_ai.nets.block_calls import (
     Mask,
     State,
@@ -167,3 +168,39 @@ def test_other_arrays_are_no_mask():
     seen[8, 1] = True
     for value in (seen, seen[:, :5], mx.zeros((9, 9), mx.bool_), seen.astype(mx.float32)):
         assert mask_of(value, 9) is None
+
+
+def test_rows_that_show_a_model_are_as_long_as_its_windows():
+    settings = {"sliding_window": 1512, "text_config": {"attention_chunk_size": 8192}, "n": 2000}
+    assert parts.showing(settings, 20_000) == 8194
+    assert parts.showing(settings, 4096) == 1514
+    assert parts.showing({}, 4096) == parts.SHOWN_TOKENS
+    assert parts.showing(settings, 700) == 700
+
+
+# Windows beside whole attention, in two ways; chunks; arrays that are simply causal; latent
+# attention; factors of each token.
+MASKED = ["cohere2", "gpt_oss", "llama4_text", "gemma2", "deepseek_v3", "ministral3"]
+
+
+@pytest.mark.parametrize("architecture", MASKED)
+def test_calls_for_long_rows_are_those_whose_masks_are_computed(
+    tmp_path, monkeypatch, architecture
+):
+    network, _ = model.load_network(write_model(tmp_path / "m", architecture), mx.float32)
+    wanted = parts_of(network, split(network)).calls(100)
+    monkeypatch.setattr(parts, "SHOWN_TOKENS", 8)
+    found = parts_of(network, split(network)).calls(100)
+    assert [call.key for call in found] == [call.key for call in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert one.constants.keys() == other.constants.keys()
+        assert all(mx.array_equal(one.constants[n], other.constants[n]) for n in one.constants)
+
+
+@pytest.mark.memory
+@pytest.mark.parametrize("architecture", ["cohere2", "gemma2"])
+def test_masks_of_long_rows_are_not_computed(tmp_path, architecture):
+    network, _ = model.load_network(write_model(tmp_path / "m", architecture), mx.float32)
+    whole = parts_of(network, split(network))
+    square, long = parts.SHOWN_TOKENS**2, 4 * parts.SHOWN_TOKENS
+    assert peak_of(lambda: whole.calls(long) and mx.zeros(())) < 8 * square

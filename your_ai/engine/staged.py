@@ -35,7 +35,7 @@ from your_ai.engine.programs import (
 from your_ai.engine.protocol import Engine
 from your_ai.engine.spill import Inputs, Stack
 from your_ai.engine.tiled_head import TargetPart, in_order, target_parts
-from your_ai.engine.tiles import TiledBlock, TiledBlocks, cut, joined, settings_of
+from your_ai.engine.tiles import TiledBlock, TiledBlocks, cut, joined
 from your_ai.engine.weights import FileTensor, Streamed, reads_file, streams_vocabulary
 from your_ai.memory.sizes import tiles_of
 from your_ai.memory.workload import NOTHING, Kept, KeptAt
@@ -149,9 +149,7 @@ class Staged:
         self.inputs = Stack() if inputs is None else inputs
         self.graphs = Graphs() if graphs is None else graphs
         self.programs = Programs(parts, dropout_keys, lean, self.graphs)
-        self.tiled = TiledBlocks(
-            parts, settings_of(model), dropout_keys, self.graphs, self.programs.kinds
-        )
+        self.tiled = TiledBlocks(parts, dropout_keys, self.graphs, self.programs.kinds)
         names = {id(module): name for name, module in model.named_modules()}
         self.names = [names[id(block)] for block in model.layers]
         self.normed = [normed_layers(block) for block in self.blocks]

@@ -14,8 +14,7 @@ d head size.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -271,19 +270,17 @@ def summed(total: Arrays, found: Arrays) -> Arrays:
 class TiledBlocks:
     """The blocks of a model that can run on tiles.
 
-    settings: of the model, which may limit attention.
     kinds: of the blocks; equal ones share programs.
     """
 
     def __init__(
         self,
         parts: Parts,
-        settings: Mapping[str, Any],
         dropout_keys: DropoutKeys,
         graphs: Graphs,
         kinds: list[Hashable],
     ) -> None:
-        self.parts, self.settings, self.dropout_keys = parts, settings, dropout_keys
+        self.parts, self.dropout_keys = parts, dropout_keys
         self.graphs, self.kinds = graphs, kinds
         self._calls: dict[int, list[TileCall | None]] = {}
         self._works: dict[Hashable, bool] = {}
@@ -313,7 +310,7 @@ class TiledBlocks:
         if tokens not in self._calls:
             self._calls[tokens] = [None] * len(self.kinds)
             with suppress_model_errors():  # code that wants other lengths
-                self._calls[tokens] = tile_calls(self.parts, self.settings, tokens)
+                self._calls[tokens] = tile_calls(self.parts, tokens)
         return self._calls[tokens][index]
 
     def _program(self, index: int, call: TileCall) -> TileProgram:
@@ -354,13 +351,7 @@ class TiledBlocks:
         return bool(distance <= tolerance**2 * mx.square(wanted).sum())
 
     def _tried(self, tokens: int) -> list[TileCall | None]:
-        return tile_calls(self.parts, self.settings, tokens)
-
-
-def settings_of(model: nn.Module) -> Mapping[str, Any]:
-    """The settings of a model of mlx-lm, by name; empty if it has none."""
-    args = vars(model).get("args", vars(model).get("config"))
-    return vars(args) if dataclasses.is_dataclass(args) else {}
+        return tile_calls(self.parts, tokens)
 
 
 def joined(tiles: list[mx.array]) -> mx.array:

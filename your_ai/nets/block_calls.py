@@ -16,7 +16,7 @@ Shapes: B rows, T tokens per row, F features of the state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -196,8 +196,19 @@ class Call:
         return repr(self)
 
     @property
+    def slots(self) -> list[Any]:
+        """The leaves of the arguments, in the order in which `Given` names them."""
+        return leaves((self.args, [value for _, value in self.keywords]))
+
+    @property
+    def array_masks(self) -> dict[int, Mask]:
+        """The masks that the block gets as arrays, by their places in `slots`."""
+        masks = {at: slot for at, slot in enumerate(self.slots) if isinstance(slot, Mask)}
+        return masks if self.as_array else {}
+
+    @property
     def mask(self) -> Mask | None:
-        return next((a for a in leaves((self.args, self.keywords)) if isinstance(a, Mask)), None)
+        return next((slot for slot in self.slots if isinstance(slot, Mask)), None)
 
     def run(
         self,
@@ -530,13 +541,18 @@ def _states(
     return states
 
 
-def describe(trunk: Trunk, wiring: Wiring, tokens: int) -> list[Call]:
-    """The call of each block for rows of `tokens` tokens."""
+def describe(trunk: Trunk, wiring: Wiring, tokens: int, shorter: Sequence[Call] = ()) -> list[Call]:
+    """The call of each block for rows of `tokens` tokens.
+
+    shorter: for rows that are shorter, but show all windows. Masks that are arrays there are not
+        computed for `tokens`, the square of which they have.
+    """
     recorded = trunk.record(mx.zeros((1, tokens), mx.int32), wiring.answer(1, tokens))
     calls = []
     for index, (args, kwargs) in enumerate(recorded.args):
         constants: Arrays = {}
-        args, kwargs, as_array = _described(wiring, index, args, kwargs, tokens, constants)
+        known = shorter[index].array_masks if shorter else {}
+        args, kwargs, as_array = _described(wiring, index, args, kwargs, tokens, constants, known)
         calls.append(
             Call(
                 args, tuple(kwargs.items()), as_array, wiring.state(index), wiring.state(index + 1),
@@ -547,8 +563,10 @@ def describe(trunk: Trunk, wiring: Wiring, tokens: int) -> list[Call]:
 
 
 def _described(
-    wiring: Wiring, index: int, args: Any, kwargs: Any, tokens: int, constants: Arrays
-) -> tuple[Any, dict[str, Any], bool]:
+    wiring: Wiring, index: int, args: Any, kwargs: Any, tokens: int, constants: Arrays,
+    masks: Mapping[int, Mask],
+) -> tuple[Any, dict[str, Any], bool]:  # fmt: skip
+    """masks: those that are known, by the place of the argument among the leaves."""
     state, sources = wiring.states[index], wiring.sources[index]
     positions = iter(range(len(leaves((args, kwargs)))))
     as_array = False
@@ -560,7 +578,7 @@ def _described(
             return StateSlot(state.index(sources[at]))
         if isinstance(value, mx.array):
             if at not in wiring.context[index]:
-                mask = mask_of(value, tokens)
+                mask = masks.get(at) or mask_of(value, tokens)
                 if mask is not None:
                     as_array = True
                     return mask

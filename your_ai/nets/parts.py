@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import dis
 import sys
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
@@ -115,6 +116,8 @@ def _owners_of_weights(code: CodeType) -> set[str]:
     return found
 
 
+SHOWN_TOKENS = 1024  # of a row whose masks are computed: their square, some times over
+REACHES = ("window", "chunk")  # parts of the names of settings that limit attention
 TRIED_TOKENS = 4  # length of the row that tests what a block does with its mask
 PASSING = ("_training", "_kept", "first_m")  # attributes that do not change what a layer computes
 
@@ -137,6 +140,8 @@ class Parts:
     """Of the list of blocks in the model."""
     finishes: bool = True
     """False if `head` takes the output of the last block, and `finish` changes nothing."""
+    settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """Of the model, which may limit attention."""
     _calls: dict[int, list[Call]] = field(default_factory=dict, repr=False)
 
     @property
@@ -188,7 +193,9 @@ class Parts:
         if tokens not in self._calls:
             if tokens == 1:
                 raise ValueError("rows of one token do not show which mask the blocks get")
-            self._calls[tokens] = describe(self.trunk, self.wiring, tokens)
+            shown = showing(self.settings, tokens)
+            shorter = self.calls(shown) if shown < tokens else []
+            self._calls[tokens] = describe(self.trunk, self.wiring, tokens, shorter)
         return self._calls[tokens]
 
     def depends_on_place(self, tokens: int) -> bool:
@@ -253,6 +260,29 @@ class Parts:
         return self.head(self.finish(hidden))
 
 
+def showing(settings: Mapping[str, Any], tokens: int) -> int:
+    """The fewest tokens of a row in which every limit of attention below `tokens` shows: one more
+    than a query sees, which is itself in addition to the window in some architectures."""
+    wanted = [SHOWN_TOKENS, *(n + 2 for n in reaches(settings) if n < tokens)]
+    return min(tokens, max(wanted))
+
+
+def reaches(settings: Mapping[str, Any]) -> Iterator[int]:
+    for name, value in settings.items():
+        if dataclasses.is_dataclass(value):
+            yield from reaches(vars(value))
+        elif isinstance(value, Mapping):
+            yield from reaches(value)
+        elif isinstance(value, int) and any(part in name for part in REACHES):
+            yield value
+
+
+def settings_of(model: nn.Module) -> Mapping[str, Any]:
+    """The settings of a model of mlx-lm, by name; empty if it has none."""
+    args = vars(model).get("args", vars(model).get("config"))
+    return vars(args) if dataclasses.is_dataclass(args) else {}
+
+
 def run_after_blocks(
     trunk: Trunk, wiring: Wiring, state: mx.array, module: nn.Module | None = None
 ) -> mx.array:
@@ -286,14 +316,15 @@ def parts_of(
     if not path:
         raise Unsplittable("its blocks are not one list")
     trunk = Trunk(module_at(model, halves.path), path[len(halves.path) :])
+    settings = settings_of(model)
     try:
         own = list(model.layers)
         wiring = find_wiring(trunk, own if blocks is None else blocks)
         if isinstance(halves.head, Head):
-            parts = Parts(trunk, own, halves.head, wiring, path)
+            parts = Parts(trunk, own, halves.head, wiring, path, settings=settings)
         else:
             head = Head(model, lambda twin, state: run_after_blocks(trunk, wiring, state, twin))
-            parts = Parts(trunk, own, head, wiring, path, finishes=False)
+            parts = Parts(trunk, own, head, wiring, path, False, settings)
         if not checks:
             return parts if blocks is None else replace(parts, blocks=blocks)
         tokens = mx.array([[3, 1, 2, 0, 1, 3]])

@@ -1,16 +1,14 @@
 """How the trunk calls a block on a tile of a row: as in chunked prefill, with a TileCache.
 
-What holds for every length (arguments, windows) is found with rows that are long enough to show
-every window. Arrays that depend on the length of the row are recorded for the row itself, and cut.
+Arrays that depend on the length of the row are recorded for the row itself, and cut.
 
 Shapes: B rows, T tokens per row, n tokens of a tile, D hidden size.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,15 +24,11 @@ from your_ai.nets.block_calls import (
     given_name,
     leaves,
     mapped,
-    mask_of,
 )
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.parts import Parts
 from your_ai.nets.tiled_attention import TileCache
 
-FEWEST_TOKENS = 8  # of a row that shows what blocks are given
-SEEN_WHOLE = 4096  # tokens of the longest row whose mask is computed
-REACHES = ("window", "chunk")  # parts of the names of settings that limit attention
 CACHE = "cache"  # the argument of a block that takes a KV cache
 
 
@@ -90,57 +84,19 @@ class TileCall:
         return result
 
 
-def tile_calls(parts: Parts, settings: Mapping[str, Any], tokens: int) -> list[TileCall | None]:
+def tile_calls(parts: Parts, tokens: int) -> list[TileCall | None]:
     """The call of each block on tiles of rows of `tokens` tokens; None for blocks that get more
-    than hidden states, masks and constants, or have no cache.
-
-    settings: of the model, which may limit attention.
-    """
+    than hidden states, masks and constants, or have no cache."""
     if parts.has_context:
         return [None] * len(parts.blocks)
-    short = parts.calls(min(tokens, showing(settings, tokens)))
     recorded, longer = (
         parts.trunk.record(mx.zeros((1, n), mx.int32), parts.wiring.answer(1, n)).args
         for n in (tokens, tokens + 1)
     )
+    calls = zip(parts.calls(tokens), parts.blocks, recorded, longer, strict=True)
     return [
-        tile_call(call, block, tokens, leaves(given), leaves(more))
-        for call, block, given, more in zip(short, parts.blocks, recorded, longer, strict=True)
+        tile_call(call, block, leaves(given), leaves(more)) for call, block, given, more in calls
     ]
-
-
-def showing(settings: Mapping[str, Any], tokens: int) -> int:
-    """The fewest tokens of a row in which every limit of attention below `tokens` shows: one more
-    than a query sees, which is itself in addition to the window in some architectures.
-
-    To find a mask, MLX computes it whole: the square of the length.
-    """
-    return max([FEWEST_TOKENS, *(n + 2 for n in reaches(settings) if n < tokens)])
-
-
-def reaches(settings: Mapping[str, Any]) -> Iterator[int]:
-    for name, value in settings.items():
-        if dataclasses.is_dataclass(value):
-            yield from reaches(vars(value))
-        elif isinstance(value, Mapping):
-            yield from reaches(value)
-        elif isinstance(value, int) and any(part in name for part in REACHES):
-            yield value
-
-
-def is_same_mask(call: Call, mask: Any, tokens: int) -> bool:
-    """Return whether the mask of a row of `tokens` tokens is that of a shorter row.
-
-    A long mask is not computed, because it has the square of the length: then it is assumed.
-    """
-    assert call.mask is not None
-    if not isinstance(mask, mx.array):
-        return not call.as_array and call.mask.reach is None
-    if call.mask.reach is not None:
-        return True
-    if not call.as_array:
-        return False
-    return tokens > SEEN_WHOLE or mask_of(mask, tokens) == call.mask
 
 
 def axis_of_tokens(array: mx.array, longer: mx.array) -> int | None:
@@ -155,19 +111,13 @@ def axis_of_tokens(array: mx.array, longer: mx.array) -> int | None:
     return differ[0] if differ else None
 
 
-def tile_call(
-    call: Call, block: nn.Module, tokens: int, given: list[Any], longer: list[Any]
-) -> TileCall | None:
-    """given, longer: the leaves of the arguments for rows of `tokens` tokens, and of one more."""
+def tile_call(call: Call, block: nn.Module, given: list[Any], longer: list[Any]) -> TileCall | None:
+    """given, longer: the leaves of the arguments for rows of some tokens, and of one more."""
     names = list(inspect.signature(type(block).__call__).parameters)
     plain = call.state.is_plain and call.after.is_plain and len(call.passed) == 1
     if CACHE not in names or not plain or not call.passed[0][0]:
         return None
-    slots = leaves((call.args, [value for _, value in call.keywords]))
-    masks = (array for slot, array in zip(slots, given, strict=True) if isinstance(slot, Mask))
-    if not all(is_same_mask(call, mask, tokens) for mask in masks):
-        return None
-    used = {slot.name for slot in slots if isinstance(slot, Given)}
+    used = {slot.name for slot in call.slots if isinstance(slot, Given)}
     arrays = {given_name(at): pair for at, pair in enumerate(zip(given, longer, strict=True))}
     try:
         axes = {name: axis_of_tokens(*arrays[name]) for name in arrays if name in used}
