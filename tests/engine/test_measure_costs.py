@@ -83,8 +83,13 @@ class Case:
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory) -> Case:
-    architecture, bits, shape, settings, sizes = CASES[request.param]
-    folder = tmp_path_factory.mktemp("case") / "m"
+    return made_case(tmp_path_factory.mktemp("case") / "m", *CASES[request.param])
+
+
+def made_case(
+    folder: Path, architecture: str, bits: int | None, shape: Shape, settings: dict[str, Any],
+    sizes: dict[str, int],
+) -> Case:  # fmt: skip
     make_model(folder, architecture, bits, **SIZES | sizes)
     config = TrainConfig(**LORA | settings)
     workload = workload_for(folder, shape, config)
@@ -139,6 +144,14 @@ def check_peak(case: Case, plan: Plan, folder: Path) -> None:
 @pytest.mark.memory
 @pytest.mark.parametrize("engine", ENGINES)
 def test_peaks_of_gradients_are_those_that_measured_costs_add_up_to(case, tmp_path, engine):
+    check_peak(case, plan_for(engine, case.workload, case.shape), tmp_path)
+
+
+@pytest.mark.memory
+@pytest.mark.parametrize("engine", ["staged", "kept"])
+def test_norms_of_layers_of_any_size_are_in_the_peak_on_short_rows(tmp_path, engine):
+    settings, sizes = {"use_dora": True}, {"vocab_size": 64, "intermediate_size": 1024}
+    case = made_case(tmp_path / "m", "llama", None, Shape(1, 32), settings, sizes)
     check_peak(case, plan_for(engine, case.workload, case.shape), tmp_path)
 
 

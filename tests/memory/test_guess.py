@@ -27,6 +27,7 @@ from your_ai.memory.workload import Training, Workload
 
 ALL = Training(blocks=4, rank=4, targets=("all-linear",), experts=True)
 # Models that mlx-lm, or this package without a GPU, cannot make from sizes alone.
+SAME = "storing", "norms"  # phases that do not depend on tokens
 UNMADE = ("muse_spark", "olmo", "prism_hadamard_qwen35", "recurrent_gemma", "spark2_5")
 
 
@@ -92,7 +93,10 @@ def test_dora_never_needs_less_than_lora(case, rows, tokens):
 
 @given(cases(), st.integers(1, 8), st.integers(1, 2048))
 def test_every_phase_of_a_block_needs_something(case, rows, tokens):
-    assert all(size > 0 for size in every_cost(guessed(*case), rows, tokens).values())
+    found = every_cost(guessed(*case), rows, tokens)
+    norms = {name: found.pop(name) for name in list(found) if name.startswith("norms")}
+    assert all(size > 0 for size in found.values())
+    assert all((size > 0) == case[1].adapter.has_norms for size in norms.values())
 
 
 @given(cases(), st.integers(1, HEAD_ROWS))
@@ -141,7 +145,7 @@ def test_the_hidden_size_of_every_architecture_is_known(facts_by_type):
 def test_every_phase_is_guessed_for_every_architecture(facts_by_type):
     assert len(facts_by_type) > 100
     for name, facts in facts_by_type.items():
-        costs = guessed(facts, replace(ALL, blocks=facts.blocks))
+        costs = guessed(facts, replace(ALL, blocks=facts.blocks, adapter=DORA))
         assert (len(costs.order), set(costs.heads)) == (facts.blocks, set(HEADS)), name
         assert costs.is_tiled == can_tile(facts), name
         for phase, size in every_cost(costs, 2, 512).items():
@@ -149,12 +153,12 @@ def test_every_phase_is_guessed_for_every_architecture(facts_by_type):
 
 
 def test_more_tokens_need_more_in_every_architecture(facts_by_type):
-    """Of gradients that are stored, there are no more."""
+    """Of gradients that are stored and of norms, there are no more."""
     for name, facts in facts_by_type.items():
         costs = guessed(facts, replace(ALL, blocks=facts.blocks))
         fewer, more = (of_blocks(costs, 1, tokens) for tokens in (512, 1024))
         grows = {phase for phase, size in fewer.items() if size < more[phase]}
-        assert grows == {phase for phase in fewer if not phase.startswith("storing")}, name
+        assert grows == {phase for phase in fewer if not phase.startswith(SAME)}, name
 
 
 def test_architectures_with_recurrences_softcaps_or_shared_keys_are_not_cut(facts_by_type):

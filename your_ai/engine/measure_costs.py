@@ -67,12 +67,12 @@ from your_ai.memory.sizes import (
     tiles_of,
 )
 from your_ai.memory.workload import Workload
-from your_ai.nets.adapter_kinds import compute_magnitudes
+from your_ai.nets.adapter_kinds import compute_magnitudes, norms_of
 from your_ai.nets.block_calls import Unsplittable
 from your_ai.nets.head import LinearHead, ScoreHead, put_in, trained_in
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import TRIED_TOKENS, add_adapters
-from your_ai.nets.parts import skeleton
+from your_ai.nets.parts import put, skeleton
 from your_ai.nets.tiled_attention import Tile
 from your_ai.objectives.objective import Targets
 
@@ -420,6 +420,7 @@ def costs_of(
         )  # fmt: skip
         tile_tokens = guess.tile_tokens
         is_fused, is_staged = engines_of(workload)
+        block.norms_costs()
         if is_staged:
             block.forward_costs()
         if is_staged and not workload.forward:
@@ -490,6 +491,22 @@ class MeasuredBlock:
         extras = self.rows(shape).extras_of(self.index)
         mx.eval(extras)
         return extras
+
+    def norms_costs(self) -> None:
+        """Measure computing the norms of the block's adapted weights."""
+        layers, block = self.staged.normed[self.index], self.staged.blocks[self.index]
+        if not layers or not self.room.has(bytes_of(self.guess, "norms", *costs.USUAL)):
+            return
+
+        def adapted() -> list[mx.array]:
+            """Other arrays with the same adapter, as norms of the last one are kept."""
+            copies = {name: array + 0 for name, array in self.own.items()}
+            put(block, copies)
+            return list(copies.values())
+
+        cost = cost_of(adapted, lambda _: norms_of(layers, self.arrays), varies=True)
+        self.memory["norms"] = CostCurve(cost.bytes)
+        put(block, self.own)
 
     def forward_costs(self) -> None:
         """Measure the forward pass of the block alone."""

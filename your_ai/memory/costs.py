@@ -161,6 +161,8 @@ class BlockCosts:
     working: CostCurve | None = None
     """The work of a fused graph, beside its head and what its blocks save, or their gradients: the
     more of both, as one takes the place of the other."""
+    norms: CostCurve | None = None
+    """Computing the norms of its adapted weights, before its forward pass."""
     evaluated: CostCurve | None = None
     """Its part of a graph of all blocks without gradients."""
     tile_tokens: int = TILE_TOKENS

@@ -44,7 +44,6 @@ from your_ai.memory.workload import Plan, TeacherSizes, Training, Workload
 
 FEWEST_TEACHER_BYTES = 8 << 20  # of the hidden states that a teacher computes together
 TARGET_SLICES = 6  # arrays of the size of a slice of the head that comparing with a teacher adds
-NORMS_BYTES = 15_000_000  # norms are computed in slices, so this does not depend on the layer
 NOISE_ARRAYS = 4.5  # (B, T, D) in float32 that exist while noise is added to embeddings
 # The same where it is added tile by tile, under mx.compile: of a tile, and of the row.
 TILED_NOISE_ARRAYS = (7, 0.6)
@@ -179,8 +178,8 @@ def phases_of(
         if workload.reduces:
             work = reduction_bytes(facts, training, plan)
             updating.append({"gradients": grads, "reduction": work})
-    if training.adapter.has_norms:
-        updating.append({"norms": NORMS_BYTES})
+    norms = costs_of(workload).largest("norms", rows, tokens, training.reach(facts))
+    updating.append({"norms": norms})
     if not gradients_only:
         rewarding = reward_phases(workload, plan, rows, tokens)
         if workload.teacher is not None:
@@ -429,6 +428,14 @@ def staged_phases(
             "block work": hidden + found.largest("storing", rows, tokens, blocks),
         },
     ]
+
+    if training.adapter.has_norms:  # of the last block, when there are no gradients yet
+        phases.append(phases[0] | {
+            "gradients": 0,
+            "kept outputs": kept_bytes(facts, kept, rows, tokens, 1),
+            "block work": hidden,
+            "norms": found.largest("norms", rows, tokens, blocks),
+        })  # fmt: skip
 
     def backward_at(place: int, work: float, inputs_before: int) -> dict[str, float]:
         """Bytes in the backward pass of the block at `place`, counted from the last, at 0, with its

@@ -66,6 +66,7 @@ SAMPLES = (Shape(1, 128), Shape(2, 128), Shape(1, 512), Shape(1, 1024))
 HEAD_SIZES = (1, 128, 256, 512, 1024, 2048)  # N
 SLICED_LAYERS = ("gate_proj", "up_proj", "down_proj")  # an MLP that has them runs in slices
 SCORES = 3.8  # arrays of the scores of latent attention, whose mask is an array
+NORMS_BYTES = 15e6  # norms are computed in slices, so this does not depend on the layer
 SOFTCAP_LOGITS = 1.7
 SOFTCAP_SCORES = 2.0  # the same of scores that pass through a tanh
 
@@ -186,6 +187,7 @@ def block_costs(facts: ModelFacts, training: Training, score_head: bool) -> Bloc
         forward=curve_of(forward),
         backward=curve_of(backward),
         storing=CostCurve(max(4.0 * of_adapters, of_weights)),
+        norms=CostCurve(NORMS_BYTES * training.adapter.has_norms),
         kept_forward=curve_of(kept_forward),
         kept_backward=curve_of(kept_backward),
         tiled_forward=of_tiles(forward, of_token),
