@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from tests.architectures import write_model
 from tests.conftest import make_model, peak_of
+from your_ai.config import TrainConfig
+from your_ai.engine.weights import open_model
 from your_ai.errors import RunError
 from your_ai.nets import lora, model, parts
 from your_ai.nets.block_calls import (
@@ -22,6 +24,7 @@ from your_ai.nets.block_calls import (
     mapped,
     mask_of,
 )
+from your_ai.nets.model import add_adapters
 from your_ai.nets.parts import arrays_of, parts_of, put, structure
 from your_ai.nets.split import split
 
@@ -176,6 +179,18 @@ def test_rows_that_show_a_model_are_as_long_as_its_windows():
     assert parts.showing(settings, 4096) == 1514
     assert parts.showing({}, 4096) == parts.SHOWN_TOKENS
     assert parts.showing(settings, 700) == 700
+
+
+@pytest.mark.memory
+def test_asking_what_a_block_does_with_its_mask_evaluates_nothing(tmp_path):
+    opened = open_model(make_model(tmp_path / "m", "gemma3_text"), mx.float32)
+    add_adapters(opened.network, TrainConfig(use_dora=True, lora_layers="all"))
+    found = parts_of(opened.network, split(opened.network), checks=False)
+    before = mx.get_active_memory()
+    for index, block in enumerate(found.blocks):
+        found.passes_text(index, block)
+    mx.synchronize()
+    assert mx.get_active_memory() - before < 1000
 
 
 # Windows beside whole attention, in two ways; chunks; arrays that are simply causal; latent

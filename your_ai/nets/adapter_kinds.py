@@ -99,6 +99,8 @@ def use_norms(layers: Normed, norms: Arrays) -> Iterator[None]:
 
 @contextlib.contextmanager
 def use_any_norms(layers: Normed) -> Iterator[None]:
-    """Do as `use_norms`, with arrays that only have the right shapes: nothing is evaluated."""
-    with use_norms(layers, {f"{path}.{NORMS}": layer.m for path, layer in layers}):
+    """Do as `use_norms` for layers that were given none, with arrays that only have the right
+    shapes: nothing is evaluated."""
+    without = [(path, layer) for path, layer in layers if NORMS not in layer]
+    with use_norms(without, {f"{path}.{NORMS}": layer.m for path, layer in without}):
         yield

@@ -28,6 +28,7 @@ from mlx.utils import tree_flatten
 
 from your_ai.config.rounding import Rounding
 from your_ai.errors import is_of_model_code, suppress_model_errors
+from your_ai.nets.adapter_kinds import normed_layers, use_any_norms
 from your_ai.nets.block_calls import (
     ArraySource,
     Call,
@@ -230,7 +231,8 @@ class Parts:
 
         call, tokens = self.calls(TRIED_TOKENS)[index], mx.zeros((1, TRIED_TOKENS), mx.int32)
         state = mx.zeros((*tokens.shape, call.state.features))
-        with suppress_model_errors():  # code that wants an array
+        # Errors are of code that wants an array.
+        with suppress_model_errors(), use_any_norms(normed_layers(block)):
             given = call.constants | self.context(tokens)[index]
             call.run(block, state, tokens, None, given, noted)
             return bool(made) and all(mask.received for mask in made)
