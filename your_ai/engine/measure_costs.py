@@ -77,7 +77,7 @@ from your_ai.nets.tiled_attention import Tile
 from your_ai.objectives.objective import Targets
 
 # N at which blocks are measured: few tokens, and more of them where rows are longer.
-FEW_TOKENS, SOME_TOKENS, MOST_TOKENS = 128, 384, 1024
+FEW_TOKENS, MOST_TOKENS = 96, 1024
 USUAL_TOKENS = 512  # rows up to which more rows show more than longer ones
 TILED_TOKENS = 1536  # of a row that runs on tiles, if rows are as long
 MANY_MORE_ROWS = 1.5  # times as many as the fewest, from which tiles of more rows are measured, too
@@ -342,7 +342,7 @@ def shapes_for(workload: Workload) -> list[Shape]:
     need."""
     rows, longest = longest_rows(workload)
     if longest <= USUAL_TOKENS:
-        sizes = FEW_TOKENS, SOME_TOKENS, MOST_TOKENS
+        sizes = FEW_TOKENS, MOST_TOKENS
         wanted = [Shape(min(rows, -(-size // longest)), min(size, longest)) for size in sizes]
         return list(dict.fromkeys(wanted))
     most = min(longest // (2 * MULTIPLE) * 2 * MULTIPLE, MOST_TOKENS)
@@ -472,12 +472,13 @@ class MeasuredBlock:
             guess = bytes_of(self.guess, phase, *shape)
             states = 3 * 4 * shape.size * self.staged.features
             if self.room.has(guess + states, phase):
-                if not found[phase]:  # kernels are compiled
-                    cost_at(shape)
                 found[phase][shape] = cost_at(shape)
                 self.room.learn(phase, found[phase][shape].bytes, guess)
         for phase, costs_at in found.items():
             if costs_at:
+                first, *more = costs_at
+                if not more or costs_at[first].seconds >= costs_at[more[0]].seconds:
+                    costs_at[first] = phases[phase](first)  # kernels were compiled
                 self.memory[phase] = CostCurve.through({s: c.bytes for s, c in costs_at.items()})
                 self.seconds[phase] = CostCurve.through({s: c.seconds for s, c in costs_at.items()})
 
@@ -786,7 +787,7 @@ def head_cost(engine: Staged, tokens: int, *, scores: bool) -> Cost:
             return engine.losses_and_predictions(rows.shape, given.pop(), targets)
         return engine.at_head(batch, rows, given, scale)
 
-    return cost_of(states, run)
+    return cost_of(states, run, varies=len(tiles) > 1)
 
 
 def batch_of(shape: Shape, packing: bool) -> Batch:
