@@ -179,6 +179,7 @@ def test_rows_that_show_a_model_are_as_long_as_its_windows():
     assert parts.showing(settings, 4096) == 1514
     assert parts.showing({}, 4096) == parts.SHOWN_TOKENS
     assert parts.showing(settings, 700) == 700
+    assert parts.showing({"windows": [None, 3000], "window": "none"}, 4096) == 3002
 
 
 @pytest.mark.memory

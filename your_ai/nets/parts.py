@@ -275,8 +275,9 @@ def reaches(settings: Mapping[str, Any]) -> Iterator[int]:
             yield from reaches(vars(value))
         elif isinstance(value, Mapping):
             yield from reaches(value)
-        elif isinstance(value, int) and any(part in name for part in REACHES):
-            yield value
+        elif any(part in name for part in REACHES):
+            of_blocks = value if isinstance(value, (list, tuple)) else [value]
+            yield from (each for each in of_blocks if isinstance(each, int))
 
 
 def settings_of(model: nn.Module) -> Mapping[str, Any]:
