@@ -246,6 +246,11 @@ def test_gives_up_at_the_third_death_without_a_new_checkpoint(run):
     assert found == [(1, 0), (1, 0), (1, None)]
 
 
+def test_a_run_whose_memory_is_never_enough_says_what_to_give_it(run):
+    with pytest.raises(Lost, match="it needs more than its limit: give it a larger --max-memory"):
+        supervised(run, f"start(); save(0); sys.exit({OUT_OF_MEMORY})")
+
+
 @pytest.mark.parametrize("number", ["SIGSEGV", "SIGBUS", "SIGABRT"])
 def test_after_three_faults_of_the_program_a_smaller_plan_is_tried_once(run, number):
     with pytest.raises(Lost) as caught:

@@ -206,6 +206,8 @@ def check_reported(folder: RunFolder, status: int, output: str, machines: Machin
 def gave_up(folder: RunFolder, life: Life, reason: str) -> Lost:
     """The error of a run that is not started again."""
     fault = f"this is a bug in your_ai or in MLX: {REPORT}; " if life.status in FAULTS else ""
+    if life.status == OUT_OF_MEMORY:
+        fault = "it needs more than its limit: give it a larger --max-memory, or no --plan; "
     return Lost(
         f"{folder.path}: training died: {reason}; {fault}its output is in {folder.path / LOG}; "
         f"continue with: your_ai train --resume {folder.reference}"
