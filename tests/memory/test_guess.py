@@ -26,8 +26,8 @@ from your_ai.memory.sizes import HEAD_ROWS, TILED_FROM
 from your_ai.memory.workload import Training, Workload
 
 ALL = Training(blocks=4, rank=4, targets=("all-linear",), experts=True)
-# Models that mlx-lm, or this package without a GPU, cannot make from sizes alone.
 SAME = "storing", "norms"  # phases that do not depend on tokens
+# Models that mlx-lm, or this package without a GPU, cannot make from sizes alone.
 UNMADE = ("muse_spark", "olmo", "prism_hadamard_qwen35", "recurrent_gemma", "spark2_5")
 
 

@@ -179,7 +179,7 @@ def phases_of(
             work = reduction_bytes(facts, training, plan)
             updating.append({"gradients": grads, "reduction": work})
     norms = costs_of(workload).largest("norms", rows, tokens, training.reach(facts))
-    updating.append({"norms": norms})
+    updating.append({"norms": norms})  # before a graph, or a pass without gradients
     if not gradients_only:
         rewarding = reward_phases(workload, plan, rows, tokens)
         if workload.teacher is not None:
@@ -429,7 +429,7 @@ def staged_phases(
         },
     ]
 
-    if training.adapter.has_norms:  # of the last block, when there are no gradients yet
+    if training.adapter.has_norms:  # of the last block, before there are gradients
         phases.append(phases[0] | {
             "gradients": 0,
             "kept outputs": kept_bytes(facts, kept, rows, tokens, 1),

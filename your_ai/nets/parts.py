@@ -327,7 +327,7 @@ def parts_of(
             parts = Parts(trunk, own, halves.head, wiring, path, settings=settings)
         else:
             head = Head(model, lambda twin, state: run_after_blocks(trunk, wiring, state, twin))
-            parts = Parts(trunk, own, head, wiring, path, False, settings)
+            parts = Parts(trunk, own, head, wiring, path, finishes=False, settings=settings)
         if not checks:
             return parts if blocks is None else replace(parts, blocks=blocks)
         tokens = mx.array([[3, 1, 2, 0, 1, 3]])
