@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import typer
-import typer.main
-
-from your_ai.cli import app
+from your_ai.cli import parser
 
 
 def document() -> str:
@@ -18,7 +15,7 @@ def document() -> str:
         "of a YAML file, with underscores: `--batch-size 8` is `batch_size: 8`. Only `--from` has",
         "another key, `from_adapter`.",
     ]
-    for name, command in typer.main.get_command(app).commands.items():
+    for name, command in parser().commands.items():
         parts += section(name, command)
         for inner, subcommand in getattr(command, "commands", {}).items():
             parts += section(f"{name} {inner}", subcommand)

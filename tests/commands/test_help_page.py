@@ -6,14 +6,13 @@ import re
 from collections import Counter
 
 import pytest
-import typer.main
 
 from tests.conftest import call
-from your_ai.cli import app, parser
+from your_ai.cli import parser
 from your_ai.commands.options import PANELS
 from your_ai.config import FIELDS
 
-COMMANDS = typer.main.get_command(app).commands
+COMMANDS = parser().commands
 ALL = {(name,): command for name, command in COMMANDS.items()} | {
     (name, inner): command
     for name, group in COMMANDS.items()
@@ -40,8 +39,9 @@ def test_no_name_is_cut_at_80_columns(command, capsys, monkeypatch):
 def test_a_command_is_parsed_without_the_others():
     assert parser("train").commands.keys() == {"train"}
     assert parser("eval").commands.keys() == {"eval"}
-    for group_or_mistake in ("models", "runs", "trian", "--help", ""):
-        assert parser(group_or_mistake).commands.keys() == COMMANDS.keys()
+    assert parser("models").commands.keys() == {"models"}
+    for mistake in ("trian", "--help", ""):
+        assert parser(mistake).commands.keys() == COMMANDS.keys()
 
 
 def test_a_narrow_terminal_wraps_names_and_cuts_none(capsys, monkeypatch):
