@@ -1,4 +1,4 @@
-"""The two errors a command can end with, which are shown as one line, and a stop signal."""
+"""The errors a command can end with, which are shown as one line, and a stop signal."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ REPORT = "please report it, with the file that this command writes: your_ai doct
 
 class UserError(Exception):
     """Something the user can fix: what is wrong, where, and what to do. Exit status 2."""
+
+
+class Unsplittable(UserError):
+    """A model that cannot run block by block; the message says what it does instead."""
 
 
 class RunError(Exception):

@@ -23,10 +23,10 @@ from your_ai.engine.programs import trained_arrays
 from your_ai.engine.skeleton import SLICES, MadeWeights, cut_vocabulary, made_tensor, random_like
 from your_ai.engine.staged import FusedAboveCache, Staged
 from your_ai.engine.weights import open_model
+from your_ai.errors import Unsplittable
 from your_ai.gates.untrusted import read_header
 from your_ai.memory.facts import VOCABULARY
 from your_ai.memory.sizes import HEAD_SLICE_BYTES
-from your_ai.nets.block_calls import Unsplittable
 from your_ai.nets.head import LinearHead, ScoreHead
 from your_ai.nets.split import blocks_path
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
 
 from your_ai.config import TrainConfig
 from your_ai.engine.build import build_engine
@@ -15,7 +17,7 @@ from your_ai.hub.built_tensors import build, quantize, tensors_built
 from your_ai.memory import mixer_facts as kinds
 from your_ai.memory.estimate import Plan, Workload, estimate
 from your_ai.memory.estimate_adapters import adapter_bytes
-from your_ai.memory.estimate_generation import kv_bytes_per_token
+from your_ai.memory.estimate_generation import cached_bytes
 from your_ai.memory.facts import ModelFacts, facts_from
 from your_ai.memory.mixer_facts import MixerFacts, windows_of
 from your_ai.memory.workload import WHOLE, Training
@@ -206,19 +208,23 @@ def test_mixers_have_the_sizes_of_the_config():
     assert (latent.heads, latent.key_dim, latent.value_dim, latent.cached) == (4, 32, 16, 16 + 8)
 
 
-def test_a_block_without_keys_of_its_own_keeps_none():
-    """The last two blocks of Gemma 4 use the keys of earlier ones."""
-    facts = facts_for("gemma4")
-    assert [facts.kinds[i].mixers[0].cached for i in facts.order] == [64, 128, 0, 0]
-    assert kv_bytes_per_token(facts) == 4 * (64 + 128)
-    names = [facts.kinds[i].linears.keys() for i in facts.order]
-    assert ["self_attn.k_proj" in layers for layers in names] == [True, True, False, False]
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_caches_of_a_row_are_those_of_the_model(kind):
+    """With a prompt that is read in two parts, and is longer than the windows."""
+    caches = make_prompt_cache(network := build(config_for(kind)))
+    for layer in caches:
+        for part in getattr(layer, "caches", (layer,)):
+            part.step = 1
+    for tokens in (40, 16):
+        network(mx.zeros((1, tokens), mx.int32), cache=caches)
+    assert cached_bytes(facts_for(kind), 56, together=16) == sum(each.nbytes for each in caches)
+    network(mx.zeros((1, 1), mx.int32), cache=caches)
+    assert cached_bytes(facts_for(kind), 57) == sum(each.nbytes for each in caches)
 
 
-def test_recurrent_blocks_keep_nothing_for_each_token():
-    assert kv_bytes_per_token(facts_for("qwen3_5")) == 4 * 2 * 2 * 16
-    assert kv_bytes_per_token(facts_for("rwkv7")) == 0
-    assert kv_bytes_per_token(facts_for("deepseek_v3")) == 4 * 4 * (16 + 8)
+def test_a_model_that_cannot_be_built_has_keys_and_values_in_every_block():
+    facts = replace(facts_for("llama"), config={"model_type": "unheard-of"})
+    assert cached_bytes(facts, 10) == 4 * 10 * 2 * 64 * 4
 
 
 def test_a_dense_first_block_counts_with_its_own_layers():

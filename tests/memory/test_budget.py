@@ -10,6 +10,7 @@ from your_ai.config import TrainConfig
 from your_ai.config.adapter_facts import DORA
 from your_ai.data.lines import RowLimit
 from your_ai.errors import UserError
+from your_ai.hub.row_caches import RowCache
 from your_ai.memory import allocator, probe
 from your_ai.memory.budget import (
     LATER_BYTES,
@@ -230,7 +231,7 @@ def large() -> ModelFacts:
     return ModelFacts(
         kinds=(BlockFacts(layers, 90 * MB),), order=(0,) * 40, hidden=1024, vocabulary=32000,
         heads=16, float_bytes=2, vocabulary_bytes=400 * MB, rest_bytes=MB,
-        quantized=True,
+        quantized=True, known_caches=(RowCache(0, 2048),) * 40,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import pytest
 from tests.memory.test_plan import WORKLOAD, least_of, most_of
 from your_ai.config import TrainConfig
 from your_ai.config.adapter_facts import DORA
+from your_ai.errors import Unsplittable
 from your_ai.memory.budget import (
     HOPELESS,
     LARGEST,
@@ -25,7 +26,6 @@ from your_ai.memory.facts import ModelFacts
 from your_ai.memory.limit import MemoryLimit
 from your_ai.memory.plan import FAR, DoesNotFit, options
 from your_ai.memory.workload import Workload
-from your_ai.nets.block_calls import Unsplittable
 
 KEY = ("machine", "model")
 OF_BLOCKS = Costs((BlockCosts(forward=CostCurve(1.0)),), (0,) * 32, {})

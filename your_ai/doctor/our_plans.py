@@ -30,7 +30,7 @@ from your_ai.doctor.contest import (
 from your_ai.engine.gradients import gradients_in
 from your_ai.engine.measure_costs import measure_costs
 from your_ai.engine.weights import Opened, open_model
-from your_ai.errors import RunError, UserError
+from your_ai.errors import RunError, Unsplittable, UserError
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.memory import allocator, probe
 from your_ai.memory.budget import limit_of, process_here, run_limit
@@ -50,7 +50,6 @@ from your_ai.memory.plan import (
     with_margin,
 )
 from your_ai.memory.workload import NOTHING, DataSizes, Plan, Workload, workload_of
-from your_ai.nets.block_calls import Unsplittable
 from your_ai.objectives.chosen import needs_reference
 from your_ai.rewards.chosen import Rewards
 from your_ai.rewards.names import parse_rewards

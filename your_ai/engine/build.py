@@ -26,12 +26,11 @@ from your_ai.engine.weights import (
     stream,
     stream_vocabulary,
 )
-from your_ai.errors import UserError
+from your_ai.errors import Unsplittable, UserError
 from your_ai.memory import allocator
 from your_ai.memory.workload import NOTHING, Kept
 from your_ai.nets.adapter_kinds import compute_magnitudes
 from your_ai.nets.attention import replace_attention
-from your_ai.nets.block_calls import Unsplittable
 from your_ai.nets.head import (
     Head,
     LinearHead,

@@ -33,6 +33,7 @@ from your_ai.engine.build import build_engine
 from your_ai.engine.compiled import can_compile
 from your_ai.engine.gradients import SpilledGradients
 from your_ai.engine.kept import Keeps
+from your_ai.engine.measure_reading import Reading, reading_of
 from your_ai.engine.programs import Extras
 from your_ai.engine.skeleton import (
     SLICES,
@@ -45,7 +46,7 @@ from your_ai.engine.skeleton import (
 from your_ai.engine.staged import BatchRows, FusedAboveCache, Staged
 from your_ai.engine.tiles import TiledBlock
 from your_ai.engine.weights import FileTensor
-from your_ai.errors import suppress_memory_errors, suppress_model_errors
+from your_ai.errors import Unsplittable, suppress_memory_errors, suppress_model_errors
 from your_ai.gates.untrusted import read_header
 from your_ai.memory import allocator, costs, probe
 from your_ai.memory.costs import (
@@ -58,6 +59,7 @@ from your_ai.memory.costs import (
     bytes_of,
 )
 from your_ai.memory.estimate import hidden_bytes
+from your_ai.memory.estimate_generation import guessed_reading
 from your_ai.memory.facts import ModelFacts, head_step
 from your_ai.memory.guess import guessed
 from your_ai.memory.sizes import (
@@ -68,7 +70,6 @@ from your_ai.memory.sizes import (
 )
 from your_ai.memory.workload import Workload
 from your_ai.nets.adapter_kinds import compute_magnitudes, norms_of
-from your_ai.nets.block_calls import Unsplittable
 from your_ai.nets.head import LinearHead, ScoreHead, put_in, trained_in
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import TRIED_TOKENS, add_adapters
@@ -81,6 +82,7 @@ FEW_TOKENS, MOST_TOKENS = 96, 1024
 USUAL_TOKENS = 512  # rows up to which more rows show more than longer ones
 TILED_TOKENS = 1536  # of a row that runs on tiles, if rows are as long
 MANY_MORE_ROWS = 1.5  # times as many as the fewest, from which tiles of more rows are measured, too
+READ_TOKENS, MOST_READ_TOKENS = 1024, 2048  # of prompts that are read
 MOST_READ_BYTES = 64 << 20  # of the files, to measure their speed
 # Of the parts of embeddings and heads that two skeletons have, and their copies.
 MADE_VOCABULARY_BYTES = 6 * SLICES * HEAD_SLICE_BYTES
@@ -213,7 +215,9 @@ def costs_of_model(
         tell(f"measuring a block, kind {place + 1} of {len(kinds)}")
         index = names.index(name)
         own = guess.kinds[guess.order[index]]
-        found.append(costs_of(staged, fused, index, own, room, workload, with_head=sliced))
+        of_block = costs_of(staged, fused, index, own, room, workload, with_head=sliced)
+        first, more = reading_curves(network, index, workload, room)
+        found.append((replace(of_block[0], reading=first, read_more=more), of_block[1]))
     memory, times = zip(*found, strict=True)
     of_heads, seconds = (
         {name: head_curve(costs, which) for name, costs in heads.items()} for which in (0, 1)
@@ -273,6 +277,23 @@ def whole_costs(
     order, none = (0,) * facts.blocks, HeadCosts((1, 2), (0.0, 0.0))
     heads = {costs.FUSED_TRAINED: none, costs.FUSED_SCORES: none}
     return MeasuredCosts(Costs((memory,), order, heads), Costs((seconds,), order, heads))
+
+
+def reading_curves(
+    network: nn.Module, index: int, workload: Workload, room: Room
+) -> tuple[CostCurve | None, CostCurve | None]:
+    """The bytes of block `index` while prompts are read, as in `Reading`; none if none are."""
+    found: dict[Shape, Reading] = {}
+    most, facts = workload.read_tokens, workload.facts
+    weights = facts.kinds[facts.order[index]].weights_bytes
+    for tokens in sorted({min(most, READ_TOKENS), min(most, MOST_READ_TOKENS)} - {0}):
+        if room.has(weights + 2 * guessed_reading(facts, tokens), "reading"):
+            with contextlib.suppress(Exception):  # its code may raise any type
+                found[Shape(1, tokens)] = reading_of(network, index, tokens)
+    if not found:
+        return None, None
+    first, more = ({shape: float(own[at]) for shape, own in found.items()} for at in (0, 1))
+    return CostCurve.through(first), CostCurve.through(more)
 
 
 def made_copy(network: nn.Module) -> nn.Module:

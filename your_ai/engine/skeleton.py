@@ -27,10 +27,10 @@ from your_ai.engine.programs import frozen_arrays
 from your_ai.engine.spill import Stack
 from your_ai.engine.staged import Resident, Staged
 from your_ai.engine.weights import FileTensor, stream_vocabulary
+from your_ai.errors import Unsplittable
 from your_ai.memory.facts import VOCABULARY
 from your_ai.memory.sizes import HEAD_SLICE_BYTES
 from your_ai.nets.adapter_kinds import compute_magnitudes, normed_layers, use_any_norms
-from your_ai.nets.block_calls import Unsplittable
 from your_ai.nets.head import HeadRows, HeadSlice, put_score_head
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.model import add_adapters

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import utils
 from mlx_lm.models.bitlinear_layers import BitLinear
+from mlx_lm.models.cache import make_prompt_cache
 
 from your_ai.gates.untrusted import Entry
 from your_ai.hub.config_values import group_size_of, is_left, method_of, quantization_of, text_part
+from your_ai.hub.row_caches import RowCache
 from your_ai.nets.mlx_types import DTYPE_NAMES
 
+READ_TOKENS = 32, 64  # of two texts that show what a token leaves in a cache
 TERNARY = "its layers are ternary (BitLinear), which cannot be adapted"
 
 
@@ -103,3 +107,32 @@ def quantize(
         class_predicate=chosen,
     )
     return completed
+
+
+def caches_built(config: dict[str, Any], float_bytes: int) -> tuple[RowCache, ...]:
+    """The caches of one row of mlx-lm's model of this configuration.
+
+    Two short texts are read, of which nothing is computed: arrays have shapes before they have
+    values. Raises whatever the code of the architecture raises.
+    """
+    network = build(config)
+    network.set_dtype(mx.float32 if float_bytes == 4 else mx.float16)
+    few, many = READ_TOKENS
+    found = []
+    for part, less, more in zip(*(parts_read(network, n) for n in (0, few, many)), strict=True):
+        of_token = (more.nbytes - less.nbytes) // (many - few)
+        most = (getattr(part, name, None) for name in ("max_size", "chunk_size"))
+        window = next((int(tokens) for tokens in most if tokens), 0)
+        found.append(RowCache(max(0, less.nbytes - few * of_token), of_token, window))
+    return tuple(found)
+
+
+def parts_read(network: nn.Module, tokens: int) -> list[Any]:
+    """The caches of a model, and those inside of these, after it read so many tokens."""
+    caches = make_prompt_cache(network)
+    parts = [part for each in caches for part in getattr(each, "caches", (each,))]
+    for part in parts:
+        part.step = 1  # their arrays grow by single tokens
+    if tokens:
+        network(mx.zeros((1, tokens), mx.int32), cache=caches)
+    return parts

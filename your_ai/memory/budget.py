@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from your_ai.config import TrainConfig
 from your_ai.data.lines import RowLimit
-from your_ai.errors import UserError
+from your_ai.errors import Unsplittable, UserError
 from your_ai.hub.find import store
 from your_ai.memory import allocator, probe
 from your_ai.memory.buffers import allowed, of_wave
@@ -36,9 +36,7 @@ from your_ai.memory.workload import (
     Training,
     Workload,
 )
-from your_ai.nets.attention import METAL_VJP
-from your_ai.nets.block_calls import Unsplittable
-from your_ai.nets.numerics import mlx_version
+from your_ai.nets.numerics import METAL_VJP, mlx_version
 from your_ai.run import events
 
 # Variables that limit the threads of products.
@@ -241,7 +239,8 @@ def costs_key(workload: Workload, dtype: mx.Dtype, *, has_dropout: bool = False)
     shape = Shape(min(workload.batch_size, LARGEST.rows), min(longest, LARGEST.tokens))
     size = min(workload.batch_size * longest, LARGEST.tokens)
     passes = workload.forward, workload.scores, bool(workload.reward_models)
-    settings = workload.packed, has_dropout, workload.score_head, workload.engine, *passes
+    read = min(workload.read_tokens, LARGEST.tokens)
+    settings = workload.packed, has_dropout, workload.score_head, workload.engine, read, *passes
     parts = (sources_digest(), dtype, model, adapters, shape, size, *settings)
     return (*machine_key(), *map(str, parts))
 

@@ -165,6 +165,10 @@ class BlockCosts:
     """Computing the norms of its adapted weights, before its forward pass."""
     evaluated: CostCurve | None = None
     """Its part of a graph of all blocks without gradients."""
+    reading: CostCurve | None = None
+    """Reading the end of a prompt of T tokens into its cache, which grows meanwhile."""
+    read_more: CostCurve | None = None
+    """What one more such block adds to that."""
     tile_tokens: int = TILE_TOKENS
     """Tokens of a tile, of all its rows, as it was measured; 0 if it runs on none."""
 

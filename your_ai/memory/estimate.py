@@ -34,7 +34,7 @@ from your_ai.memory.estimate_adapters import (
     update_bytes,
     working_bytes,
 )
-from your_ai.memory.estimate_generation import generation_bytes, kv_bytes_per_token, rollout_phases
+from your_ai.memory.estimate_generation import cached_bytes, generation_bytes, rollout_phases
 from your_ai.memory.estimate_graphs import evaluation_graphs_bytes, graphs_bytes
 from your_ai.memory.estimate_kept import kept_bytes
 from your_ai.memory.facts import ModelFacts
@@ -185,10 +185,10 @@ def phases_of(
         if workload.teacher is not None:
             teaching = teacher_phases(workload, workload.teacher, plan, tokens)
         if workload.answer_tokens:
-            answer = generation_bytes(facts, workload.answer_tokens)
+            answer = generation_bytes(facts, workload.answer_tokens, workload.measured)
             updating.append({"block work": answer})
         if workload.rollouts is not None:
-            generating = rollout_phases(facts, workload.rollouts, plan.wave)
+            generating = rollout_phases(facts, workload.rollouts, plan.wave, workload.measured)
     found = {"generate": generating, "score": scoring, "update": updating, "reward": rewarding}
     return found | {"teacher": teaching}
 
@@ -510,7 +510,7 @@ def soft_phase(
     if streamed:
         held: float = facts.blocks * rows * tokens * hidden * number
     else:
-        caches = rows * tokens * kv_bytes_per_token(facts)
+        caches = rows * cached_bytes(facts, tokens)
         held = caches * (1 + 4 / number) + SOFT_COLUMNS * facts.blocks * rows * hidden * number
     together = min(PREFILL_TOKENS, rows * sizes.prompt_tokens)
     together = max(together, rows * tokens if streamed else 0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from your_ai.memory.facts import BlockFacts, ModelFacts, quantized_matrix_bytes, widest_outputs
-from your_ai.memory.mixer_facts import ATTENTION, MLA, SLIDING
+from your_ai.memory.costs import Costs, Shape, bytes_of
+from your_ai.memory.facts import ModelFacts, quantized_matrix_bytes, widest_outputs
 from your_ai.memory.sizes import (
     BATCH_STEP,
     CACHE_STEP,
@@ -23,49 +23,53 @@ WAVE_GROWN, LOGITS, DENSE_LOGITS = 1.0, 4.1, 3.1  # the same of a wave, and its 
 GOOD_WAVE = 8  # completions generated together from which the plan matters more than the wave
 
 
-def generation_bytes(facts: ModelFacts, tokens: int, step: int = CACHE_STEP) -> int:
+def generation_bytes(
+    facts: ModelFacts, tokens: int, costs: Costs | None = None, step: int = CACHE_STEP
+) -> int:
     """Bytes of the KV cache of `tokens`, which grows by `step`, and of a prompt, PREFILL_TOKENS of
-    it at a time.
+    it at a time. costs: of the model, if they were measured.
 
-    The peak is in one of three places: attention over all tokens while the KV cache of a block
-    grows, the layers of a block, or a slice of the head.
+    The peak is in a block or a slice of the head.
     """
     number = facts.float_bytes
     cached = -(-tokens // step) * step
-    of_block = cached * largest_kv_bytes(facts)
     prompt = min(tokens, PREFILL_TOKENS)
+    if costs is not None and costs.has("reading"):
+        shape = Shape(1, tokens)
+        more = costs.sum("read_more", *shape, facts.blocks, is_long=False)
+        block = more + max(
+            bytes_of(kind, "reading", *shape) - bytes_of(kind, "read_more", *shape)
+            for kind in costs.kinds
+        )
+        block += prompt * facts.hidden * number
+    else:
+        block = guessed_reading(facts, tokens)
+    head_slice = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * number)
+    head = HEAD_SLICES * head_slice + 2 * facts.vocabulary * number
+    return int(cached_bytes(facts, cached, prompt) + max(block, head) + GENERATION_BYTES)
+
+
+def guessed_reading(facts: ModelFacts, tokens: int) -> float:
+    """Bytes while a block reads the end of such a prompt: those of attention over all tokens while
+    its cache grows, or those of its layers."""
+    number, prompt = facts.float_bytes, min(tokens, PREFILL_TOKENS)
     hidden = prompt * facts.hidden * number
     wide = prompt * widest_outputs(facts) * number
     matrix = quantized_matrix_bytes(facts)
     scores = facts.heads * prompt * tokens * number * (2 if facts.softcaps else 1)
-    attention = GROWN * of_block + SCORES * scores + hidden
+    attention = GROWN * largest_cached(facts, tokens, prompt) + SCORES * scores + hidden
     layers = SLICES * min(DEQUANTIZED_SLICE_BYTES, matrix) + WIDE * wide + 2 * hidden
-    head_slice = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * number)
-    head = HEAD_SLICES * head_slice + 2 * facts.vocabulary * number
-    return int(cached * kv_bytes_per_token(facts) + max(attention, layers, head) + GENERATION_BYTES)
+    return max(attention, layers)
 
 
-def kv_bytes_of_block(facts: ModelFacts, block: BlockFacts) -> int:
-    """Bytes that a token leaves in the cache of a block: keys and values, but no state."""
-    kept = sum(o for name, (_, o) in block.linears.items() if name.endswith(("k_proj", "v_proj")))
-    if block.mixers and not kept:
-        kept = sum(m.cached for m in block.mixers if m.kind == MLA)
-        joined = any(m.kind in (ATTENTION, SLIDING) and m.cached for m in block.mixers)
-        return (kept or 2 * facts.hidden * joined) * facts.float_bytes
-    if block.mixers and not any(m.cached for m in block.mixers):
-        return 0
-    return (kept or 2 * facts.hidden) * facts.float_bytes
+def cached_bytes(facts: ModelFacts, tokens: int, together: int = 1) -> int:
+    """Bytes that a row of so many tokens leaves in all caches; together: as in `RowCache`."""
+    return sum(cache.bytes_at(tokens, together) for cache in facts.row_caches)
 
 
-def largest_kv_bytes(facts: ModelFacts) -> int:
-    """Bytes that a token leaves in the cache of the block that keeps most."""
-    return max((kv_bytes_of_block(facts, block) for block in facts.kinds), default=0)
-
-
-def kv_bytes_per_token(facts: ModelFacts) -> int:
-    """Bytes that a token leaves in the caches of all blocks."""
-    of_kinds = [kv_bytes_of_block(facts, block) for block in facts.kinds]
-    return sum(of_kinds[kind] for kind in facts.order)
+def largest_cached(facts: ModelFacts, tokens: int, together: int = 1) -> int:
+    """The same of the largest cache."""
+    return max((cache.bytes_at(tokens, together) for cache in facts.row_caches), default=0)
 
 
 def prompts_of_wave(wave: int, group: int) -> int:
@@ -84,35 +88,37 @@ def wave_sizes(rows: int) -> list[list[int]]:
     return [each for each in found if each]
 
 
-def rollout_phases(facts: ModelFacts, sizes: RolloutSizes, wave: int) -> list[dict[str, float]]:
+def rollout_phases(
+    facts: ModelFacts, sizes: RolloutSizes, wave: int, costs: Costs | None = None
+) -> list[dict[str, float]]:
     """Bytes while prompts are read, and while completions are sampled, at most `wave` together.
+    costs: as in `generation_bytes`.
 
     The KV cache of a wave grows by BATCH_STEP tokens. While a block's part grows, both exist.
     Sampling needs some arrays as large as the logits of the wave, (B, V) in float32. Where there
     are more completions, prompts are read beside those that are being sampled, and kept until all
     of their completions have begun.
     """
-    per_token = kv_bytes_per_token(facts)
-    of_prompt = sizes.prompt_tokens * per_token
+    of_prompt = cached_bytes(facts, sizes.prompt_tokens, PREFILL_TOKENS)
     prompt_bytes = prompts_of_wave(wave, sizes.group) * of_prompt
     joins = wave < sizes.rows or sizes.converses
     grown = -(-sizes.new_tokens // BATCH_STEP) * BATCH_STEP
     tokens = sizes.prompt_tokens + (sizes.new_tokens + BATCH_STEP if joins else grown)
-    of_block = wave * tokens * largest_kv_bytes(facts)
+    of_row = cached_bytes(facts, tokens)
     matrix = quantized_matrix_bytes(facts)
     layers = SLICES * min(DEQUANTIZED_SLICE_BYTES, matrix)
     head = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * facts.float_bytes)
     logits = 4 * wave * facts.vocabulary
     work = max(
-        WAVE_GROWN * of_block,
+        WAVE_GROWN * wave * largest_cached(facts, tokens),
         (LOGITS if facts.head_quantized else DENSE_LOGITS) * logits,
         logits + HEAD_SLICES * head * facts.head_quantized,
         layers + 4 * wave * widest_outputs(facts) * facts.float_bytes,
     )
     waiting = of_prompt * (joins and sizes.group > 1)
-    kept = wave * tokens * per_token + waiting
-    others = joins * (wave - 1) * tokens * per_token
-    reading = generation_bytes(facts, sizes.prompt_tokens, step=1)
+    kept = wave * of_row + waiting
+    others = joins * (wave - 1) * of_row
+    reading = generation_bytes(facts, sizes.prompt_tokens, costs, step=1)
     return [
         {"KV cache": max(prompt_bytes, others), "sampling": reading},
         {"KV cache": kept, "sampling": work + GENERATION_BYTES},

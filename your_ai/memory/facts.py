@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -30,6 +31,7 @@ from your_ai.hub.config_values import (
 )
 from your_ai.hub.config_values import quantization_of as quantization_in
 from your_ai.hub.registry import Known, config_of
+from your_ai.hub.row_caches import RowCache
 from your_ai.memory.memoized import memoized
 from your_ai.memory.mixer_facts import QUERIES, RWKV7, MixerFacts, mixers_of, windows_of
 from your_ai.memory.sizes import FEWEST_FEATURES, HEAD_SLICE_BYTES, SLICE_STEP
@@ -113,8 +115,24 @@ class ModelFacts:
     later blocks share."""
     head_dense: bool = False
     """Whether the head is not quantized, of a quantized model."""
+    config: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """The model's configuration."""
+    known_caches: tuple[RowCache, ...] | None = field(default=None, compare=False, repr=False)
+    """`row_caches`, if it is known."""
     config_digest: str = field(default="", compare=False)
-    """Of the model's configuration, which also says what has no size, such as activations."""
+    """Of the configuration, which also says what has no size, such as activations."""
+
+    @cached_property
+    def row_caches(self) -> tuple[RowCache, ...]:
+        """The caches of a row, of all blocks, as mlx-lm's model has them; without a model that can
+        be built, keys and values of D features each. Loads mlx, unless they are known."""
+        if self.known_caches is not None:
+            return self.known_caches
+        with contextlib.suppress(Exception):  # the code of an architecture may raise any type
+            from your_ai.hub.built_tensors import caches_built
+
+            return caches_built(self.config, self.float_bytes)
+        return (RowCache(0, 2 * self.hidden * self.float_bytes),) * self.blocks
 
     @property
     def head_quantized(self) -> bool:
@@ -303,6 +321,7 @@ def facts_from(
         vocabulary_bytes=vocabulary_bytes,
         rest_bytes=rest_bytes,
         quantized=quantized,
+        config=config,
         config_digest=digest_of(config),
         head_dense=quantized and is_head_dense(entries, divisor),
         softcaps=bool(text.get("attn_logit_softcapping", text.get("model_type") == "gemma2")),

@@ -13,7 +13,7 @@ from your_ai.config.adapter_facts import LORA, AdapterFacts
 from your_ai.config.by_layer import OUTSIDE, LayerPattern
 from your_ai.config.divergences import JSD
 from your_ai.gates.text import counted
-from your_ai.memory.costs import MeasuredCosts
+from your_ai.memory.costs import Costs, MeasuredCosts
 from your_ai.memory.facts import ModelFacts, vocabulary_held
 
 PYTHON_BYTES = 250_000_000  # a process without a model: 140 MB on Linux, plus a GPU's share
@@ -336,6 +336,17 @@ class Workload:
     costs: MeasuredCosts | None = None
     """Its costs, as measured on this machine. Without, bytes are guessed, and plans are ordered by
     their arithmetic."""
+
+    @property
+    def measured(self) -> Costs | None:
+        """The measured costs in bytes, if there are any."""
+        return None if self.costs is None else self.costs.memory
+
+    @property
+    def read_tokens(self) -> int:
+        """Tokens of the longest text that is read to generate what follows; 0 if none is."""
+        prompt = 0 if self.rollouts is None else self.rollouts.prompt_tokens
+        return max(self.answer_tokens, prompt)
 
     @cached_property
     def alone(self) -> tuple[Workload, ...]:

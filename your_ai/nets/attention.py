@@ -29,9 +29,7 @@ from your_ai.memory.sizes import (
 )
 from your_ai.nets.block_calls import Mask, seen_keys
 from your_ai.nets.mlx_types import custom_function
-from your_ai.nets.numerics import device, exp, mlx_version
-
-METAL_VJP = (0, 32, 4)  # first MLX version with a fused backward pass for causal attention
+from your_ai.nets.numerics import METAL_VJP, device, exp, mlx_version
 
 
 def attention(

@@ -24,15 +24,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from your_ai.errors import UserError
+from your_ai.errors import Unsplittable
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.split import Path, StandIn, call_trunk, module_at, replaced
 
 SHAPES = ((3, 7), (2, 5))  # rows and tokens of the two runs that are compared
-
-
-class Unsplittable(UserError):
-    """A model that cannot run block by block; the message says what it does instead."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 SUM_BLOCK = 128
+# The first MLX version whose causal attention and gated delta rule have fused backward passes.
+METAL_VJP = (0, 32, 4)
 EXP2 = (1.0, 0.69314719, 0.24022107, 0.05550357, 0.00967603, 0.00133909)  # of 2**x, |x| <= 1/2
 ROUNDING = 1.5 * 2.0**23  # a float32 of this size has no fractional digits
 

@@ -27,7 +27,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from your_ai.config.rounding import Rounding
-from your_ai.errors import is_of_model_code, suppress_model_errors
+from your_ai.errors import Unsplittable, is_of_model_code, suppress_model_errors
 from your_ai.nets.adapter_kinds import normed_layers, use_any_norms
 from your_ai.nets.block_calls import (
     ArraySource,
@@ -35,7 +35,6 @@ from your_ai.nets.block_calls import (
     Mask,
     TextMask,
     Trunk,
-    Unsplittable,
     Wiring,
     describe,
     find_wiring,

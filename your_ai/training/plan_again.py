@@ -15,6 +15,7 @@ from pathlib import Path
 from your_ai.config import TrainConfig, defaults
 from your_ai.files import read_text, replace_text
 from your_ai.hub.find import file_keys, store
+from your_ai.hub.row_caches import RowCache
 from your_ai.memory.budget import Measuring, budget_of, machine_key, run_limit, sources_digest
 from your_ai.memory.costs import MOST_BYTES, MeasuredCosts, built, key_digest
 from your_ai.memory.facts import facts_of
@@ -34,6 +35,15 @@ class Learned:
     """Of the process with MLX, mlx-lm and the tokenizer."""
     can_stream: bool
     """Whether the weights can be read from their files."""
+    row_caches: tuple[RowCache, ...] | None
+    """As in `ModelFacts`, if the run generates answers."""
+
+
+def learned_of(workload: Workload, process: ProcessFacts, can_stream: bool) -> Learned:
+    """The facts that planning a run without data learned."""
+    tokens = workload.answer_tokens
+    caches = workload.facts.row_caches if tokens else None
+    return Learned(workload.lengths, tokens, process, can_stream, caches)
 
 
 def learned_file(config: TrainConfig, folder: Path, seq_len: int | None) -> Path:
@@ -66,7 +76,7 @@ def remembered_budget(config: TrainConfig, folder: Path, seq_len: int | None) ->
         return None
     config, dtype = defaults.sized(config, 0), compute_dtype(config.dtype)
     sizes = DataSizes(lengths=learned.lengths, answer_tokens=learned.answer_tokens)
-    facts = facts_of(folder, dtype.size)
+    facts = replace(facts_of(folder, dtype.size), known_caches=learned.row_caches)
     workload = workload_of(config, facts, sizes, learned.process, can_stream=learned.can_stream)
 
     def unknown(workload: Workload, limit_bytes: int) -> MeasuredCosts | None:

@@ -59,7 +59,7 @@ from your_ai.rewards.names import reward_texts
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
 from your_ai.training.job import Job, step_sizes
-from your_ai.training.plan_again import Learned, keep_learned, learned_file
+from your_ai.training.plan_again import keep_learned, learned_file, learned_of
 from your_ai.training.preview import about_seconds
 from your_ai.training.reward_models import reward_runs
 from your_ai.training.run_data import RunData, check_splits, read_data, rollouts_planned
@@ -257,7 +257,7 @@ def planned_budget(
         or (seq_len is None and bool(config.data))
     )
     if remembers and not others and work.costs is not None:
-        learned = Learned(work.lengths, work.answer_tokens, process_here(), streamable)
+        learned = learned_of(work, process_here(), streamable)
         keep_learned(learned_file(given, folder, seq_len), learned)
     return budget
 

@@ -28,8 +28,7 @@ from your_ai.nets.mixers.chunks import (
     scalar_decays,
     unit_lower_inverse,
 )
-
-METAL_VJP = (0, 32, 4)  # first MLX version with a fused backward pass of the gated delta rule
+from your_ai.nets.numerics import METAL_VJP
 
 
 def gated_delta(

@@ -1,0 +1,118 @@
+"""What blocks need while prompts are read: what they add up to, beside whole models."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.architectures import write_model
+from tests.conftest import make_model, peak_of
+from tests.scheduling import compute_in_order
+from your_ai.config import TrainConfig
+from your_ai.engine import measure_costs as measuring
+from your_ai.engine.measure_costs import measure_costs
+from your_ai.engine.measure_reading import reading_of
+from your_ai.engine.weights import open_model, prepare_for_generation
+from your_ai.generation.rollouts import prefill
+from your_ai.memory.costs import BlockCosts, CostCurve, Costs, MeasuredCosts
+from your_ai.memory.estimate_generation import generation_bytes
+from your_ai.memory.facts import facts_of
+from your_ai.memory.workload import DataSizes, ProcessFacts, RolloutSizes, Workload, workload_of
+
+TOKENS = 512  # read in two parts
+FAR = 1 << 40  # bytes
+CONFIG = TrainConfig(lora_rank=4, lora_layers="all")
+
+
+def read_costs(folder, tokens: int) -> Costs:
+    """The costs of the blocks of a model, for nothing but reading."""
+    network, facts = open_model(folder, mx.float32).network, facts_of(folder, 4)
+    found = [
+        reading_of(network, facts.order.index(kind), tokens) for kind in range(len(facts.kinds))
+    ]
+    kinds = [
+        BlockCosts(reading=CostCurve(each.first), read_more=CostCurve(each.more)) for each in found
+    ]
+    return Costs(tuple(kinds), facts.order, {})
+
+
+@pytest.mark.memory
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "llama",
+        "deepseek_v3",
+        "glm_moe_dsa",
+        "mamba2",
+        "falcon_h1",
+        "nemotron_h",
+        "jamba",
+        "kimi_linear",
+    ],
+)
+def test_blocks_add_up_to_what_reading_a_prompt_takes(tmp_path, architecture):
+    """Also where attention has whole scores, or where MLX computes states of all blocks at the end.
+
+    The last of the few blocks computes no output, so the sum is higher.
+    """
+    folder = write_model(tmp_path / "m", architecture)
+    compute_in_order()
+    costs = read_costs(folder, TOKENS)
+    network = prepare_for_generation(open_model(folder, mx.float32), False)
+    mx.eval(network.parameters())
+    mx.set_cache_limit(0)
+    gc.collect()
+    real = peak_of(lambda: prefill(network, np.arange(TOKENS) % 60))
+    composed = generation_bytes(facts_of(folder, 4), TOKENS, costs, step=1) - 500_000
+    assert 0.95 * real <= composed <= 1.3 * real
+
+
+@pytest.fixture
+def workload(tmp_path) -> Workload:
+    folder = make_model(tmp_path / "m", num_hidden_layers=3)
+    data = DataSizes(lengths=(64,), answer_tokens=80)
+    return workload_of(CONFIG, facts_of(folder, 4), data, ProcessFacts())
+
+
+def measured(folder, workload: Workload) -> Costs:
+    found = measure_costs(open_model(folder, mx.float32).network, CONFIG, workload, FAR)
+    assert isinstance(found, MeasuredCosts)
+    return found.memory
+
+
+def test_what_reads_prompts_is_measured_at_their_length(tmp_path, workload, monkeypatch):
+    lengths, real = [], measuring.reading_of
+
+    def noting(network, index, tokens):
+        lengths.append(tokens)
+        return real(network, index, tokens)
+
+    monkeypatch.setattr(measuring, "reading_of", noting)
+    sizes = RolloutSizes(prompt_tokens=3000, new_tokens=8, group=2, rows=4)
+    assert measured(tmp_path / "m", workload).has("reading")
+    assert not measured(tmp_path / "m", replace(workload, answer_tokens=0)).has("reading")
+    assert measured(tmp_path / "m", replace(workload, rollouts=sizes)).has("reading")
+    assert lengths == [80, 1024, 2048]
+
+
+def test_a_model_whose_caches_fail_is_measured_but_for_reading(tmp_path, workload, monkeypatch):
+    def failing(*_):
+        raise AttributeError("property 'state' has no setter")
+
+    monkeypatch.setattr(measuring, "reading_of", failing)
+    found = measured(tmp_path / "m", workload)
+    assert found.has("forward")
+    assert not found.has("reading")
+    facts = workload.facts
+    assert generation_bytes(facts, 80, found) == generation_bytes(facts, 80)
+
+
+def test_nothing_of_a_network_is_changed_by_reading(tmp_path):
+    network = open_model(write_model(tmp_path / "m", "llama"), mx.float32).network
+    before = network(mx.array([[1, 2, 3]]))
+    reading_of(network, 1, 300)
+    assert mx.array_equal(network(mx.array([[1, 2, 3]])), before)
