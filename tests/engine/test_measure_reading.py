@@ -96,7 +96,7 @@ def test_what_reads_prompts_is_measured_at_their_length(tmp_path, workload, monk
     assert measured(tmp_path / "m", workload).has("reading")
     assert not measured(tmp_path / "m", replace(workload, answer_tokens=0)).has("reading")
     assert measured(tmp_path / "m", replace(workload, rollouts=sizes)).has("reading")
-    assert lengths == [80, 1024, 2048]
+    assert lengths == [80, 128, 1024, 2048]
 
 
 def test_a_model_whose_caches_fail_is_measured_but_for_reading(tmp_path, workload, monkeypatch):

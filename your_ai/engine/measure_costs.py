@@ -82,7 +82,7 @@ FEW_TOKENS, MOST_TOKENS = 96, 1024
 USUAL_TOKENS = 512  # rows up to which more rows show more than longer ones
 TILED_TOKENS = 1536  # of a row that runs on tiles, if rows are as long
 MANY_MORE_ROWS = 1.5  # times as many as the fewest, from which tiles of more rows are measured, too
-READ_TOKENS, MOST_READ_TOKENS = 1024, 2048  # of prompts that are read
+READ_TOKENS = 128, 1024, 2048  # of prompts: the first only shows how wrong the guess is
 MOST_READ_BYTES = 64 << 20  # of the files, to measure their speed
 # Of the parts of embeddings and heads that two skeletons have, and their copies.
 MADE_VOCABULARY_BYTES = 6 * SLICES * HEAD_SLICE_BYTES
@@ -286,10 +286,15 @@ def reading_curves(
     found: dict[Shape, Reading] = {}
     most, facts = workload.read_tokens, workload.facts
     weights = facts.kinds[facts.order[index]].weights_bytes
-    for tokens in sorted({min(most, READ_TOKENS), min(most, MOST_READ_TOKENS)} - {0}):
-        if room.has(weights + 2 * guessed_reading(facts, tokens), "reading"):
+    for tokens in sorted({min(most, size) for size in READ_TOKENS} - {0}):
+        expected = weights + 2 * guessed_reading(facts, tokens)
+        if room.has(expected, "reading"):
             with contextlib.suppress(Exception):  # its code may raise any type
-                found[Shape(1, tokens)] = reading_of(network, index, tokens)
+                reading = found[Shape(1, tokens)] = reading_of(network, index, tokens)
+                most_bytes = weights + reading.first + 2 * reading.more  # of three blocks
+                room.learn("reading", most_bytes, expected)
+    if len(found) > 1:
+        found.pop(Shape(1, READ_TOKENS[0]), None)
     if not found:
         return None, None
     first, more = ({shape: float(own[at]) for shape, own in found.items()} for at in (0, 1))
