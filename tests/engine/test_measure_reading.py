@@ -19,7 +19,7 @@ from your_ai.engine.measure_reading import reading_of
 from your_ai.engine.weights import open_model, prepare_for_generation
 from your_ai.generation.rollouts import prefill
 from your_ai.memory.costs import BlockCosts, CostCurve, Costs, MeasuredCosts
-from your_ai.memory.estimate_generation import generation_bytes
+from your_ai.memory.estimate_generation import GENERATION_BYTES, generation_bytes
 from your_ai.memory.facts import facts_of
 from your_ai.memory.workload import DataSizes, ProcessFacts, RolloutSizes, Workload, workload_of
 
@@ -67,7 +67,7 @@ def test_blocks_add_up_to_what_reading_a_prompt_takes(tmp_path, architecture):
     mx.set_cache_limit(0)
     gc.collect()
     real = peak_of(lambda: prefill(network, np.arange(TOKENS) % 60))
-    composed = generation_bytes(facts_of(folder, 4), TOKENS, costs, step=1) - 500_000
+    composed = generation_bytes(facts_of(folder, 4), TOKENS, costs, step=1) - GENERATION_BYTES
     assert 0.95 * real <= composed <= 1.3 * real
 
 
