@@ -116,3 +116,21 @@ def test_nothing_of_a_network_is_changed_by_reading(tmp_path):
     before = network(mx.array([[1, 2, 3]]))
     reading_of(network, 1, 300)
     assert mx.array_equal(network(mx.array([[1, 2, 3]])), before)
+
+
+@pytest.mark.parametrize(
+    ("text", "complete"), [("no setter", True), ("[malloc] Unable to allocate 9 bytes", False)]
+)
+def test_costs_without_reading_are_only_final_if_there_was_enough_memory(
+    tmp_path, workload, monkeypatch, text, complete
+):
+    """Those that are not complete are measured again the next time."""
+
+    def failing(*_):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(measuring, "reading_of", failing)
+    network = open_model(tmp_path / "m", mx.float32).network
+    found = measure_costs(network, CONFIG, workload, FAR)
+    assert found is not None
+    assert found.is_complete == complete

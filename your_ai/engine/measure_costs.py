@@ -46,7 +46,12 @@ from your_ai.engine.skeleton import (
 from your_ai.engine.staged import BatchRows, FusedAboveCache, Staged
 from your_ai.engine.tiles import TiledBlock
 from your_ai.engine.weights import FileTensor
-from your_ai.errors import Unsplittable, suppress_memory_errors, suppress_model_errors
+from your_ai.errors import (
+    Unsplittable,
+    is_memory_error,
+    suppress_memory_errors,
+    suppress_model_errors,
+)
 from your_ai.gates.untrusted import read_header
 from your_ai.memory import allocator, costs, probe
 from your_ai.memory.costs import (
@@ -289,10 +294,13 @@ def reading_curves(
     for tokens in sorted({min(most, size) for size in READ_TOKENS} - {0}):
         expected = weights + 2 * guessed_reading(facts, tokens)
         if room.has(expected, "reading"):
-            with contextlib.suppress(Exception):  # its code may raise any type
+            try:
                 reading = found[Shape(1, tokens)] = reading_of(network, index, tokens)
-                most_bytes = weights + reading.first + 2 * reading.more  # of three blocks
-                room.learn("reading", most_bytes, expected)
+            except Exception as error:  # its code may raise any type
+                room.was_enough = room.was_enough and not is_memory_error(error)
+                break
+            most_bytes = weights + reading.first + 2 * reading.more  # of three blocks
+            room.learn("reading", most_bytes, expected)
     if len(found) > 1:
         found.pop(Shape(1, READ_TOKENS[0]), None)
     if not found:
