@@ -21,7 +21,7 @@ from your_ai.data.batches import MULTIPLE
 from your_ai.engine import measure_costs as measuring
 from your_ai.engine.build import build_engine
 from your_ai.engine.gradients import gradients_in
-from your_ai.engine.measure_costs import Room, batch_of, measure_costs
+from your_ai.engine.measure_costs import batch_of, measure_costs
 from your_ai.engine.weights import open_model
 from your_ai.memory import probe
 from your_ai.memory.costs import FUSED_SCORES, PHASES, STAGED_SCORES, MeasuredCosts, Shape, bytes_of
@@ -322,27 +322,3 @@ def test_fused_graphs_are_measured_whole_where_blocks_cannot_be(tmp_path, model_
     costs = measured(folder, workload)
     assert costs.is_whole == (model_type != "dbrx")
     check_peak(Case(folder, CONFIG, shape, replace(workload, costs=costs)), plan, tmp_path)
-
-
-# Room
-
-
-def test_there_is_room_for_a_guess_with_a_margin(monkeypatch):
-    monkeypatch.setattr(probe, "process_bytes", lambda: 100)
-    monkeypatch.setattr(measuring, "BESIDE_BYTES", 0)
-    room = Room(limit_bytes=225)
-    assert room.has(100)
-    assert room.was_enough
-    assert not room.has(101)
-    assert not room.was_enough
-
-
-def test_guesses_count_as_much_more_as_the_worst_one_was_wrong(monkeypatch):
-    monkeypatch.setattr(probe, "process_bytes", lambda: 0)
-    monkeypatch.setattr(measuring, "BESIDE_BYTES", 0)
-    room = Room(limit_bytes=330)
-    room.learn("forward", measured=300, guess=100)
-    room.learn("forward", measured=50, guess=100)
-    assert room.has(99, "forward")
-    assert not room.has(101, "forward")
-    assert room.has(101, "backward")

@@ -27,6 +27,7 @@ from your_ai.generation.rollouts import (
     sampler_of,
     seed_keys,
 )
+from your_ai.nets import row_batches
 from your_ai.rng import derive_seed
 
 KINDS = [("llama", 4), ("llama", None), ("qwen2", 4), ("gemma2", 4), ("gemma3_text", None),
@@ -150,6 +151,7 @@ def test_models_whose_caches_cannot_be_batched_generate_one_row_at_a_time(networ
 
     rollouts_cache = rollouts.make_prompt_cache
     monkeypatch.setattr(rollouts, "make_prompt_cache", make)
+    monkeypatch.setattr(row_batches, "make_prompt_cache", make)
     found = {
         (c.prompt, c.sample): c
         for c in complete(network, PROMPTS, SAMPLED, (), NEW, 100, sizes.append)

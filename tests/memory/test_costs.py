@@ -118,6 +118,13 @@ def test_no_term_of_a_curve_is_negative(points):
     assert min(found.fixed, found.of_token, found.of_pair) >= 0
 
 
+@given(st.dictionaries(shapes, sizes, min_size=1, max_size=6))
+def test_the_largest_shape_needs_no_more_than_its_curve_says(points):
+    """Two shapes that grow faster than their tokens, for one: no term may be negative."""
+    largest = max(points, key=lambda shape: (shape.size, shape.tokens))
+    assert CostCurve.through(points).at(*largest) >= points[largest] * (1 - 1e-9)
+
+
 @given(shapes, sizes)
 def test_bytes_of_one_shape_are_proportional(shape, size):
     found = CostCurve.through({shape: size})

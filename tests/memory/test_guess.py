@@ -37,8 +37,8 @@ def cases(draw) -> tuple[ModelFacts, Training]:
     return facts, draw(any_training(facts))
 
 
-# What reads prompts is guessed where it is needed (memory/estimate_generation.py).
-GUESSED = [phase for phase in PHASES if not phase.startswith("read")]
+# Generation is guessed where it is needed (memory/estimate_generation.py).
+GUESSED = [phase for phase in PHASES if not phase.startswith(("read", "sampl"))]
 
 
 def of_blocks(costs: Costs, rows: int, tokens: int) -> dict[str, float]:

@@ -8,18 +8,16 @@ Shapes: B rows, T tokens per row, N = B x T, D hidden size.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import math
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -33,7 +31,8 @@ from your_ai.engine.build import build_engine
 from your_ai.engine.compiled import can_compile
 from your_ai.engine.gradients import SpilledGradients
 from your_ai.engine.kept import Keeps
-from your_ai.engine.measure_reading import Reading, reading_of
+from your_ai.engine.measure_generation import generation_costs
+from your_ai.engine.peaks import Cost, Room, cost_of, no_cache
 from your_ai.engine.programs import Extras
 from your_ai.engine.skeleton import (
     SLICES,
@@ -48,12 +47,11 @@ from your_ai.engine.tiles import TiledBlock
 from your_ai.engine.weights import FileTensor
 from your_ai.errors import (
     Unsplittable,
-    is_memory_error,
     suppress_memory_errors,
     suppress_model_errors,
 )
 from your_ai.gates.untrusted import read_header
-from your_ai.memory import allocator, costs, probe
+from your_ai.memory import costs
 from your_ai.memory.costs import (
     BlockCosts,
     CostCurve,
@@ -64,7 +62,6 @@ from your_ai.memory.costs import (
     bytes_of,
 )
 from your_ai.memory.estimate import hidden_bytes
-from your_ai.memory.estimate_generation import guessed_reading
 from your_ai.memory.facts import ModelFacts, head_step
 from your_ai.memory.guess import guessed
 from your_ai.memory.sizes import (
@@ -87,7 +84,6 @@ FEW_TOKENS, MOST_TOKENS = 96, 1024
 USUAL_TOKENS = 512  # rows up to which more rows show more than longer ones
 TILED_TOKENS = 1536  # of a row that runs on tiles, if rows are as long
 MANY_MORE_ROWS = 1.5  # times as many as the fewest, from which tiles of more rows are measured, too
-READ_TOKENS = 128, 1024, 2048  # of prompts: the first only shows how wrong the guess is
 MOST_READ_BYTES = 64 << 20  # of the files, to measure their speed
 # Of the parts of embeddings and heads that two skeletons have, and their copies.
 MADE_VOCABULARY_BYTES = 6 * SLICES * HEAD_SLICE_BYTES
@@ -95,49 +91,6 @@ HEAD_SIZES = (128, 512, 1024, 2048)  # N
 LONG = 2048  # tokens of a row that shows which blocks attend within a window, or have whole scores
 EVERYTHING = Keeps(True, True, True)
 GRAPH_BLOCKS = 3  # of a fused graph that is measured: the first saves more or less than others
-# Peaks depend on how far MLX's threads compute ahead, most in large graphs: the largest counts.
-REPEATS = 6
-ENOUGH_S, VARYING_S = 0.1, 0.25  # after so long, no more runs
-BESIDE_BYTES = 10_000_000  # that graphs, and kernels while they are compiled, may take
-UNSURE, SURER = 1.25, 1.1  # factors on what may be needed, before and after something was measured
-TIGHT_BYTES = 1 << 30  # with less left, the C library keeps no freed buffers
-
-
-@dataclass
-class Room:
-    """The bytes that measuring may use."""
-
-    limit_bytes: int
-    """Of the process."""
-    off: dict[str, float] = field(default_factory=dict)
-    """Measured bytes over those guessed by phase, the largest so far."""
-    was_enough: bool = True
-    is_tight: bool = False
-    """Whether the C library no longer keeps freed buffers, which takes time."""
-
-    def has(self, needed_bytes: float, phase: str = "") -> bool:
-        """Return whether this process may need so many bytes more, if that is a guess."""
-        factor = max(1.0, self.off[phase]) * SURER if phase in self.off else UNSURE
-        expected = needed_bytes * factor + BESIDE_BYTES
-        left = self.limit_bytes - (probe.process_bytes() or 0)
-        if not self.is_tight and left < max(TIGHT_BYTES, 2 * expected):
-            self.is_tight = True
-            allocator.return_freed_buffers()  # it keeps up to as much as was needed
-            allocator.free(collect=False)
-        fits = (probe.process_bytes() or 0) + expected <= self.limit_bytes
-        self.was_enough = self.was_enough and fits
-        return fits
-
-    def learn(self, phase: str, measured: float, guess: float) -> None:
-        if guess > 0:
-            self.off[phase] = max(self.off.get(phase, 0.0), measured / guess)
-
-
-class Cost(NamedTuple):
-    """The cost of a phase, beside what was in memory before it."""
-
-    bytes: float
-    seconds: float
 
 
 def measure_costs(
@@ -221,8 +174,8 @@ def costs_of_model(
         index = names.index(name)
         own = guess.kinds[guess.order[index]]
         of_block = costs_of(staged, fused, index, own, room, workload, with_head=sliced)
-        first, more = reading_curves(network, index, workload, room)
-        found.append((replace(of_block[0], reading=first, read_more=more), of_block[1]))
+        generation = generation_costs(network, index, workload, room)
+        found.append((of_block[0].completed(generation), of_block[1]))
     memory, times = zip(*found, strict=True)
     of_heads, seconds = (
         {name: head_curve(costs, which) for name, costs in heads.items()} for which in (0, 1)
@@ -284,31 +237,6 @@ def whole_costs(
     return MeasuredCosts(Costs((memory,), order, heads), Costs((seconds,), order, heads))
 
 
-def reading_curves(
-    network: nn.Module, index: int, workload: Workload, room: Room
-) -> tuple[CostCurve | None, CostCurve | None]:
-    """The bytes of block `index` while prompts are read, as in `Reading`; none if none are."""
-    found: dict[Shape, Reading] = {}
-    most, facts = workload.read_tokens, workload.facts
-    weights = facts.kinds[facts.order[index]].weights_bytes
-    for tokens in sorted({min(most, size) for size in READ_TOKENS} - {0}):
-        expected = weights + 2 * guessed_reading(facts, tokens)
-        if room.has(expected, "reading"):
-            try:
-                reading = found[Shape(1, tokens)] = reading_of(network, index, tokens)
-            except Exception as error:  # its code may raise any type
-                room.was_enough = room.was_enough and not is_memory_error(error)
-                break
-            most_bytes = weights + reading.first + 2 * reading.more  # of three blocks
-            room.learn("reading", most_bytes, expected)
-    if len(found) > 1:
-        found.pop(Shape(1, READ_TOKENS[0]), None)
-    if not found:
-        return None, None
-    first, more = ({shape: float(own[at]) for shape, own in found.items()} for at in (0, 1))
-    return CostCurve.through(first), CostCurve.through(more)
-
-
 def made_copy(network: nn.Module) -> nn.Module:
     """A copy of a network whose weights are lazy, with all of them made."""
     network = skeleton(network)
@@ -333,18 +261,6 @@ def seconds_to_read(tensors: Mapping[str, FileTensor], room: Room) -> float:
     tensor.rows(0, tensor.shape[0])
     seconds = time.perf_counter() - began
     return seconds / tensor.nbytes
-
-
-@contextlib.contextmanager
-def no_cache() -> Iterator[None]:
-    """Until the `with` block ends, MLX keeps no freed buffers, which would add to peaks."""
-    allocator.free()
-    before = mx.set_cache_limit(0)
-    try:
-        yield
-    finally:
-        mx.set_cache_limit(before)
-        allocator.free()
 
 
 def engines_of(workload: Workload) -> tuple[bool, bool]:
@@ -405,36 +321,6 @@ def tiled_shapes(workload: Workload) -> list[Shape]:
 def largest_size(workload: Workload) -> int:
     """N of the largest micro-batch of the run."""
     return max(1, workload.batch_size) * max(workload.lengths)
-
-
-def cost_of(
-    prepare: Callable[[], list[Any]],
-    run: Callable[[list[Any]], Any],
-    *,
-    varies: bool = False,
-) -> Cost:
-    """The peak of MLX's memory and the seconds while `run` computes.
-
-    prepare: makes the arrays that a phase begins with, which `run` takes off the list. varies:
-        whether the peak depends on threads.
-    """
-    enough_s = VARYING_S if varies else ENOUGH_S
-    most, seconds, count, began = 0, math.inf, 0, time.perf_counter()
-    while not count or (count < REPEATS and time.perf_counter() - began <= enough_s):
-        given = prepare()
-        mx.eval(given)
-        mx.synchronize()
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        started = time.perf_counter()
-        result = run(given)
-        mx.eval(result)
-        mx.synchronize()
-        seconds = min(seconds, time.perf_counter() - started)
-        most = max(most, mx.get_peak_memory() - before)
-        del result, given
-        count += 1
-    return Cost(float(most), seconds)
 
 
 def costs_of(

@@ -22,11 +22,12 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from your_ai.engine.weights import last_position_only
 from your_ai.memory import allocator
 from your_ai.memory.sizes import BATCH_STEP, PREFILL_TOKENS
+from your_ai.nets.row_batches import can_merge, groups_heads, grow_by, merged
 
 MOST_CACHED = 128 << 20  # bytes of freed buffers
 TURNS_APART = 8  # tokens until rows join the batch again, which copies its cache
@@ -161,7 +162,7 @@ def complete(
     Each prompt goes through the model once, and what was sampled is not read again. Whoever changes
     the model must not do so before all completions were yielded.
     """
-    batchable = all(hasattr(cache, "merge") for cache in make_prompt_cache(model))
+    batchable = can_merge(model)
     stops = frozenset(stop_tokens)
 
     def by_default(tokens: Sequence[int]) -> bool:
@@ -485,33 +486,6 @@ def prefill(model: nn.Module, tokens: np.ndarray) -> list[Any]:
     return cache
 
 
-def grow_by(tokens: int, cache: list[Any]) -> None:
-    """Let arrays of a cache have room for a multiple of so many tokens, not of mlx-lm's number."""
-    for layer in cache:
-        for part in getattr(layer, "caches", (layer,)):
-            part.step = tokens
-
-
-class GroupedHeads(BatchKVCache):
-    """A cache whose masks fit scores of (B, key heads, query heads of each, 1, T)."""
-
-    def make_mask(self, *args: Any, **kwargs: Any) -> mx.array:
-        mask: mx.array = super().make_mask(*args, **kwargs)
-        return mask[:, :, None]
-
-
-def groups_heads(model: nn.Module) -> bool:
-    """Return whether it is mlx-lm's attention of gemma2, whose masks lack dimensions in batches.
-
-    It would fail, or mask heads instead of rows if there are as many.
-    """
-    args: Any = getattr(model, "args", None)
-    return (
-        getattr(args, "model_type", "") == "gemma2"
-        and args.num_attention_heads > args.num_key_value_heads
-    )
-
-
 def batched(caches: list[list[Any]], batchable: bool, grouped: bool = False) -> list[Any]:
     """One cache for all rows, from a cache for each, whose layers are taken out one by one.
 
@@ -519,19 +493,16 @@ def batched(caches: list[list[Any]], batchable: bool, grouped: bool = False) -> 
     """
     if not batchable:
         (cache,) = caches
-        merged = copy.deepcopy(cache)
-        grow_by(BATCH_STEP, merged)
-        return merged
-    merged = []
-    for number, first in enumerate(caches[0]):
-        layer = first.merge([cache[number] for cache in caches])
-        if grouped:
-            layer.__class__ = GroupedHeads  # `merge` makes plain ones of empty caches in any case
+        one = copy.deepcopy(cache)
+        grow_by(BATCH_STEP, one)
+        return one
+    found = []
+    for number in range(len(caches[0])):
+        layer = merged([cache[number] for cache in caches], grouped)
         if not layer.empty():
             mx.eval(layer.state)
         for cache in caches:
             cache[number] = None  # so that no more than a layer is there twice
-        merged.append(layer)
-        del first
-    grow_by(BATCH_STEP, merged)
-    return merged
+        found.append(layer)
+    grow_by(BATCH_STEP, found)
+    return found

@@ -241,7 +241,7 @@ def costs_key(workload: Workload, dtype: mx.Dtype, *, has_dropout: bool = False)
     passes = workload.forward, workload.scores, bool(workload.reward_models)
     read = min(workload.read_tokens, LARGEST.tokens)
     settings = workload.packed, has_dropout, workload.score_head, workload.engine, read, *passes
-    parts = (sources_digest(), dtype, model, adapters, shape, size, *settings)
+    parts = (sources_digest(), dtype, model, adapters, shape, size, *settings, workload.rollouts)
     return (*machine_key(), *map(str, parts))
 
 

@@ -67,13 +67,21 @@ class CostCurve:
         From one shape, bytes are proportional to N. Through more, it is a line, if one is as good.
         If not, the largest shapes of the same N decide what pairs of tokens need, and the two
         largest N the line beside that: a peak of several moments has bends, which are no pairs, and
-        it is longer rows that matter. Without such shapes, all are fitted by least squares.
+        it is longer rows that matter. Without such shapes, all are fitted by least squares. None is
+        below what the largest shape needs: a line through two of them may have no term < 0, either.
 
         scale: bytes to which noise is relative, if more: of a difference, those that it is of.
         """
         if len(costs) == 1:
             ((shape, size),) = costs.items()
             return CostCurve(of_token=size / shape.size)
+        curve = CostCurve.fitted(costs, scale)
+        last = max(costs, key=lambda shape: (shape.size, shape.tokens))
+        return curve.times(max(1.0, costs[last] / curve.at(*last))) if costs[last] else curve
+
+    @staticmethod
+    def fitted(costs: Mapping[Shape, float], scale: float) -> CostCurve:
+        """The curve of `through`, also below some of what is measured."""
         line = not_negative(costs, TERMS[:2])
         off = max(abs(line.at(*shape) - size) for shape, size in costs.items())
         largest = max(costs.values())
@@ -166,8 +174,13 @@ class BlockCosts:
     evaluated: CostCurve | None = None
     """Its part of a graph of all blocks without gradients."""
     reading: CostCurve | None = None
-    """Reading the end of a prompt of T tokens into its cache, which grows meanwhile."""
+    """Reading the end of a prompt of T tokens, beside its cache as it is then."""
     read_more: CostCurve | None = None
+    """What one more such block adds to that."""
+    sampling: CostCurve | None = None
+    """Reading a token of each of B rows of the most tokens that the run's completions have, at
+    (B, 1)."""
+    sample_more: CostCurve | None = None
     """What one more such block adds to that."""
     tile_tokens: int = TILE_TOKENS
     """Tokens of a tile, of all its rows, as it was measured; 0 if it runs on none."""
@@ -244,6 +257,12 @@ class Costs:
     def largest(self, phase: str, rows: int, tokens: int, count: int) -> float:
         """The most bytes of a phase, over the last `count` blocks."""
         return max((bytes_of(kind, phase, rows, tokens) for kind in self.last(count)), default=0.0)
+
+    def together(self, phase: str, more: str, rows: int, tokens: int) -> float:
+        """The bytes of a phase, of which each block adds its part, named `more`, to all others."""
+        rest = (bytes_of(k, phase, rows, tokens) - bytes_of(k, more, rows, tokens)
+                for k in self.kinds)  # fmt: skip
+        return max(rest) + self.sum(more, rows, tokens, len(self.order), is_long=False)
 
     def sum(self, phase: str, rows: int, tokens: int, count: int, *, is_long: bool) -> float:
         """The bytes of a phase of the last `count` blocks together. is_long: as in `on_tiles`."""

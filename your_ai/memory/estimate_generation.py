@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from your_ai.memory.costs import Costs, Shape, bytes_of
+from your_ai.memory.costs import Costs
 from your_ai.memory.facts import ModelFacts, quantized_matrix_bytes, widest_outputs
 from your_ai.memory.sizes import (
     BATCH_STEP,
@@ -18,8 +18,8 @@ from your_ai.memory.workload import RolloutSizes
 GENERATION_BYTES = 500_000  # small arrays of generation
 # Arrays that exist together: of the part of a KV cache that grows, of attention scores, of slices
 # of a layer, of the outputs of the widest layer, and of slices of the head.
-GROWN, SCORES, SLICES, WIDE, HEAD_SLICES = 1.7, 1.05, 5.4, 1.5, 2.2
-WAVE_GROWN, LOGITS, DENSE_LOGITS = 1.0, 4.1, 3.1  # the same of a wave, and its logits
+GROWN, SCORES, SLICES, WIDE, HEAD_SLICES = 1.7, 1.05, 5.4, 8.0, 2.2
+WAVE_GROWN, LOGITS, DENSE_LOGITS = 2.0, 4.1, 3.1  # the same of a wave, and its logits
 GOOD_WAVE = 8  # completions generated together from which the plan matters more than the wave
 
 
@@ -35,12 +35,7 @@ def generation_bytes(
     cached = -(-tokens // step) * step
     prompt = min(tokens, PREFILL_TOKENS)
     if costs is not None and costs.has("reading"):
-        shape = Shape(1, tokens)
-        more = costs.sum("read_more", *shape, facts.blocks, is_long=False)
-        block = more + max(
-            bytes_of(kind, "reading", *shape) - bytes_of(kind, "read_more", *shape)
-            for kind in costs.kinds
-        )
+        block = costs.together("reading", "read_more", 1, tokens)
         block += prompt * facts.hidden * number
     else:
         block = guessed_reading(facts, tokens)
@@ -60,6 +55,13 @@ def guessed_reading(facts: ModelFacts, tokens: int) -> float:
     attention = GROWN * largest_cached(facts, tokens, prompt) + SCORES * scores + hidden
     layers = SLICES * min(DEQUANTIZED_SLICE_BYTES, matrix) + WIDE * wide + 2 * hidden
     return max(attention, layers)
+
+
+def guessed_sampling(facts: ModelFacts, wave: int, tokens: int) -> float:
+    """Bytes while a block reads a token of each row of a wave, as its part of the caches grows."""
+    layers = SLICES * min(DEQUANTIZED_SLICE_BYTES, quantized_matrix_bytes(facts))
+    wide = 4 * wave * widest_outputs(facts) * facts.float_bytes
+    return max(WAVE_GROWN * wave * largest_cached(facts, tokens), layers + wide)
 
 
 def cached_bytes(facts: ModelFacts, tokens: int, together: int = 1) -> int:
@@ -105,15 +107,15 @@ def rollout_phases(
     grown = -(-sizes.new_tokens // BATCH_STEP) * BATCH_STEP
     tokens = sizes.prompt_tokens + (sizes.new_tokens + BATCH_STEP if joins else grown)
     of_row = cached_bytes(facts, tokens)
-    matrix = quantized_matrix_bytes(facts)
-    layers = SLICES * min(DEQUANTIZED_SLICE_BYTES, matrix)
     head = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * facts.float_bytes)
     logits = 4 * wave * facts.vocabulary
+    block = guessed_sampling(facts, wave, tokens)
+    if costs is not None and costs.has("sampling"):
+        block = costs.together("sampling", "sample_more", wave, 1)
     work = max(
-        WAVE_GROWN * wave * largest_cached(facts, tokens),
+        block,
         (LOGITS if facts.head_quantized else DENSE_LOGITS) * logits,
         logits + HEAD_SLICES * head * facts.head_quantized,
-        layers + 4 * wave * widest_outputs(facts) * facts.float_bytes,
     )
     waiting = of_prompt * (joins and sizes.group > 1)
     kept = wave * of_row + waiting

@@ -41,6 +41,11 @@ class RolloutSizes:
     """Whether they go on after answers, which are read beside the others. Prompt and new tokens
     then say how long they may become."""
 
+    @property
+    def most_tokens(self) -> int:
+        """Maximum tokens of a prompt with its completion."""
+        return self.prompt_tokens + self.new_tokens
+
 
 class VocabularyArray(NamedTuple):
     """Trained arrays outside of the blocks: rows of an embedding or a head, or LoRA on one."""

@@ -23,9 +23,9 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from your_ai.engine.compiled import GraphShape
 from your_ai.errors import UserError, suppress_model_errors
-from your_ai.generation.rollouts import groups_heads
 from your_ai.nets.mlx_types import Arrays
 from your_ai.nets.parts import empty, filled, put, skeleton
+from your_ai.nets.row_batches import groups_heads
 from your_ai.nets.split import StandIn, replaced
 from your_ai.soft.roles import Network
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
 
 from your_ai.engine.weights import last_position_only
-from your_ai.generation.rollouts import MOST_CACHED, batched, groups_heads, prefill
+from your_ai.generation.rollouts import MOST_CACHED, batched, prefill
 from your_ai.memory import allocator
 from your_ai.nets.gumbel import Drawn, NoisePlaces, Noisy, draw
 from your_ai.nets.head import HeadRows
+from your_ai.nets.row_batches import can_merge, groups_heads
 from your_ai.soft.roles import Network, Sampled, SoftRows, SoftSettings
 
 
@@ -71,13 +71,9 @@ def replay(
 
 def waves(policy: Network, count: int) -> list[list[int]]:
     """The rows that are sampled together: one at a time if the caches cannot be batched."""
-    if batchable(policy):
+    if can_merge(policy.model):
         return [list(range(count))]
     return [[row] for row in range(count)]
-
-
-def batchable(policy: Network) -> bool:
-    return all(hasattr(cache, "merge") for cache in make_prompt_cache(policy.model))
 
 
 def run(
@@ -144,4 +140,4 @@ def caches(policy: Network, prompts: Sequence[np.ndarray]) -> list[Any]:
         if name not in known:
             known[name] = prefill(policy.model, np.asarray(prompt)[:-1])
     each = [known[np.asarray(prompt, np.int32).tobytes()] for prompt in prompts]
-    return batched(each, batchable(policy), groups_heads(policy.model))
+    return batched(each, can_merge(policy.model), groups_heads(policy.model))

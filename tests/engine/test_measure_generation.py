@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -13,29 +15,36 @@ from tests.architectures import write_model
 from tests.conftest import make_model, peak_of
 from tests.scheduling import compute_in_order
 from your_ai.config import TrainConfig
-from your_ai.engine import measure_costs as measuring
+from your_ai.engine import measure_generation as measuring
 from your_ai.engine.measure_costs import measure_costs
-from your_ai.engine.measure_reading import reading_of
+from your_ai.engine.measure_generation import generation_costs, reading_of
+from your_ai.engine.peaks import Room
 from your_ai.engine.weights import open_model, prepare_for_generation
-from your_ai.generation.rollouts import prefill
-from your_ai.memory.costs import BlockCosts, CostCurve, Costs, MeasuredCosts
-from your_ai.memory.estimate_generation import GENERATION_BYTES, generation_bytes
+from your_ai.generation.rollouts import RolloutPrompt, complete, prefill, sampler_of
+from your_ai.memory.costs import Costs, MeasuredCosts
+from your_ai.memory.estimate_generation import GENERATION_BYTES, generation_bytes, rollout_phases
 from your_ai.memory.facts import facts_of
-from your_ai.memory.workload import DataSizes, ProcessFacts, RolloutSizes, Workload, workload_of
+from your_ai.memory.workload import (
+    NO_ADAPTER,
+    DataSizes,
+    ProcessFacts,
+    RolloutSizes,
+    Workload,
+    workload_of,
+)
 
 TOKENS = 512  # read in two parts
 FAR = 1 << 40  # bytes
 CONFIG = TrainConfig(lora_rank=4, lora_layers="all")
 
 
-def read_costs(folder, tokens: int) -> Costs:
-    """The costs of the blocks of a model, for nothing but reading."""
+def generating(folder: Path, **work: Any) -> Costs:
+    """The costs of the blocks of a model, for nothing but generation."""
     network, facts = open_model(folder, mx.float32).network, facts_of(folder, 4)
-    found = [
-        reading_of(network, facts.order.index(kind), tokens) for kind in range(len(facts.kinds))
-    ]
+    workload = Workload(facts=facts, training=NO_ADAPTER, **work)
     kinds = [
-        BlockCosts(reading=CostCurve(each.first), read_more=CostCurve(each.more)) for each in found
+        generation_costs(network, facts.order.index(kind), workload, Room(FAR))
+        for kind in range(len(facts.kinds))
     ]
     return Costs(tuple(kinds), facts.order, {})
 
@@ -61,14 +70,43 @@ def test_blocks_add_up_to_what_reading_a_prompt_takes(tmp_path, architecture):
     """
     folder = write_model(tmp_path / "m", architecture)
     compute_in_order()
-    costs = read_costs(folder, TOKENS)
+    costs, facts = generating(folder, answer_tokens=TOKENS), facts_of(folder, 4)
     network = prepare_for_generation(open_model(folder, mx.float32), False)
     mx.eval(network.parameters())
     mx.set_cache_limit(0)
     gc.collect()
     real = peak_of(lambda: prefill(network, np.arange(TOKENS) % 60))
-    composed = generation_bytes(facts_of(folder, 4), TOKENS, costs, step=1) - GENERATION_BYTES
+    composed = generation_bytes(facts, TOKENS, costs, step=1) - GENERATION_BYTES
     assert 0.95 * real <= composed <= 1.3 * real
+
+
+@pytest.mark.memory
+@pytest.mark.parametrize("architecture", ["gpt_oss", "deepseek_v3", "mamba2", "rwkv7", "falcon_h1"])
+@pytest.mark.parametrize("rows", [8, 32])
+def test_blocks_add_up_to_what_sampling_a_wave_takes(tmp_path, architecture, rows):
+    """Also where what is held of recurrences is more than their states; of more rows than blocks
+    were measured with, too."""
+    folder = write_model(tmp_path / "m", architecture)
+    compute_in_order()
+    sizes = RolloutSizes(prompt_tokens=200, new_tokens=40, group=rows, rows=rows)
+    network = prepare_for_generation(open_model(folder, mx.float32), False)
+    mx.eval(network.parameters())
+    mx.set_cache_limit(0)
+    costs = generating(folder, rollouts=sizes)
+    prompt = RolloutPrompt(np.arange(200) % 60, tuple(range(rows)))
+    gc.collect()
+    before, steps = mx.get_active_memory(), 0
+
+    def step(_: int) -> None:
+        nonlocal steps
+        if not steps:  # the prompt was read
+            mx.reset_peak_memory()
+        steps += 1
+
+    list(complete(network, [prompt], sampler_of(1.0), (), 40, rows, step))
+    real = mx.get_peak_memory() - before
+    composed = sum(rollout_phases(facts_of(folder, 4), sizes, rows, costs)[1].values())
+    assert 0.92 * real <= composed - GENERATION_BYTES <= 1.15 * real
 
 
 @pytest.fixture
