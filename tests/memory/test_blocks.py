@@ -19,7 +19,7 @@ from your_ai.memory.estimate import Plan, Workload, estimate
 from your_ai.memory.estimate_adapters import adapter_bytes
 from your_ai.memory.estimate_generation import cached_bytes
 from your_ai.memory.facts import ModelFacts, facts_from
-from your_ai.memory.mixer_facts import MixerFacts, windows_of
+from your_ai.memory.mixer_facts import MixerFacts
 from your_ai.memory.workload import WHOLE, Training
 from your_ai.nets import model
 
@@ -179,9 +179,9 @@ def mixers(kind: str) -> list[tuple[str, ...]]:
 
 
 def test_each_block_has_its_mixer():
-    attention, sliding = (kinds.ATTENTION,), (kinds.SLIDING,)
+    attention = (kinds.ATTENTION,)
     assert mixers("llama") == [attention] * 4
-    assert mixers("gpt_oss") == [sliding, attention] * 2
+    assert mixers("gpt_oss") == [attention] * 4
     assert mixers("qwen3_5") == [(kinds.GATED_DELTA,)] * 3 + [attention]
     assert mixers("granitemoehybrid") == [(kinds.MAMBA2,)] * 2 + [attention, (kinds.MAMBA2,)]
     assert mixers("nemotron_h") == [(kinds.MAMBA2,), attention, (), ()]
@@ -189,7 +189,7 @@ def test_each_block_has_its_mixer():
     assert mixers("lfm2") == [conv, conv, attention, conv]
     assert mixers("jamba") == [(kinds.MAMBA1,), attention] * 2
     assert mixers("deepseek_v3") == [(kinds.MLA,)] * 4
-    assert mixers("gemma4") == mixers("gemma3n") == [sliding, attention] * 2
+    assert mixers("gemma4") == mixers("gemma3n") == [attention] * 4
     assert mixers("rwkv7") == [(kinds.RWKV7,)] * 4
 
 
@@ -255,15 +255,17 @@ def test_more_blocks_than_any_model_has_are_refused():
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"sliding_window": 8, "layer_types": SLIDING}, [8, 0, 8, 0]),
-        ({"sliding_window": 8, "sliding_window_pattern": 2}, [8, 0, 8, 0]),
-        ({"sliding_window": 8, "sliding_window_pattern": "LLG"}, [8, 8, 0, 8]),
-        ({"sliding_window": 8, "model_type": "gpt_oss"}, [8, 0, 8, 0]),
-        ({"model_type": "gemma3_text"}, [512] * 4),
-        ({"sliding_window": 8, "model_type": "gemma2"}, [0] * 4),
-        ({"sliding_window": 8}, [0] * 4),
-        ({"layer_types": ["full_attention"] * 4}, [0] * 4),
+        ({"sliding_window": 8, "layer_types": SLIDING}, True),
+        ({"text_config": {"sliding_window": 8}}, True),
+        ({"sliding_window": 8, "use_sliding_window": False}, False),
+        ({"sliding_window": None}, False),
+        ({}, False),
     ],
 )
-def test_windows_come_from_the_config(config, expected):
-    assert windows_of(config, 4) == expected
+def test_windows_are_those_of_the_config(config, expected):
+    facts = replace(facts_for("llama"), config=config)
+    assert facts.has_windows == expected
+
+
+def test_blocks_that_the_config_calls_otherwise_are_of_another_kind():
+    assert facts_for("gemma3n").order == (0, 1, 0, 1)

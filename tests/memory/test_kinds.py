@@ -12,6 +12,7 @@ from mlx_lm.models import gemma3n
 from tests.architectures import write_model
 from your_ai.config import TrainConfig
 from your_ai.engine.mlp import can_be_sliced
+from your_ai.memory.costs import BlockCosts, Costs, MeasuredCosts
 from your_ai.memory.estimate import Plan, Training, Workload, estimate, weights_bytes
 from your_ai.memory.estimate_graphs import graphs_bytes
 from your_ai.memory.facts import facts_of, facts_of_config, sparse_blocks
@@ -84,3 +85,19 @@ def test_graphs_of_recurrences_are_not_underestimated(tmp_path, name):
     found = [graphs_bytes(workload, engine, 1, 768) / 1e6 for engine in ("fused", "staged")]
     pairs = zip(found, GRAPHS_MB[name], strict=True)
     assert all(mb >= 0.98 * measured for mb, measured in pairs), found
+
+
+def test_blocks_that_are_called_in_two_ways_have_two_graphs():
+    """As those with a window and without, where the config gives them no names."""
+    facts = facts_of_config(RECORDED["models"]["ministral3"]["config"], 4)
+    assert set(facts.order) == {0}
+    workload = Workload(facts=facts, training=Training(blocks=4, rank=4, targets=("q_proj",)))
+    found = []
+    for kinds in (1, 2):
+        order = tuple(index % kinds for index in range(facts.blocks))
+        costs = Costs((BlockCosts(),) * kinds, order, {})
+        measured = replace(workload, costs=MeasuredCosts(costs, costs))
+        found.append([graphs_bytes(measured, engine, 1, 512) for engine in ("staged", "fused")])
+    (staged, fused), (more_staged, same_fused) = found
+    assert 1.5 * staged < more_staged < 2 * staged
+    assert same_fused == fused

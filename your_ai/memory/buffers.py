@@ -20,7 +20,7 @@ from your_ai.memory.estimate_adapters import arrays_of
 from your_ai.memory.estimate_generation import prompts_of_wave
 from your_ai.memory.estimate_graphs import queries_in_graph, query_blocks
 from your_ai.memory.facts import BlockFacts, ModelFacts
-from your_ai.memory.mixer_facts import ATTENTION, CHUNKS, GATED_DELTA, KDA, MAMBA1, SLIDING
+from your_ai.memory.mixer_facts import ATTENTION, CHUNKS, GATED_DELTA, KDA, MAMBA1
 from your_ai.memory.workload import Plan, RolloutSizes, Workload
 
 METAL_BUFFERS = 499_000  # of every Mac so far; MLX assumes it where the system does not say
@@ -82,8 +82,8 @@ def of_tracing(workload: Workload, plan: Plan, rows: int, tokens: int) -> int:
     def constants(kind: BlockFacts) -> int:
         found = OF_GRAPH
         for mixer in kind.mixers:
-            if mixer.kind in (ATTENTION, SLIDING):
-                found += OF_QUERIES * queries * (not mixes_whole or 0 < mixer.window < tokens)
+            if mixer.kind == ATTENTION:
+                found += OF_QUERIES * queries * (not mixes_whole or facts.has_windows)
             elif mixer.kind in CHUNKS and not (mixes_whole and mixer.kind == GATED_DELTA):
                 of_chunk = OF_CHUNK.get(mixer.kind, OF_OTHER_CHUNK)
                 found += of_chunk * -(-tokens // CHUNKS[mixer.kind])

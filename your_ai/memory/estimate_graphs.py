@@ -98,12 +98,24 @@ def graphs_bytes(
         slices = -(-workload.vocabulary // head_step(facts, min(HEAD_ROWS, rows * tokens)))
         found += FUSED_HEAD_GRAPH * slices
     else:
-        forms = forms_of_kinds(facts, training)
+        forms, masks = forms_of_kinds(facts, training), masks_of_kinds(workload)
         sizes = (size_of(STAGED_GRAPH, each) + of_chunks(each) for each in workload.alone)
-        found = sum(size * max(1, forms.get(kind, 0)) for kind, size in enumerate(sizes))
+        found = sum(
+            size * max(1, forms.get(kind, 0)) * masks[kind] for kind, size in enumerate(sizes)
+        )
         found *= len({training.reach(facts), *(n for n in kept if n)})
         found += max((size_of(FIRST_GRAPH, each) for each in workload.alone), default=0)
     return int(GRAPHS_MARGIN * found * (1 if trained else FORWARD_GRAPH))
+
+
+def masks_of_kinds(workload: Workload) -> list[int]:
+    """In how many ways blocks of each kind are called, as far as that was measured: with windows or
+    without. They are compiled separately."""
+    facts, measured = workload.facts, workload.measured
+    if measured is None:
+        return [1] * len(facts.kinds)
+    pairs = set(zip(facts.order, measured.order, strict=True))
+    return [sum(own == kind for own, _ in pairs) for kind in range(len(facts.kinds))]
 
 
 def chunks_bytes(facts: ModelFacts, engine: str, tokens: int) -> int:

@@ -6,7 +6,7 @@ No mlx here. Shapes: as in `estimate`.
 from __future__ import annotations
 
 from your_ai.memory.facts import BlockFacts, ModelFacts
-from your_ai.memory.mixer_facts import ATTENTION, SLIDING
+from your_ai.memory.mixer_facts import ATTENTION
 from your_ai.memory.sizes import CPU_TOKENS
 from your_ai.memory.workload import NOTHING, Kept, Plan, Training
 
@@ -89,7 +89,7 @@ def attention_numbers(facts: ModelFacts, kind: BlockFacts, tokens: int) -> int:
     if tokens < CPU_TOKENS:  # MLX's own attention returns no log-sum-exp
         return 0
     sums = 4 // facts.float_bytes
-    mixers = [mixer for mixer in kind.mixers if mixer.kind in (ATTENTION, SLIDING)]
+    mixers = [mixer for mixer in kind.mixers if mixer.kind == ATTENTION]
     return sum(mixer.heads * (mixer.value_dim + sums) for mixer in mixers)
 
 

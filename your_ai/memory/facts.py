@@ -33,7 +33,7 @@ from your_ai.hub.config_values import quantization_of as quantization_in
 from your_ai.hub.registry import Known, config_of
 from your_ai.hub.row_caches import RowCache
 from your_ai.memory.memoized import memoized
-from your_ai.memory.mixer_facts import QUERIES, RWKV7, MixerFacts, mixers_of, windows_of
+from your_ai.memory.mixer_facts import RWKV7, MixerFacts, mixers_of
 from your_ai.memory.sizes import FEWEST_FEATURES, HEAD_SLICE_BYTES, SLICE_STEP
 
 # Tensors next to the text model in files of other libraries; mlx-lm ignores them.
@@ -57,7 +57,7 @@ PLAIN_GATES = (
     *("exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "kimi_vl", "kimi_k25"),
     *("mimo_v2_flash", "bailing_moe_v3", "nemotron_h", "muse_spark", "joyai_llm_flash"),
 )
-
+WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size")
 
 Shape = tuple[int, ...]
 
@@ -133,6 +133,12 @@ class ModelFacts:
 
             return caches_built(self.config, self.float_bytes)
         return (RowCache(0, 2 * self.hidden * self.float_bytes),) * self.blocks
+
+    @property
+    def has_windows(self) -> bool:
+        """True if attention of some blocks may reach back a number of tokens only."""
+        text = {**self.config, **text_part(self.config)}
+        return bool(text.get("use_sliding_window", True)) and any(map(text.get, WINDOWS))
 
     @property
     def head_quantized(self) -> bool:
@@ -292,7 +298,7 @@ def facts_from(
     count = max(by_block, default=-1) + 1
     if count > MOST_BLOCKS:
         raise ValueError(f"a tensor is in block {count - 1}, and no model has so many")
-    windows, sparse = windows_of(text, count), sparse_blocks(text)
+    types, sparse = layer_types_of(text, count), sparse_blocks(text)
     quantized = quantize is not None or any(e.name.endswith(".scales") for e in entries)
     divisor = None if quantize is None else group_size
     kinds: dict[Any, int] = {}
@@ -302,16 +308,16 @@ def facts_from(
         tensors = by_block.get(index, [])
         own = quantization_of(config, tensors)
         key = (frozenset((name_in_block(e), e.shape) for e in tensors), str(own),
-               windows[index] if has_attention(tensors) else 0, index in sparse)  # fmt: skip
+               types[index], index in sparse)  # fmt: skip
         if key not in kinds:
             size = sum(tensor_bytes(e, float_bytes, quantize, group_size) for e in tensors)
             kinds[key] = len(found)
-            block = block_facts(tensors, config, text, size, windows[index], hidden)
+            block = block_facts(tensors, config, text, size, hidden)
             dense = dense_layers(tensors, block.linears, divisor) if quantized else ()
             found.append(replace(block, sparse=index in sparse, dense=dense))
         order.append(kinds[key])
     return ModelFacts(
-        passed=passed_on(tuple(found), text, hidden),
+        passed=passed_on([(types[i], found[k]) for i, k in enumerate(order)], text, hidden),
         kinds=tuple(found),
         order=tuple(order),
         hidden=hidden,
@@ -339,8 +345,12 @@ def name_in_block(entry: Entry) -> str:
     return place_of(entry.name)[1]
 
 
-def has_attention(entries: list[Entry]) -> bool:
-    return any(QUERIES.search(name_in_block(e).removesuffix(".weight")) for e in entries)
+def layer_types_of(config: dict[str, Any], count: int) -> list[str]:
+    """The name that the config gives each block, such as one with a window; "" if it gives none."""
+    found = config.get("layer_types")
+    if not isinstance(found, list) or len(found) < count:
+        return [""] * count
+    return [str(each) for each in found]
 
 
 def sparse_blocks(text: dict[str, Any]) -> frozenset[int]:
@@ -356,17 +366,16 @@ def block_facts(
     config: dict[str, Any],
     text: dict[str, Any],
     weights_bytes: int,
-    window: int,
     hidden: int,
 ) -> BlockFacts:
-    """The facts of a block with these tensors; window: as in `mixers_of`."""
+    """The facts of a block with these tensors."""
     linears, experts = linears_of(entries, config, text)
     shapes = {name_in_block(entry): entry.shape for entry in entries}
     norms = sum(
         shape == (hidden,) and "norm" in name and name.endswith(".weight")
         for name, shape in shapes.items()
     )
-    mixers = mixers_of(shapes, linears, text, window)
+    mixers = mixers_of(shapes, linears, text)
     arrays: dict[str, Shape] = {}
     for entry in entries:
         layer, one = linear_named(entry)
@@ -487,14 +496,13 @@ def is_dense(weight: Entry, packed: Container[str], group_size: int | None) -> b
     return weight.name.removesuffix(".weight") not in packed
 
 
-def passed_on(kinds: tuple[BlockFacts, ...], text: dict[str, Any], hidden: int) -> int:
-    """`ModelFacts.passed`, where the config says it."""
+def passed_on(blocks: list[tuple[str, BlockFacts]], text: dict[str, Any], hidden: int) -> int:
+    """`ModelFacts.passed`, where the config says it; blocks: with their types."""
     found = hidden * (max(1, int(text.get("altup_num_inputs") or 1)) - 1)
-    mixers = [mixer for kind in kinds for mixer in kind.mixers]
+    mixers = {(own, mixer.kind, mixer.cached) for own, block in blocks for mixer in block.mixers}
     if text.get("num_kv_shared_layers") or text.get("use_cla"):
-        shared = {(m.kind, m.cached) for m in mixers if m.cached}
-        found += sum(cached for _, cached in shared)
-    if any(mixer.kind == RWKV7 for mixer in mixers):
+        found += sum(cached for _, _, cached in mixers)
+    if any(kind == RWKV7 for _, kind, _ in mixers):
         found += hidden  # the values of the first block
     return found
 

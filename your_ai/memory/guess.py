@@ -48,7 +48,6 @@ from your_ai.memory.mixer_facts import (
     MLA,
     RGLRU,
     RWKV7,
-    SLIDING,
     MixerFacts,
 )
 from your_ai.memory.sizes import (
@@ -291,7 +290,7 @@ def can_tile(facts: ModelFacts) -> bool:
     """Return whether the blocks of such a model have attention alone, in a form that
     engine/tiles.py can cut, and pass on nothing but hidden states."""
     mixers = [kind.mixers for kind in facts.kinds]
-    plain = all(len(m) == 1 and m[0].kind in (ATTENTION, SLIDING, MLA) for m in mixers)
+    plain = all(len(m) == 1 and m[0].kind in (ATTENTION, MLA) for m in mixers)
     plain = plain and not any(mixer.untiled for (mixer,) in mixers)
     return plain and not facts.softcaps and not facts.passed
 
@@ -307,7 +306,7 @@ def is_mixer_alone(facts: ModelFacts) -> bool:
     """Return whether such blocks have a linear-time mixer and no MLP."""
     names = {name.partition(".")[0] for kind in facts.kinds for name in kind.linears}
     every = {mixer.kind for kind in facts.kinds for mixer in kind.mixers}
-    return bool(every - {ATTENTION, SLIDING, MLA}) and not names & set(MLPS)
+    return bool(every - {ATTENTION, MLA}) and not names & set(MLPS)
 
 
 def slices_mlp(facts: ModelFacts) -> bool:

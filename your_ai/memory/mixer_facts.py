@@ -22,7 +22,6 @@ from your_ai.memory.sizes import (
 )
 
 ATTENTION = "attention"
-SLIDING = "sliding attention"
 MLA = "latent attention"
 GATED_DELTA = "gated delta"
 KDA = "gated delta per channel"  # Kimi Linear
@@ -55,8 +54,6 @@ class MixerFacts:
     """Numbers of Mamba's state for each channel."""
     conv_channels: int = 0
     """Channels of the short convolution."""
-    window: int = 0
-    """Tokens that sliding attention reaches back."""
     cached: int = 0
     """Numbers that each token leaves in the cache of generation."""
     untiled: bool = False
@@ -64,15 +61,12 @@ class MixerFacts:
     keys and values, or their positions as numbers."""
 
 
-def mixers_of(
-    shapes: Shapes, linears: Shapes, config: Mapping[str, Any], window: int
-) -> tuple[MixerFacts, ...]:
+def mixers_of(shapes: Shapes, linears: Shapes, config: Mapping[str, Any]) -> tuple[MixerFacts, ...]:
     """The mixers of a block, in no order; empty for a block that only has an MLP.
 
     shapes: of the tensors, by their names in the block.
     linears: (inputs, outputs) of the linear layers of the block, by their names.
     config: of the text model.
-    window: tokens that attention in this block reaches back; 0 for all.
     """
     found: list[MixerFacts] = []
     for name in shapes:
@@ -95,7 +89,7 @@ def mixers_of(
         if leaf == "kv_a_proj_with_mqa":
             found.append(latent(config, linears[name]))
         elif QUERIES.search(name) and f"{root}.kv_a_proj_with_mqa" not in linears:
-            found.append(attention(root, name, shapes, linears, config, window))
+            found.append(attention(root, name, shapes, linears, config))
     return tuple(found)
 
 
@@ -109,7 +103,7 @@ def whole(config: Mapping[str, Any], *names: str) -> int:
 
 
 def attention(
-    root: str, name: str, shapes: Shapes, linears: Shapes, config: Mapping[str, Any], window: int
+    root: str, name: str, shapes: Shapes, linears: Shapes, config: Mapping[str, Any]
 ) -> MixerFacts:
     """Attention whose queries come from the layer `name`; root: the path of the attention."""
 
@@ -130,7 +124,7 @@ def attention(
     if kept[0] and not kept[1]:
         kept[1] = kept[0]  # its values are its keys
     kv_heads = kept[0] // head if head else 0
-    kind = SLIDING if window else ATTENTION
+    kind = ATTENTION
     others = (
         f"{root}.conv_k" in shapes,
         f"{root}.index_q_proj" in linears,
@@ -146,7 +140,6 @@ def attention(
         kv_heads=kv_heads,
         key_dim=head,
         value_dim=size,
-        window=window,
         cached=sum(kept),
         untiled=any(others),
     )
@@ -208,39 +201,6 @@ def is_convolution(name: str, shape: tuple[int, ...]) -> bool:
     """Return whether it is the weight of a convolution over tokens: (channels, tokens, 1)."""
     return len(shape) == 3 and name.endswith(("conv1d.weight", "conv.conv.weight"))
 
-
-def windows_of(config: Mapping[str, Any], blocks: int) -> list[int]:
-    """The window of each block, the tokens that its attention reaches back; 0 for all of them."""
-    kind = str(config.get("model_type"))
-    window = whole(config, "sliding_window", "window_size", "attention_window_size")
-    window = max(0, window) or (DEFAULT_WINDOW if kind in PATTERNS else 0)
-    if not window or kind == "gemma2":  # mlx-lm's Gemma 2 has no window
-        return [0] * blocks
-    return [window if slides else 0 for slides in sliding(config, kind, blocks)]
-
-
-def sliding(config: Mapping[str, Any], kind: str, blocks: int) -> list[bool]:
-    """Return, for each block, whether its attention has a window; kind: the model_type."""
-    types, pattern = config.get("layer_types"), config.get("sliding_window_pattern")
-    if isinstance(types, list) and len(types) >= blocks:
-        return [str(each).startswith(("sliding", "local")) for each in types[:blocks]]
-    if isinstance(config.get("hybrid_layer_pattern"), list):
-        slides = [bool(each) for each in config["hybrid_layer_pattern"]][:blocks]
-        return slides + [False] * (blocks - len(slides))
-    if isinstance(pattern, str) and pattern:
-        return [pattern[i % len(pattern)] == "L" for i in range(blocks)]
-    if kind == "gpt_oss":
-        return [i % 2 == 0 for i in range(blocks)]
-    if kind in PATTERNS or isinstance(pattern, int):
-        every = pattern if isinstance(pattern, int) and pattern > 0 else PATTERNS.get(kind, 1)
-        return [(i + 1) % every != 0 for i in range(blocks)]
-    return [False] * blocks
-
-
-DEFAULT_WINDOW = 512
-# Every so many blocks, attention reaches all tokens, where the config does not say.
-PATTERNS = {"gemma3_text": 6, "gemma3": 6, "gemma3n_text": 5, "gemma4_text": 5, "olmo3": 4,
-            "cohere2": 4}  # fmt: skip
 
 # Tokens of a chunk of each kind of recurrence (nets.mixers), whose state is kept between chunks.
 CHUNKS = {
