@@ -146,6 +146,18 @@ def test_supervised_run_resumes_with_other_settings(capsys, options):
     assert Path("runs/first/config.yaml").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [
+        (("frobnicate",), "your_ai"),
+        (("models", "frobnicate"), "your_ai models"),
+        (("export", "r", "--to", "ggml"), "your_ai export"),
+    ],
+)
+def test_what_cannot_be_parsed_points_to_the_help_of_its_command(capsys, arguments, asked):
+    assert refused(capsys, *arguments).strip().endswith(f"(see {asked} --help)")
+
+
 def test_internal_error_is_one_line_and_debug_shows_the_traceback(capsys, options, monkeypatch):
     def broken(*arguments: object) -> None:
         raise ZeroDivisionError("no such luck")

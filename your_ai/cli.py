@@ -193,7 +193,9 @@ def report(error: BaseException) -> int:
         status, text = 2, unknown_option(error)
     elif hasattr(error, "format_message") and hasattr(error, "exit_code"):  # from typer's parser
         message = error.format_message().replace(": Value error, ", ": ")  # pydantic's words
-        status, text = 2, f"{message} (see your_ai --help)"
+        context = getattr(error, "ctx", None)
+        asked = "your_ai" if context is None else context.command_path
+        status, text = 2, f"{message} (see {asked} --help)"
     else:
         status = 1
         text = f"{type(error).__name__}: {error}; this is a bug in your_ai; --debug shows where"
