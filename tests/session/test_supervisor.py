@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import events_of, wait_until
 from tests.dashboard import frames
+from your_ai.config import TrainConfig
 from your_ai.errors import RunError, UserError
 from your_ai.run import events, host
 from your_ai.run.child import CRASHED, DONE, FAILED, OUT_OF_MEMORY, RESTART, USER
@@ -246,9 +247,12 @@ def test_gives_up_at_the_third_death_without_a_new_checkpoint(run):
     assert found == [(1, 0), (1, 0), (1, None)]
 
 
-def test_a_run_whose_memory_is_never_enough_says_what_to_give_it(run):
-    with pytest.raises(Lost, match="it needs more than its limit: give it a larger --max-memory"):
-        supervised(run, f"start(); save(0); sys.exit({OUT_OF_MEMORY})")
+@pytest.mark.parametrize(("plan", "advice"), [("auto", ""), ("fused", ", or no --plan")])
+def test_a_run_whose_memory_is_never_enough_says_what_to_give_it(run, plan, advice):
+    needs = f"it needs more than its limit: give it a larger --max-memory{advice}; its output"
+    life = f"start(); save(0); sys.exit({OUT_OF_MEMORY})"
+    with pytest.raises(Lost, match=needs):
+        supervised(run, life, config=TrainConfig(plan=plan))
 
 
 @pytest.mark.parametrize("number", ["SIGSEGV", "SIGBUS", "SIGABRT"])

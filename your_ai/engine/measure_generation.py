@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -36,6 +37,7 @@ from your_ai.nets.split import StandIn, blocks_path, module_at, replaced
 READ_TOKENS = 128, 1024, 2048  # of prompts: the first only shows how wrong the guess is
 SAMPLED_ROWS = 1, 4, 16  # of waves
 PAIRS = 5  # of runs, of whose difference the median is taken: it counts for all blocks
+PAIRS_S = 1.0  # after so long, no more of them
 
 
 class Needs(NamedTuple):
@@ -181,12 +183,12 @@ class BlockCall:
     def needs(self, *, with_caches: bool) -> Needs:
         """with_caches: whether the new states of caches are computed, too, if nothing needs them
         yet."""
-        first = self.needed_by(1, with_caches, REPEATS)
+        first, more = self.needed_by(1, with_caches, REPEATS), list[float]()
+        began = time.perf_counter()
         with in_order():  # one block keeps no output
-            more = [
-                self.needed_by(3, with_caches, 1) - self.needed_by(2, with_caches, 1)
-                for _ in range(PAIRS)
-            ]
+            while not more or (len(more) < PAIRS and time.perf_counter() - began <= PAIRS_S):
+                two, three = (self.needed_by(count, with_caches, 1) for count in (2, 3))
+                more.append(three - two)
         return Needs(first, max(0.0, median(more)))
 
     def needed_by(self, count: int, with_caches: bool, repeats: int) -> float:

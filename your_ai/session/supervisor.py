@@ -180,7 +180,7 @@ def supervise(
             if decision.level is None and received:
                 break
             if decision.level is None:
-                raise gave_up(folder, life, decision.reason)
+                raise gave_up(folder, life, decision.reason, config)
             lives.append(life)
             level = decision.level
 
@@ -203,11 +203,12 @@ def check_reported(folder: RunFolder, status: int, output: str, machines: Machin
         raise reported_error(folder, status, output)
 
 
-def gave_up(folder: RunFolder, life: Life, reason: str) -> Lost:
+def gave_up(folder: RunFolder, life: Life, reason: str, config: TrainConfig | None) -> Lost:
     """The error of a run that is not started again."""
     fault = f"this is a bug in your_ai or in MLX: {REPORT}; " if life.status in FAULTS else ""
     if life.status == OUT_OF_MEMORY:
-        fault = "it needs more than its limit: give it a larger --max-memory, or no --plan; "
+        other = "" if config is None or config.plan == "auto" else ", or no --plan"
+        fault = f"it needs more than its limit: give it a larger --max-memory{other}; "
     return Lost(
         f"{folder.path}: training died: {reason}; {fault}its output is in {folder.path / LOG}; "
         f"continue with: your_ai train --resume {folder.reference}"
