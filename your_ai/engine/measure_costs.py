@@ -313,8 +313,9 @@ def tiled_shapes(workload: Workload) -> list[Shape]:
     fewest = TILED_FROM // longest + 1
     shapes = [Shape(fewest, min(TILED_TOKENS, longest))]
     if rows >= MANY_MORE_ROWS * fewest:
-        tile = tiles_of(rows, longest)[0].stop
-        shapes.append(Shape(rows, min(longest, max(2 * tile, padded(TILED_FROM // rows + 1)))))
+        tile = tiles_of(rows, longest)[0].stop  # of which there are at least two, none shorter
+        count = max(2, -(-(TILED_FROM // rows + 1) // tile))
+        shapes.append(Shape(rows, min(longest, padded(count * tile))))
     return shapes
 
 
