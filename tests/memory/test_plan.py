@@ -610,13 +610,18 @@ def test_a_peak_of_the_update_says_nothing_about_the_work(monkeypatch):
 KEEPING = Plan("staged", 2048, kept=Kept(linear=4, attention=16))
 
 
-def kept_corrections(room: int = 0) -> Corrections:
+def kept_corrections(room: int | None = None) -> Corrections:
     """Corrections of a plan that keeps something of the longest rows, under its exact limit.
 
     Its estimate was right for these rows.
     """
     option = option_of(WORKLOAD, KEEPING, 0)
     return Corrections(WORKLOAD, KEEPING, option.needed_bytes, {2048: 1.0}, room_bytes=room)
+
+
+def test_without_room_shorter_rows_keep_what_the_longest_do():
+    found = kept_corrections(room=0)
+    assert {found.kept(1, tokens) for tokens in (2048, 1024, 256)} == {KEEPING.kept}
 
 
 def test_shorter_rows_keep_more_and_need_no_more_than_the_longest():

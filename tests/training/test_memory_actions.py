@@ -275,6 +275,23 @@ def test_resumed_run_has_the_corrections_learned_up_to_its_step(governed, decide
     assert ratios(3) == {}  # they belong to another plan
 
 
+def test_short_rows_keep_no_more_than_long_ones_after_the_run_ran_out_of_memory(governed, decided):
+    decided()
+    made = governed(batch_size=4)
+    governor, log = made.governor, made.governor.log
+
+    def room_bytes() -> int | None:
+        return memory_actions.govern(
+            governor.trainer, Sampler(), log, Watch()
+        ).corrections.room_bytes
+
+    assert room_bytes() == governor.trainer.budget.choice.option.needed_bytes
+    log.write(events.Died(step=0, reason=f"rank 1 {events.RAN_OUT} before its first step", level=0))
+    assert room_bytes() == 0
+    log.write(events.Died(step=0, reason="killed by SIGKILL", level=0))
+    assert room_bytes() > 0
+
+
 def test_peak_is_reset_before_each_step(governed):
     made = governed()
     mx.eval(mx.ones(40 * MB // 4))

@@ -34,15 +34,16 @@ class Corrections:
     plan: Plan
     limit_bytes: int
     ratios: dict[int, float] = field(default_factory=dict)
-    room_bytes: int = 0
-    """What shorter rows may need so that more is kept of them; by default what `plan` needs."""
+    room_bytes: int | None = None
+    """What shorter rows may need so that more is kept of them; None for what `plan` needs."""
     least_ratio: float = 0.0
     """What longer rows, of which none was measured, are expected to have at least."""
     _kept: dict[tuple[int, int, float], Kept] = field(default_factory=dict)
     """What `kept` found, by its arguments and the ratio."""
 
     def __post_init__(self) -> None:
-        self.room_bytes = self.room_bytes or with_margin(largest(self.workload, self.plan))
+        if self.room_bytes is None:
+            self.room_bytes = with_margin(largest(self.workload, self.plan))
 
     @property
     def most_bytes(self) -> int:
@@ -112,7 +113,7 @@ class Corrections:
             # Both sides count this process without a model, so that it may differ after a resume.
             work = self._estimate(rows, tokens, at(rung)).work_bytes
             margin = margin_of(self.workload, self.plan) * work
-            return max(expected + margin, with_headroom(expected)) <= self.room_bytes
+            return max(expected + margin, with_headroom(expected)) <= (self.room_bytes or 0)
 
         # A little more kept may need more memory than much more, whose backward pass needs less.
         rung = rung_of(planned)

@@ -136,6 +136,9 @@ class Action(Event):
     """Bytes that were read again from the model's files."""
 
 
+RAN_OUT = "ran out of memory"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Died(Event):
     """The training process ended before it finished. Written by the supervisor."""
@@ -144,6 +147,11 @@ class Died(Event):
     reason: str
     level: int | None
     """The level of the plan with which training restarts; None if it does not restart."""
+
+    @property
+    def of_memory(self) -> bool:
+        """True if the process ran out of memory."""
+        return RAN_OUT in self.reason
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -406,7 +406,7 @@ def describe(life: Life) -> str:
     """Say how a process ended: `killed by SIGKILL after step 17, with 95% of its limit in use`."""
     ends = {
         CRASHED: "failed because of a bug in your_ai",
-        OUT_OF_MEMORY: "ran out of memory",
+        OUT_OF_MEMORY: events.RAN_OUT,
         RESTART: "requested a restart",
         **{-n: f"killed by {n.name}" for n in signal.Signals},
     }

@@ -155,8 +155,9 @@ def govern(
     budget = trainer.budget
     limit_bytes, plan = budget.limit.limit_bytes, budget.choice.option.plan
     trained = replace(budget.workload, rollouts=None)  # peaks are of the updates alone
-    needed_bytes = budget.choice.option.needed_bytes
-    corrections = Corrections(trained, plan, limit_bytes, learned(log, plan, step), needed_bytes)
+    # What shorter rows need is not known as well as that it was too much.
+    room_bytes = 0 if has_run_out(log) else budget.choice.option.needed_bytes
+    corrections = Corrections(trained, plan, limit_bytes, learned(log, plan, step), room_bytes)
     trainer.engine.keep(corrections.kept)
     return Governor(
         trainer=trainer,
@@ -166,6 +167,13 @@ def govern(
         corrections=corrections,
         watch=watch,
     )
+
+
+def has_run_out(log: events.EventLog) -> bool:
+    """Return whether the run has run out of memory since its last step."""
+    records, _ = events.tail(log.path, 0, (events.Died, events.Step))
+    last = records[-1].event if records else None
+    return isinstance(last, events.Died) and last.of_memory
 
 
 def learned(log: events.EventLog, plan: Plan, step: int) -> dict[int, float]:
