@@ -15,7 +15,7 @@ def test_a_cost_is_the_peak_beside_what_a_phase_begins_with():
     def twice(given):
         return mx.concatenate(2 * [given.pop()])
 
-    assert cost_of(lambda: [mx.ones(1000)], twice).bytes == 8000
+    assert cost_of(lambda: [mx.ones(1 << 20)], twice).bytes == 8 << 20
 
 
 def test_there_is_room_for_a_guess_with_a_margin(monkeypatch):
