@@ -98,17 +98,17 @@ def graphs_bytes(
         slices = -(-workload.vocabulary // head_step(facts, min(HEAD_ROWS, rows * tokens)))
         found += FUSED_HEAD_GRAPH * slices
     else:
-        forms, masks = forms_of_kinds(facts, training), masks_of_kinds(workload)
+        forms, calls = forms_of_kinds(facts, training), calls_of_kinds(workload)
         sizes = (size_of(STAGED_GRAPH, each) + of_chunks(each) for each in workload.alone)
         found = sum(
-            size * max(1, forms.get(kind, 0)) * masks[kind] for kind, size in enumerate(sizes)
+            size * max(1, forms.get(kind, 0)) * calls[kind] for kind, size in enumerate(sizes)
         )
         found *= len({training.reach(facts), *(n for n in kept if n)})
         found += max((size_of(FIRST_GRAPH, each) for each in workload.alone), default=0)
     return int(GRAPHS_MARGIN * found * (1 if trained else FORWARD_GRAPH))
 
 
-def masks_of_kinds(workload: Workload) -> list[int]:
+def calls_of_kinds(workload: Workload) -> list[int]:
     """In how many ways blocks of each kind are called, as far as that was measured: with windows or
     without. They are compiled separately."""
     facts, measured = workload.facts, workload.measured

@@ -155,7 +155,7 @@ def govern(
     budget = trainer.budget
     limit_bytes, plan = budget.limit.limit_bytes, budget.choice.option.plan
     trained = replace(budget.workload, rollouts=None)  # peaks are of the updates alone
-    # What shorter rows need is not known as well as that it was too much.
+    # The step that ran out may be one of shorter rows, of which more was kept.
     room_bytes = 0 if has_run_out(log) else budget.choice.option.needed_bytes
     corrections = Corrections(trained, plan, limit_bytes, learned(log, plan, step), room_bytes)
     trainer.engine.keep(corrections.kept)
