@@ -28,6 +28,7 @@ from your_ai.memory.costs import FUSED_SCORES, PHASES, STAGED_SCORES, MeasuredCo
 from your_ai.memory.estimate import estimate
 from your_ai.memory.estimate_kept import everything
 from your_ai.memory.facts import facts_of
+from your_ai.memory.sizes import tiles_of
 from your_ai.memory.step_time import micro_batch_seconds
 from your_ai.memory.workload import DataSizes, Plan, ProcessFacts, Workload, workload_of
 from your_ai.nets.model import add_adapters
@@ -261,6 +262,13 @@ def test_no_shape_is_larger_than_the_micro_batches_of_the_run(folder, monkeypatc
     assert max(each.size for each in shapes) <= shape.rows * padded
     assert max(each.rows for each in shapes) <= shape.rows
     assert max(each.tokens for each in shapes - of_heads or of_heads) <= padded
+
+
+@pytest.mark.parametrize("shape", [Shape(3, 768), Shape(5, 4096), Shape(8, 256)])
+def test_tiles_of_many_rows_are_measured_as_large_as_those_of_the_run(folder, shape):
+    measured_on = measuring.tiled_shapes(workload_for(folder, shape))[-1]
+    assert measured_on.rows == shape.rows
+    assert tiles_of(*measured_on)[0].stop >= tiles_of(*shape)[0].stop
 
 
 @pytest.mark.parametrize("packed", [False, True])

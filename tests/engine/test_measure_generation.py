@@ -19,7 +19,7 @@ from tests.scheduling import compute_in_order
 from your_ai.config import TrainConfig
 from your_ai.engine import measure_generation as measuring
 from your_ai.engine.measure_costs import measure_costs
-from your_ai.engine.measure_generation import generation_costs, reading_of
+from your_ai.engine.measure_generation import for_generation, generation_costs, reading_of
 from your_ai.engine.peaks import Room
 from your_ai.engine.weights import open_model, prepare_for_generation
 from your_ai.generation.rollouts import RolloutPrompt, complete, prefill, sampler_of
@@ -127,6 +127,15 @@ def test_blocks_add_up_to_what_sampling_a_wave_takes(tmp_path, architecture, row
         return sum(rollout_phases(facts_of(folder, 4), sizes, rows, costs)[1].values())
 
     check_sum(folder, real, composed, 0.92, 1.15)
+
+
+def test_quantized_layers_are_measured_as_generation_computes_them(tmp_path):
+    """On a CPU in slices that are dequantized, which must be in memory."""
+    folder = make_model(tmp_path / "m", "llama", 4, hidden_size=256, intermediate_size=1024)
+    network = for_generation(open_model(folder, mx.float32).network)
+    opened = open_model(folder, mx.float32)
+    expected = {name: type(m) for name, m in prepare_for_generation(opened, False).named_modules()}
+    assert {name: type(module) for name, module in network.named_modules()} == expected
 
 
 @pytest.fixture

@@ -308,14 +308,14 @@ def longer_shapes(workload: Workload) -> list[Shape]:
 
 def tiled_shapes(workload: Workload) -> list[Shape]:
     """The fewest rows of the run that run on tiles, of each of which a tile has most tokens, and
-    the most if these are many more."""
-    rows, longest = longest_rows(workload)
+    the most if these are many more, the shortest with tiles as large as those of the run."""
+    rows, longest = most = longest_rows(workload)
     fewest = TILED_FROM // longest + 1
     shapes = [Shape(fewest, min(TILED_TOKENS, longest))]
     if rows >= MANY_MORE_ROWS * fewest:
-        tile = tiles_of(rows, longest)[0].stop  # of which there are at least two, none shorter
-        count = max(2, -(-(TILED_FROM // rows + 1) // tile))
-        shapes.append(Shape(rows, min(longest, padded(count * tile))))
+        lengths, tile = range(padded(TILED_FROM // rows + 1), longest, MULTIPLE), tiles_of(*most)[0]
+        alike = (tokens for tokens in lengths if tiles_of(rows, tokens)[0].stop >= tile.stop)
+        shapes.append(Shape(rows, next(alike, longest)))
     return shapes
 
 

@@ -57,7 +57,10 @@ PLAIN_GATES = (
     *("exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "kimi_vl", "kimi_k25"),
     *("mimo_v2_flash", "bailing_moe_v3", "nemotron_h", "muse_spark", "joyai_llm_flash"),
 )
-WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size")
+WINDOWS = (
+    *("sliding_window", "window_size", "attention_window_size", "attention_chunk_size"),
+    *("sliding_window_pattern", "hybrid_layer_pattern"),
+)
 
 Shape = tuple[int, ...]
 
